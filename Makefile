@@ -1,0 +1,57 @@
+# Needs Python (3.10 or newer), git and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More arguments for pip, for instance an index with CPU builds of PyTorch.
+PIP_ARGS ?=
+# More arguments for the command that a target runs: make test ARGS="-k tree"
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo chat train bench test test-slow check format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## install the project and its tools into .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup  ## decode a few prompts with Kangaroo and report the speedup
+	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo bench=demo $(ARGS)
+
+chat: setup  ## talk to the model in the terminal
+	$(BIN)/python scripts/chat.py $(ARGS)
+
+train: setup  ## train an adapter for SmolLM2-135M
+	$(BIN)/python train.py model=smollm2-135m $(ARGS)
+
+bench: setup  ## time the engine's steps
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+# Two workers with one thread each: tiny models gain nothing from more threads.
+test: setup  ## run the CPU tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=10 -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup  ## run the slow tests
+	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
+
+check: setup  ## format, lint, types and fast tests: what a change has to pass
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(MAKE) test
+
+format: setup  ## format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
