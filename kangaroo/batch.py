@@ -1,0 +1,115 @@
+"""The rows being decoded: their tokens, lengths and limits, and how a verdict is committed.
+
+Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth, R rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kangaroo.cache import KVCache
+from kangaroo.sampling import Sampling
+from kangaroo.tree import Draft
+from kangaroo.verify import Verdict
+
+
+@dataclass
+class Emitted:
+    """What one step added, still on the device.
+
+    Args:
+        tokens_BP: the new tokens of each row, meaningful up to its count.
+        counts_B: how many; 0 for rows that were done before.
+        accepted_B: how many of them were draft tokens.
+        drafted_B: valid draft tokens (for a tree: nodes).
+    """
+
+    tokens_BP: Tensor
+    counts_B: Tensor
+    accepted_B: Tensor
+    drafted_B: Tensor
+
+    def to_host(self) -> list[tuple[list[int], int, int]]:
+        """(new tokens, accepted, drafted) of each row: the step's one device-to-host copy."""
+        numbers_B3 = torch.stack([self.counts_B, self.accepted_B, self.drafted_B], 1)
+        rows = torch.cat([numbers_B3, self.tokens_BP], 1).tolist()
+        return [(row[3 : 3 + row[0]], row[1], row[2]) for row in rows]
+
+
+class Batch:
+    """Rows of different length in one cache.
+
+    The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
+    next draft. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
+    growing, until another prompt takes it.
+    """
+
+    def __init__(
+        self, cache: KVCache, sampling: Sampling, eos_ids: list[int], device: torch.device
+    ):
+        size, self.n_slots = cache.batch_size, cache.n_slots
+        self.cache, self.sampling = cache, sampling
+        self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
+        self.length_B = torch.ones(size, dtype=torch.long, device=device)
+        self.limit_B = torch.ones(size, dtype=torch.long, device=device)
+        self.seeds_B = torch.zeros(size, dtype=torch.long, device=device)
+        self.done_B = torch.ones(size, dtype=torch.bool, device=device)
+        self.eos_ids_E = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self.lengths = [1] * size  # the host's copy of length_B, so that extents need no sync
+
+    @property
+    def size(self) -> int:
+        return self.cache.batch_size
+
+    @property
+    def used(self) -> int:
+        """The largest length of any row."""
+        return max(self.lengths)
+
+    @property
+    def base_B(self) -> Tensor:
+        """Slot and position of each row's pending token."""
+        return self.length_B - 1
+
+    def last(self, count: int) -> Tensor:
+        """The last `count` committed tokens of each row, `[B, count]`; before the start, any."""
+        index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
+        return self.tokens_BS.gather(1, index.clamp(min=0))
+
+    def place(self, row: int, prompt: Tensor, max_new_tokens: int, seed: int) -> None:
+        """Put a prompt into a row; its last token is pending."""
+        self.tokens_BS[row, : len(prompt)] = prompt
+        self.length_B[row] = self.lengths[row] = len(prompt)
+        self.limit_B[row] = len(prompt) + max_new_tokens
+        self.seeds_B[row] = seed
+        self.done_B[row] = False
+
+    def commit(self, draft: Draft, verdict: Verdict) -> Emitted:
+        """Append the accepted path and the bonus token, cut at EOS and at the row's limit."""
+        device = self.length_B.device
+        steps_P = torch.arange(draft.tree.max_depth + 1, device=device)
+        path_BP = verdict.path_BP.roll(-1, 1)  # token i + 1 of the path is new token i
+        new_BP = draft.tokens_BN.gather(1, path_BP).scatter(
+            1, verdict.count_B[:, None], verdict.bonus_B1
+        )
+        counts_B = torch.minimum(verdict.count_B + 1, self.limit_B - self.length_B)
+        is_eos_BP = torch.isin(new_BP, self.eos_ids_E) & (steps_P < counts_B[:, None])
+        first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
+        counts_B = first_eos_B * ~self.done_B
+        index_BP = self.length_B[:, None] + steps_P
+        kept_BP = torch.where(
+            steps_P < counts_B[:, None], new_BP, self.tokens_BS.gather(1, index_BP)
+        )
+        self.tokens_BS.scatter_(1, index_BP, kept_BP)
+        self.length_B = self.length_B + counts_B
+        was_done_B = self.done_B
+        self.done_B = was_done_B | is_eos_BP.any(1) | (self.length_B >= self.limit_B)
+        return Emitted(
+            tokens_BP=new_BP,
+            counts_B=counts_B,
+            accepted_B=torch.minimum(verdict.count_B, counts_B),
+            drafted_B=(draft.valid_BN.sum(1) - 1) * ~was_done_B,
+        )

@@ -1,0 +1,153 @@
+"""A KV cache addressed by slot. What is valid is told by the mask; the cache itself keeps no length.
+
+Shapes: B rows, S slots a row, T tokens of a block, E occupied slots (the extent, E <= S), H query
+heads, K key/value heads, C head size, R rows of a block (a contiguous range of the B rows).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
+
+
+@dataclass
+class Block:
+    """Where a block of tokens sits: the slots it writes, the positions it has, what it may see.
+
+    Args:
+        slots_RT: slot of each token within its row.
+        positions_RT: position of each token, for RoPE and for the sampling noise.
+        bias_R1TE: additive attention mask in the model's dtype (0 or -inf); None is the causal fast
+            path, for a block that fills slots 0..T-1 of its rows.
+        extent: how many slots attention reads.
+        rows: the range of batch rows that the block covers.
+        rope: cosine and sine of `positions_RT`.
+    """
+
+    slots_RT: Tensor
+    positions_RT: Tensor
+    bias_R1TE: Tensor | None
+    extent: int
+    rows: slice
+    rope: tuple[Tensor, Tensor]
+
+    def narrow(self, start: int, width: int) -> Block:
+        """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
+        part = slice(start, start + width)
+        cos, sin = self.rope
+        return replace(
+            self,
+            slots_RT=self.slots_RT[:, part],
+            positions_RT=self.positions_RT[:, part],
+            bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE[:, :, part],
+            rope=(cos[:, part], sin[:, part]),
+        )
+
+    def to(self, device: torch.device) -> Block:
+        if self.slots_RT.device == device:
+            return self
+        return replace(
+            self,
+            slots_RT=self.slots_RT.to(device),
+            positions_RT=self.positions_RT.to(device),
+            bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE.to(device),
+            rope=(self.rope[0].to(device), self.rope[1].to(device)),
+        )
+
+
+class KVCache:
+    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
+
+    The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
+    attention reads the rows as strided views: nothing is copied or concatenated.
+
+    Args:
+        devices: the device of each layer.
+    """
+
+    def __init__(
+        self, batch_size: int, n_slots: int, n_heads: int, head_size: int,
+        dtype: torch.dtype, devices: list[torch.device],
+    ):  # fmt: skip
+        self.batch_size, self.n_slots = batch_size, n_slots
+        shape = (batch_size * n_slots, n_heads, head_size)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+
+    def at(self, block: Block) -> BlockCache:
+        return BlockCache(self, block)
+
+    def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
+        """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""
+        base_B1 = torch.arange(self.batch_size, device=src_BT.device)[:, None] * self.n_slots
+        src, dst = (src_BT + base_B1).flatten(), (dst_BT + base_B1).flatten()
+        for cached in (*self.keys, *self.values):
+            moved = cached.index_select(0, src.to(cached.device))
+            cached.index_copy_(0, dst.to(cached.device), moved)
+
+    def bytes(self) -> int:
+        """Size of the allocation in bytes."""
+        return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
+
+
+class BlockCache:
+    """A `KVCache` seen from one block: what a transformers attention layer takes as its cache."""
+
+    def __init__(self, cache: KVCache, block: Block):
+        self.cache, self.block = cache, block
+        rows = torch.arange(block.rows.start, block.rows.stop, device=block.slots_RT.device)
+        self.index = (block.slots_RT + rows[:, None] * cache.n_slots).flatten()
+
+    def update(
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the block's keys and values; return the occupied slots, each `[R, K, E, C]`."""
+        return (
+            self._write(self.cache.keys[layer_idx], k_RKTC),
+            self._write(self.cache.values[layer_idx], v_RKTC),
+        )
+
+    def _write(self, cached: Tensor, new_RKTC: Tensor) -> Tensor:
+        cached.index_copy_(0, self.index, new_RKTC.transpose(1, 2).flatten(0, 1))
+        by_row = cached.unflatten(0, (self.cache.batch_size, self.cache.n_slots))
+        return by_row[self.block.rows, : self.block.extent].transpose(1, 2)
+
+
+def occupied(n_slots: int, used: int) -> int:
+    """The bucketed extent that covers `used` slots."""
+    return min(math.ceil(used / BUCKET) * BUCKET, n_slots)
+
+
+def attention(
+    module: torch.nn.Module, q_RHTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor,
+    bias_R1TE: Tensor | None, scaling: float, **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Scaled dot-product attention that never expands grouped keys and values.
+
+    The query heads of one group become further query positions of their shared key head, so the
+    cache is read once and in place. Registered with transformers under `ATTENTION`.
+
+    Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
+    """
+    rows, heads, width, size = q_RHTC.shape
+    kv_heads = k_RKEC.shape[1]
+    group = heads // kv_heads
+    if bias_R1TE is None:
+        out = F.scaled_dot_product_attention(
+            q_RHTC, k_RKEC[:, :, :width], v_RKEC[:, :, :width],
+            is_causal=width > 1, scale=scaling, enable_gqa=group > 1,
+        )  # fmt: skip
+        return out.transpose(1, 2), None
+    packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
+    bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(packed, k_RKEC, v_RKEC, attn_mask=bias, scale=scaling)
+    return out.reshape(rows, heads, width, size).transpose(1, 2), None
+
+
+ATTENTION = "kangaroo"

@@ -1,0 +1,57 @@
+"""What the engine asks of a drafter.
+
+Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kangaroo.batch import Batch
+from kangaroo.cache import Block
+from kangaroo.tree import Draft
+from kangaroo.verify import Verdict
+
+
+class Drafter(Protocol):
+    """Proposes tokens; it never decides what is written.
+
+    Args:
+        taps: target hidden states it wants back, by the number of layers below them.
+        max_nodes: the most nodes of any draft, the root aside, so that there are slots for them.
+    """
+
+    taps: tuple[int, ...]
+    max_nodes: int
+
+    def begin(self, batch: Batch) -> None:
+        """A new batch: make what is kept for each row."""
+
+    def prefill(self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]) -> None:
+        """A chunk of a row's prompt has entered the target's cache.
+
+        Chunks of a prompt come in order; its last token is pending, and in none of them.
+        """
+
+    def propose(self, batch: Batch) -> Draft:
+        """A draft below each row's pending token."""
+
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]) -> None:
+        """What became of the draft, after it was committed."""
+
+
+class Stateless:
+    """A drafter's methods for those that keep nothing between steps and read no hidden state."""
+
+    taps: tuple[int, ...] = ()
+
+    def begin(self, batch: Batch) -> None:
+        pass
+
+    def prefill(self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]) -> None:
+        pass
+
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]) -> None:
+        pass

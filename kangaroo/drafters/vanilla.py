@@ -1,0 +1,27 @@
+"""Vanilla decoding: the drafter that proposes nothing, so that every step writes one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kangaroo.batch import Batch
+from kangaroo.drafters.base import Stateless
+from kangaroo.model import LM
+from kangaroo.tree import Draft
+
+
+@dataclass
+class VanillaConfig:
+    """The baseline has nothing to choose."""
+
+    name: str = "vanilla"
+
+    def build(self, lm: LM) -> Vanilla:
+        return Vanilla()
+
+
+class Vanilla(Stateless):
+    max_nodes = 0
+
+    def propose(self, batch: Batch) -> Draft:
+        return Draft.nothing(batch.last(1))

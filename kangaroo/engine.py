@@ -1,0 +1,322 @@
+"""Decode: prefill a row, then step after step propose, verify, commit, observe.
+
+Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.batch import Batch
+from kangaroo.drafters.base import Drafter
+from kangaroo.errors import PromptError
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+from kangaroo.verify import decide
+
+
+@dataclass
+class Request:
+    """One text to write.
+
+    Args:
+        prompt: token ids.
+        max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
+        seed: with the sampling settings it fixes the text.
+        stop: the text ends with the token that completes one of these strings.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    seed: int = 0
+    stop: Sequence[str] = ()
+
+
+@dataclass
+class StepRecord:
+    """One verification of one row.
+
+    Args:
+        tokens: what it wrote.
+        accepted: how many of them were draft tokens.
+        drafted: how many were proposed.
+        draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
+    """
+
+    tokens: list[int]
+    accepted: int
+    drafted: int
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+
+@dataclass
+class Generation:
+    """What became of a request.
+
+    Args:
+        finish: "eos", "length" or "stop"; empty while it is being written.
+        prefill_seconds: time until the prompt was in the cache.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    finish: str = ""
+    prefill_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + sum(step.seconds for step in self.steps)
+
+
+@dataclass
+class Token:
+    """One streamed token; `drafted` tells whether a drafter proposed it."""
+
+    id: int
+    drafted: bool
+
+
+@dataclass
+class Stream:
+    """Tokens of one request as steps write them; `generation` grows along."""
+
+    generation: Generation
+    tokens: Iterator[Token]
+
+    def __iter__(self) -> Iterator[Token]:
+        return self.tokens
+
+
+class Clock:
+    """Time between marks on one device; reading it is valid once the device has been waited for."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def mark(self) -> float | torch.cuda.Event:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
+        """Seconds from `start` to `stop`."""
+        if isinstance(start, float) and isinstance(stop, float):
+            return stop - start
+        assert isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event)
+        return start.elapsed_time(stop) / 1000
+
+
+class Engine:
+    """A target and a drafter.
+
+    Args:
+        tokenizer: needed for stop strings alone.
+        prefill_chunk: prompts enter the cache in chunks of this many tokens, which bounds the
+            memory of a prefill whatever the prompt's length.
+    """
+
+    def __init__(
+        self, lm: LM, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill_chunk: int = 1024,
+    ):  # fmt: skip
+        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
+        self.prefill_chunk = prefill_chunk
+        self.eos_ids = frozenset(lm.eos_ids())
+        self.clock = Clock(lm.device)
+
+    @torch.no_grad()
+    def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:
+        """An empty batch for texts of at most `longest` tokens, prompts included."""
+        n_slots = longest + self.drafter.max_nodes + 2
+        cache = self.lm.new_cache(batch_size, n_slots)
+        batch = Batch(cache, sampling, sorted(self.eos_ids), self.lm.device)
+        self.drafter.begin(batch)
+        return batch
+
+    @torch.no_grad()
+    def admit(self, batch: Batch, row: int, request: Request) -> Generation:
+        """Let a request take a free row, between steps."""
+        self.check(request)
+        start = time.perf_counter()
+        lm, end = self.lm, len(request.prompt) - 1
+        prompt_T = torch.tensor(request.prompt, device=lm.device)
+        batch.place(row, prompt_T, request.max_new_tokens, request.seed)
+        for first in range(0, end, self.prefill_chunk):
+            last = min(first + self.prefill_chunk, end)
+            block = lm.chunk(first, last, row, batch.n_slots)
+            tokens_1T = prompt_T[None, first:last]
+            _, taps = lm.run(
+                lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
+            )
+            self.drafter.prefill(batch, tokens_1T, block, taps)
+        if self.clock.cuda:
+            torch.cuda.synchronize(lm.device)
+        return Generation(prefill_seconds=time.perf_counter() - start)
+
+    @torch.no_grad()
+    def step(self, batch: Batch) -> list[StepRecord]:
+        """Propose, verify, commit, observe; one record a row."""
+        lm, drafter, clock = self.lm, self.drafter, self.clock
+        wall = time.perf_counter()
+        started = clock.mark()
+        draft = drafter.propose(batch)
+        proposed = clock.mark()
+        block = lm.block(draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots)
+        x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
+        layers = range(draft.entry, lm.n_layers)
+        x_BND, taps = lm.run(x_BND, batch.cache, block, layers, drafter.taps)
+        verdict = decide(
+            draft, lm.logits(x_BND), block.positions_RT + 1, batch.sampling, batch.seeds_B
+        )
+        if not draft.tree.is_chain:
+            depth_P = torch.arange(draft.tree.max_depth + 1, device=lm.device)
+            batch.cache.move(
+                batch.base_B[:, None] + verdict.path_BP, batch.base_B[:, None] + depth_P
+            )
+        verified = clock.mark()
+        emitted = batch.commit(draft, verdict)
+        drafter.observe(batch, draft, verdict, taps)
+        rows = emitted.to_host()  # the step's one device-to-host copy
+        batch.lengths = [
+            length + len(row[0]) for length, row in zip(batch.lengths, rows, strict=True)
+        ]
+        draft_seconds = clock.between(started, proposed)
+        verify_seconds = clock.between(proposed, verified)
+        host_seconds = time.perf_counter() - wall - draft_seconds - verify_seconds
+        return [
+            StepRecord(tokens, accepted, drafted, draft_seconds, verify_seconds, host_seconds)
+            for tokens, accepted, drafted in rows
+        ]
+
+    def check(self, request: Request) -> None:
+        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
+        room = self.lm.context - len(request.prompt)
+        if not request.prompt:
+            raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+        if request.max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
+        if request.max_new_tokens > room:
+            raise PromptError(
+                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new ones "
+                f"were asked for, but the model's context is {self.lm.context}. Shorten the prompt or "
+                f"ask for at most {max(room, 0)} new tokens."
+            )
+        if request.stop and self.tokenizer is None:
+            raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
+
+    def _record(
+        self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
+    ) -> None:
+        """Append a step to a row's generation, and say so there if that ended it."""
+        before = len(generation.tokens)
+        generation.steps.append(record)
+        generation.tokens += record.tokens
+        if request.stop:
+            kept = self._stopped(generation.tokens, before, request.stop)
+            if kept is not None:
+                del generation.tokens[kept:], record.tokens[kept - before :]
+                record.accepted = min(record.accepted, len(record.tokens))
+                generation.finish = "stop"
+                batch.done_B[row] = True
+                return
+        if generation.tokens[-1] in self.eos_ids:
+            generation.finish = "eos"
+        elif len(generation.tokens) == request.max_new_tokens:
+            generation.finish = "length"
+
+    def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
+        """How many tokens to keep if one of those from `before` on completes a stop string."""
+        assert self.tokenizer is not None
+        # a stop string of n bytes spans at most n tokens
+        reach = max(len(s.encode()) for s in stop)
+        for end in range(before + 1, len(tokens) + 1):
+            tail = self.tokenizer.decode(tokens[max(0, end - reach) : end])
+            if any(s in tail for s in stop):
+                return end
+        return None
+
+    def completions(
+        self, requests: Sequence[Request], sampling: Sampling, batch_size: int
+    ) -> Iterator[tuple[int, Generation]]:
+        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
+
+        A row that is done takes the next request at once.
+        """
+        for request in requests:
+            self.check(request)
+        if not requests:
+            return
+        longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        batch = self.open(min(batch_size, len(requests)), longest, sampling)
+        waiting = iter(range(len(requests)))
+        running: dict[int, tuple[int, Generation]] = {}
+        for row in range(batch.size):
+            index = next(waiting)
+            running[row] = index, self.admit(batch, row, requests[index])
+        while running:
+            records = self.step(batch)
+            for row in list(running):
+                index, generation = running[row]
+                self._record(batch, row, records[row], requests[index], generation)
+                if not generation.finish:
+                    continue
+                del running[row]
+                yield index, generation
+                following = next(waiting, None)
+                if following is not None:
+                    running[row] = following, self.admit(batch, row, requests[following])
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+        sampling: Sampling | None = None, batch_size: int | None = None,
+        seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
+    ) -> list[Generation]:  # fmt: skip
+        """Decode every prompt.
+
+        Args:
+            batch_size: rows decoded at a time; by default all prompts at once.
+            seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
+            stop: strings that end a text.
+
+        Errors: `PromptError` for an empty prompt or one too long for the context.
+        """
+        sampling = sampling or Sampling()
+        seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
+        requests = [
+            Request(p, max_new_tokens, s, stop) for p, s in zip(prompts, seeds, strict=True)
+        ]
+        done = dict(self.completions(requests, sampling, batch_size or len(prompts) or 1))
+        return [done[index] for index in range(len(prompts))]
+
+    def stream(
+        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+    ) -> Stream:  # fmt: skip
+        """Decode one prompt, token by token as steps write them."""
+        sampling = sampling or Sampling()
+        request = Request(prompt, max_new_tokens, sampling.seed, stop)
+        self.check(request)
+        batch = self.open(1, len(prompt) + max_new_tokens, sampling)
+        generation = self.admit(batch, 0, request)
+        return Stream(generation, self._tokens(batch, request, generation))
+
+    def _tokens(self, batch: Batch, request: Request, generation: Generation) -> Iterator[Token]:
+        while not generation.finish:
+            (record,) = self.step(batch)
+            self._record(batch, 0, record, request, generation)
+            for i, token in enumerate(record.tokens):
+                yield Token(token, drafted=i < record.accepted)

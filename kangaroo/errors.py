@@ -1,0 +1,37 @@
+"""What can go wrong for a user; every message says what, where, and the mend."""
+
+
+class KangarooError(Exception):
+    """A failure that the user can mend; the command line shows its message, no traceback."""
+
+
+class ModelNotFound(KangarooError):
+    """A target model is in no place where it was looked for."""
+
+
+class CorruptFile(KangarooError):
+    """A file is truncated, incomplete, or not the one that was asked for."""
+
+
+class UnsupportedModel(KangarooError):
+    """A model's architecture or positions cannot be driven by this engine."""
+
+
+class AdapterMismatch(KangarooError):
+    """An adapter was trained for another target or another exit layer."""
+
+
+class AdapterNotFound(KangarooError):
+    """No adapter lies where one was looked for."""
+
+
+class PromptError(KangarooError):
+    """A prompt is empty, too long for the context, or cannot be written in the chat template."""
+
+
+class ConfigError(KangarooError):
+    """A setting has a value that cannot work."""
+
+
+class DataError(KangarooError):
+    """A data set is missing, malformed, or holds nothing to train or evaluate on."""

@@ -1,0 +1,178 @@
+"""The target: drives a transformers Llama-like model by ranges of its layers.
+
+The only code that touches transformers' layers. Nothing is copied or patched: layers, norm, head
+and rotary embedding are the model's own modules.
+
+Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
+R rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from kangaroo.cache import ATTENTION, Block, KVCache, attention, occupied
+from kangaroo.errors import UnsupportedModel
+from kangaroo.tree import Tree
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedModel` for a model whose layers or positions this engine cannot drive."""
+    name = config.name_or_path or config.model_type
+    if config.model_type not in SUPPORTED:
+        raise UnsupportedModel(
+            f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    windowed = "sliding_attention" in layer_types or (
+        config.model_type == "mistral" and config.sliding_window is not None
+    )
+    if windowed:
+        raise UnsupportedModel(
+            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is not "
+            "supported. A model trained with full attention is needed, or one whose config sets "
+            "sliding_window to null."
+        )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type in ("dynamic", "longrope"):
+        raise UnsupportedModel(
+            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the text, "
+            "so cached keys would not fit. Supported: default, linear, llama3, yarn."
+        )
+
+
+class LM(nn.Module):
+    """A frozen causal language model, cut at any layer.
+
+    Errors: `UnsupportedModel` where the architecture does not follow the Llama interface.
+    """
+
+    def __init__(self, hf: PreTrainedModel):
+        super().__init__()
+        check_supported(hf.config)
+        hf.set_attn_implementation(ATTENTION)
+        self.hf = hf.eval().requires_grad_(False)
+        self.config = hf.config
+        self.layers = hf.model.layers
+        self.head = hf.lm_head
+        self.dtype = self.head.weight.dtype
+        self.device = hf.model.embed_tokens.weight.device
+        self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def context(self) -> int:
+        """The most positions that the model was made for."""
+        return self.config.max_position_embeddings
+
+    def eos_ids(self) -> list[int]:
+        """Every token that ends a text: Llama 3 has several, named by the generation config."""
+        eos = self.hf.generation_config.eos_token_id
+        eos = self.config.eos_token_id if eos is None else eos
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
+        return self.cache_like(batch_size, n_slots, self.layer_devices)
+
+    def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
+        """A cache for layers of this model's shape, one a device given: an adapter needs one."""
+        attn = self.layers[0].self_attn
+        n_heads = self.config.num_key_value_heads
+        return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
+
+    def block(self, tree: Tree, start_B: Tensor, used: int, n_slots: int) -> Block:
+        """Place the nodes of `tree` in consecutive slots from `start` on, after what lies below.
+
+        Args:
+            start_B: first slot, which is also the position of the root; -1 is allowed and puts the
+                root in a free slot at the end, where no other token sees it.
+            used: no row has a committed token or a node at or above this slot.
+        """
+        device = start_B.device
+        extent = occupied(n_slots, used + 1)  # one more: the free slot for a root at -1
+        offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
+        slots_BN = offsets_BN % extent
+        positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
+        seen_BE = torch.arange(extent, device=device) < start_B[:, None]
+        seen_BNE = seen_BE[:, None].repeat(1, tree.size, 1)
+        itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
+        seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
+        seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
+        bias_B1NE = torch.zeros(seen_BNE.shape, dtype=self.dtype, device=device)
+        bias_B1NE = bias_B1NE.masked_fill_(~seen_BNE, -torch.inf)[:, None]
+        rows = slice(0, len(start_B))
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, self.rope(positions_BN))
+
+    def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
+        """Positions `start` to `stop` of one row: a chunk of a prefill."""
+        positions_RT = torch.arange(start, stop, device=self.device)[None]
+        rope = self.rope(positions_RT)
+        rows = slice(row, row + 1)
+        if start == 0:
+            return Block(positions_RT, positions_RT, None, stop, rows, rope)
+        extent = occupied(n_slots, stop)
+        slots_E = torch.arange(extent, device=self.device)
+        bias_R1TE = torch.zeros(1, 1, stop - start, extent, dtype=self.dtype, device=self.device)
+        bias_R1TE.masked_fill_(slots_E > positions_RT[..., None], -torch.inf)
+        return Block(positions_RT, positions_RT, bias_R1TE, extent, rows, rope)
+
+    def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
+        like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
+        return self.hf.model.rotary_emb(like, position_ids=positions_BN)
+
+    def embed(self, tokens_BN: Tensor) -> Tensor:
+        return self.hf.model.embed_tokens(tokens_BN)
+
+    def run(
+        self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range,
+        taps: Collection[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+        """Run a range of layers over a block, writing its keys and values at the block's slots.
+
+        Args:
+            x_BND: the input of the first layer of the range.
+            cache: None for a causal block that nothing will follow (training).
+            taps: hidden states wanted back, by the number of layers below them: tap t is the output
+                of layer t - 1, and tap `layers.start` is `x_BND` itself.
+
+        Returns the output of the last layer (before the final norm) and the tapped states.
+        """
+        tapped = {layers.start: x_BND} if layers.start in taps else {}
+        view = None
+        for index in layers:
+            device = self.layer_devices[index]
+            if view is None or device != x_BND.device:
+                x_BND, block = x_BND.to(device), block.to(device)
+                view = cache.at(block) if cache is not None else None
+            x_BND = self.layers[index](
+                x_BND,
+                attention_mask=block.bias_R1TE,
+                position_ids=block.positions_RT,
+                position_embeddings=block.rope,
+                past_key_values=view,
+            )
+            if index + 1 in taps:
+                tapped[index + 1] = x_BND
+        return x_BND, tapped
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """`[B, N, V]` from the output of the last layer."""
+        return self.read_out(self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device)))
+
+    def read_out(self, normed_BND: Tensor) -> Tensor:
+        """`[B, N, V]` from a normed state, the target's own or an adapter's."""
+        # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
+        logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
+        return logits.unflatten(0, normed_BND.shape[:2])

@@ -1,0 +1,58 @@
+"""What stands beside every result: enough to say how it came about and to make it again."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("kangaroo", "torch", "transformers", "datasets", "deepspeed", "hydra-core", "wandb")
+
+
+def provenance() -> dict[str, Any]:
+    """Command line, git revision, versions, hardware and time, as plain JSON values."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git_revision": git_revision(),
+        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "hardware": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def git_revision() -> str | None:
+    """The checkout's commit, with "-dirty" where files differ from it; None outside a checkout."""
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """How settings differ, for the message that refuses to mix two runs; empty where they do not."""
+    return "; ".join(
+        f"{name}={before.get(name)!r} there, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,121 @@
+"""Choose tokens: filters, and noise that is a pure function of (seed, position, token).
+
+Because the noise does not depend on how a token came to be considered, target and drafter that see
+the same distribution choose the same token, and a text depends on its seed alone: not on the
+drafter, the batch or the step (drafter-invariant speculative decoding, arXiv 2408.07978).
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from kangaroo.errors import ConfigError
+
+_MASK = 0xFFFFFFFF
+
+
+class Rule(Enum):
+    """How sampled drafts are accepted."""
+
+    match = "match"  # the target's own choice under shared noise
+    rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
+
+
+class Stream(Enum):
+    """Independent noises of one (seed, position)."""
+
+    choice = 0
+    accept = 1
+    residual = 2
+
+
+@dataclass
+class Sampling:
+    """How tokens are chosen from the target's distribution.
+
+    Args:
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: keep this many of the likeliest tokens; 0 keeps all.
+        seed: rows get `seed`, `seed + 1`, ... unless seeds are given one by one.
+        rule: how a sampled draft is accepted; greedy decoding is the same under both.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    rule: Rule = Rule.match
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], not {self.top_p}; 1 keeps every token.")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be 0 (keep every token) or more, not {self.top_k}.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+    """Tempered and filtered logits in float32, -inf where a filter removed the token.
+
+    Temperature, then top-k, then top-p: the order of transformers' `generate`. Tokens tied with the
+    k-th stay. Needs `temperature > 0`.
+    """
+    logits_BNV = logits_BNV.float() / sampling.temperature
+    if 0 < sampling.top_k < logits_BNV.shape[-1]:
+        kth = logits_BNV.topk(sampling.top_k).values[..., -1:]
+        logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        removed = (probs.cumsum(-1) - probs) >= sampling.top_p  # the first token always stays
+        removed = torch.zeros_like(removed).scatter(-1, index, removed)
+        logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
+    return logits_BNV
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The 32-bit finaliser of MurmurHash3, on int64 tensors that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) -> Tensor:
+    """`[B, N, size]` numbers in (0, 1), fixed by (seed, position, index, stream)."""
+    key_B = _mix((seeds_B & _MASK) ^ _mix(((seeds_B >> 32) + 0x9E3779B9 * stream.value) & _MASK))
+    key_BN = _mix((positions_BN * 0x9E3779B1 + key_B[:, None]) & _MASK)
+    index_V = torch.arange(size, device=positions_BN.device)
+    bits_BNV = _mix(_mix((index_V * 0x85EBCA77 + 0x27D4EB2F) & _MASK) ^ key_BN[..., None])
+    # float32 keeps small values exact, and the smallest decide an exponential race
+    return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def choose(
+    log_weights_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice
+) -> Tensor:
+    """Sample a token from each unnormalised log-distribution by Gumbel-max, `[B, N]`."""
+    race = -torch.log1p(-uniform(seeds_B, positions_BN, stream, log_weights_BNV.shape[-1]))
+    return (log_weights_BNV - race.log_()).argmax(-1)
+
+
+def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor) -> Tensor:
+    """The token that follows each node, `[B, N]`.
+
+    Args:
+        positions_BN: absolute position of the token to be chosen, one after its node's.
+    """
+    if sampling.greedy:
+        return logits_BNV.argmax(-1)
+    return choose(warp(logits_BNV, sampling), seeds_B, positions_BN)

@@ -1,0 +1,81 @@
+"""What a drafter proposes: a tree of tokens below the pending token, and the shape of that tree.
+
+Shapes: B rows (1 where all rows share a topology), N nodes (node 0 is the pending token), D hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The topology of a draft. Parents come before their children; the root is its own parent.
+
+    Args:
+        parents_BN: index of each node's parent, `[1, N]` where all rows share it, else `[B, N]`.
+        max_depth: the largest depth any row can have, known to the host without a device sync.
+        is_chain: node i hangs below node i - 1 in every row, so that slots need no moving.
+    """
+
+    parents_BN: Tensor
+    max_depth: int
+    is_chain: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.parents_BN.shape[1]
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """`[b, i, j]` is true where node j lies on the path from the root to node i, i included."""
+        reach_BNN = torch.eye(self.size, dtype=torch.bool, device=self.parents_BN.device)
+        reach_BNN = reach_BNN.expand(self.parents_BN.shape[0], -1, -1)
+        jump_BN = self.parents_BN
+        for _ in range(max(self.max_depth, 1).bit_length()):  # each round doubles the path covered
+            reach_BNN = reach_BNN | reach_BNN.gather(1, jump_BN[..., None].expand_as(reach_BNN))
+            jump_BN = jump_BN.gather(1, jump_BN)
+        return reach_BNN
+
+    @cached_property
+    def depth_BN(self) -> Tensor:
+        return self.ancestors_BNN.sum(-1) - 1
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(size: int, device: torch.device) -> Tree:
+        """`size` nodes in a line; cached, since every step of a chain drafter asks for one."""
+        parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
+        return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
+
+
+@dataclass
+class Draft:
+    """Proposed tokens, ready for verification by `layers[entry:]` of the target.
+
+    Args:
+        tokens_BN: node 0 is the pending token: committed, but in no cache yet.
+        valid_BN: false marks padding, which never matches; node 0 is always true.
+        hidden_BND: the output of the target's layer `entry - 1` at each node, where the drafter has
+            computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
+        entry: the first target layer still to run.
+        probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
+    """
+
+    tokens_BN: Tensor
+    tree: Tree
+    valid_BN: Tensor
+    hidden_BND: Tensor | None = None
+    entry: int = 0
+    probs_BNV: Tensor | None = None
+
+    @staticmethod
+    def nothing(pending_B1: Tensor) -> Draft:
+        """The draft of vanilla decoding: the pending token alone."""
+        tree = Tree.chain(1, pending_B1.device)
+        return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
