@@ -1,0 +1,141 @@
+"""The command line: the only module that knows Hydra and OmegaConf.
+
+Every component brings a dataclass; here they become the groups and fields of the command line, so a
+mistyped key or a wrong type is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import hydra
+import transformers
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from rich.console import Console
+
+from kangaroo import models
+from kangaroo.chat import ChatConfig, questions
+from kangaroo.chat import chat as talk
+from kangaroo.data import store
+from kangaroo.data.synthesis import SynthesisConfig, synthesise
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.vanilla import VanillaConfig
+from kangaroo.engine import Engine
+from kangaroo.errors import KangarooError
+from kangaroo.model import LM
+from kangaroo.models import ModelConfig
+from kangaroo.sampling import Sampling
+from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.training.loop import TrainerConfig
+from kangaroo.training.loop import train as train_adapters
+
+CONFIGS = str(Path(__file__).parent.parent / "configs")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainConfig:
+    """`python train.py`: a target, its data, how to train, where to log."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    trainer: TrainerConfig = MISSING
+    logger: Any = MISSING
+    output: str = MISSING
+
+
+@dataclass
+class TalkConfig:
+    """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+
+
+def register() -> None:
+    """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
+    cs = ConfigStore.instance()
+    cs.store(name="train_schema", node=TrainConfig)
+    cs.store(name="chat_schema", node=TalkConfig)
+    cs.store(group="model", name="schema", node=ModelConfig)
+    cs.store(group="trainer", name="schema", node=TrainerConfig)
+    cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
+    cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
+    cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
+    cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
+    cs.store(group="logger", name="wandb_schema", node=WandbConfig)
+
+
+register()
+
+
+def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """A main function that takes its typed config, and says what a user can mend in one line."""
+
+    def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
+        @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
+        @functools.wraps(run)
+        def main(config: DictConfig) -> None:
+            logging.captureWarnings(True)
+            transformers.utils.logging.disable_progress_bar()
+            datasets.disable_progress_bars()
+            try:
+                run(OmegaConf.to_object(config))
+            except KangarooError as error:
+                raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+        return main
+
+    return decorate
+
+
+def load_target(config: ModelConfig) -> tuple[LM, Any]:
+    """The target as the engine drives it, and its tokenizer."""
+    hf, tokenizer = models.load(config)
+    return LM(hf), tokenizer
+
+
+@command("train")
+def train(config: TrainConfig) -> None:
+    lm, tokenizer = load_target(config.model)
+    synthesise(lm, tokenizer, config.data)
+    samples, about = store.load(Path(config.data.path))
+    log.info(
+        "%d conversations, %d tokens, %d of the assistant, from %s",
+        about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
+    )  # fmt: skip
+    tracker = config.logger.start(_plain(config), Path(config.output))
+    folders = train_adapters(lm, samples, config.trainer, Path(config.output), tracker, about)
+    tracker.finish()
+    for folder in folders:
+        folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        log.info("saved %s; measure it: python evaluate.py 'drafter.adapter=\"%s\"'", folder, folder)
+
+
+@command("chat")
+def chat(config: TalkConfig) -> None:
+    lm, tokenizer = load_target(config.model)
+    engine = Engine(lm, config.drafter.build(lm), tokenizer)
+    console = Console()
+    console.print(
+        f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty line "
+        "begins a new conversation, Ctrl-D ends.",
+        style="dim",
+    )
+    talk(engine, tokenizer, config.sampling, config.chat, console, questions(console))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

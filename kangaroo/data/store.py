@@ -1,0 +1,59 @@
+"""A dataset on disk: a `datasets` folder with its provenance beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_from_disk
+
+from kangaroo.data.chat import Sample
+from kangaroo.errors import DataError
+from kangaroo.provenance import provenance
+
+PROVENANCE = "provenance.json"
+
+
+def save(samples: list[Sample], path: Path, settings: dict[str, Any]) -> None:
+    """Write samples and where they come from; the provenance comes last and marks it complete."""
+    Dataset.from_list(samples).save_to_disk(path)
+    about = {
+        "settings": settings,
+        "fingerprint": fingerprint(samples),
+        "conversations": len(samples),
+        "tokens": sum(len(sample["input_ids"]) for sample in samples),
+        "assistant_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
+    }
+    (path / PROVENANCE).write_text(json.dumps(about | provenance(), indent=2) + "\n")
+
+
+def is_complete(path: Path) -> bool:
+    return (path / PROVENANCE).is_file()
+
+
+def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
+    """The samples and their provenance.
+
+    Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
+    provenance speaks of.
+    """
+    if not is_complete(path):
+        raise DataError(f"'{path}' holds no complete dataset ({PROVENANCE} is missing).")
+    about = json.loads((path / PROVENANCE).read_text())
+    try:
+        samples = load_from_disk(path).to_list()
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
+    if fingerprint(samples) != about["fingerprint"]:
+        raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
+    return samples, about
+
+
+def fingerprint(samples: list[Sample]) -> str:
+    """Hash of all tokens and loss masks, in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,82 @@
+"""Where metrics go besides the files of a run: nowhere, or Weights & Biases.
+
+The only module that imports wandb, and only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kangaroo.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Takes metrics by name."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class NoTracker:
+    """For runs whose files are enough."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@dataclass
+class NoTrackerConfig:
+    name: str = "none"
+
+    def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
+        return NoTracker()
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases.
+
+    Args:
+        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`).
+        group: runs of one sweep or comparison share it.
+    """
+
+    name: str = "wandb"
+    project: str = "kangaroo"
+    entity: str | None = None
+    group: str | None = None
+    mode: str = "online"
+
+    def start(self, settings: dict[str, Any], output: Path) -> Wandb:
+        """Start a run, or go on with the one that `output` belongs to."""
+        return Wandb(self, settings, output)
+
+
+class Wandb:
+    def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "logger=wandb needs the package wandb: pip install kangaroo[wandb], or logger=none."
+            ) from error
+        output.mkdir(parents=True, exist_ok=True)
+        known = output / "wandb_id"
+        if not known.exists():
+            known.write_text(wandb.util.generate_id())
+        self.run = wandb.init(
+            project=config.project, entity=config.entity, group=config.group, mode=config.mode,
+            dir=output, config=settings, id=known.read_text(), resume="allow",
+        )  # fmt: skip
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.run.log(metrics, step=step)
+
+    def finish(self) -> None:
+        self.run.finish()

@@ -1,0 +1,97 @@
+"""A training run's state on disk: whole or not there, so that kill -9 at any moment loses little."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.provenance import changes
+
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Args:
+        step: optimizer steps done.
+        tokens: tokens that the frozen target has read.
+        assistant_tokens: positions that entered the loss.
+        held_out: figures of the last held-out evaluation.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    assistant_tokens: int = 0
+    held_out: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpoint:
+    """Weights, optimizer and progress of a run in one folder, and its metrics, one JSON line a step.
+
+    Args:
+        settings: what the run was asked to do; a folder begun with other settings is refused.
+        data: fingerprint of the training data.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], data: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path = folder, folder / CHECKPOINT
+        self.identity = json.loads(json.dumps(settings | {"data": data}))
+
+    def resume(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Progress:
+        """Load the last checkpoint into `modules` and `optimizer`, or start anew."""
+        progress = Progress()
+        if self.path.exists():
+            try:
+                state = torch.load(self.path, weights_only=True)
+            except (RuntimeError, EOFError, OSError) as error:
+                raise CorruptFile(
+                    f"checkpoint '{self.path}' cannot be read ({error}); delete it to train anew."
+                ) from error
+            changed = changes(state["identity"], self.identity)
+            if changed:
+                raise ConfigError(
+                    f"'{self.folder}' holds a run with other settings ({changed}). Go on with the "
+                    "same ones, pass output= another folder, or delete it."
+                )
+            for module, weights in zip(modules, state["modules"], strict=True):
+                module.load_state_dict(weights)
+            optimizer.load_state_dict(state["optimizer"])
+            progress = Progress(**state["progress"])
+        self._forget_metrics_after(progress.step)
+        return progress
+
+    def save(
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, progress: Progress
+    ) -> None:
+        state = {
+            "identity": self.identity,
+            "modules": [module.state_dict() for module in modules],
+            "optimizer": optimizer.state_dict(),
+            "progress": asdict(progress),
+        }
+        part = self.path.with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, self.path)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps({"step": step} | metrics) + "\n")
+
+    def _forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that will be done again, a torn last line included."""
+        path = self.folder / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = [line for line in lines if line.endswith("}")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in kept))
