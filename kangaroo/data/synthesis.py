@@ -45,7 +45,7 @@ class SynthesisConfig:
     name: str = "self_synthesis"
     path: str = "???"
     conversations: int = 2048
-    shard_size: int = 256
+    shard_size: int = 512
     batch_size: int = 64
     max_question_tokens: int = 128
     max_answer_tokens: int = 320
