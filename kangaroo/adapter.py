@@ -53,7 +53,7 @@ class AdapterConfig:
 
 
 class Adapter(nn.Module):
-    """Attention and norms of the target's own classes, so biases, GQA and RoPE follow the target."""
+    """Attention and norms of the target's own classes: biases, GQA and RoPE follow the target."""
 
     def __init__(self, lm: LM, exit_layer: int):
         super().__init__()
@@ -107,7 +107,7 @@ def target_hash(lm: LM) -> str:
 def describe(lm: LM, adapter: Adapter, training: dict[str, Any]) -> AdapterConfig:
     """The config of an adapter trained for `lm`."""
     return AdapterConfig(
-        target=lm.config.name_or_path,
+        target=lm.name,
         target_revision=getattr(lm.config, "_commit_hash", None),
         target_hash=target_hash(lm),
         exit_layer=adapter.exit_layer,
@@ -138,8 +138,8 @@ def find(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterNotFound(
-            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train one "
-            "(python train.py) or pass drafter.adapter= a folder or hub id."
+            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
+            "one (python train.py) or pass drafter.adapter= a folder or hub id."
         ) from error
 
 
@@ -156,13 +156,15 @@ def load(path: str, lm: LM) -> tuple[Adapter, AdapterConfig]:
     try:
         config = AdapterConfig(**json.loads((folder / CONFIG).read_text()))
         state = load_file(folder / WEIGHTS)
-    except (json.JSONDecodeError, SafetensorError, TypeError) as error:
-        raise CorruptFile(f"adapter '{folder}' cannot be read ({error}); fetch it again.") from error
+    except (ValueError, SafetensorError, TypeError) as error:  # no JSON, no text, wrong fields
+        raise CorruptFile(
+            f"adapter '{folder}' cannot be read ({error}); fetch it again."
+        ) from error
     if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
             f"{config.n_layers} layers, config {config.target_hash}); this target is "
-            f"{lm.config.name_or_path or lm.config.model_type} ({lm.n_layers} layers, config "
+            f"{lm.name} ({lm.n_layers} layers, config "
             f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
             "python train.py model=..."
         )

@@ -1,4 +1,4 @@
-"""A KV cache addressed by slot. What is valid is told by the mask; the cache itself keeps no length.
+"""A KV cache addressed by slot. The mask tells what is valid; the cache keeps no length.
 
 Shapes: B rows, S slots a row, T tokens of a block, E occupied slots (the extent, E <= S), H query
 heads, K key/value heads, C head size, R rows of a block (a contiguous range of the B rows).

@@ -119,7 +119,9 @@ def train(config: TrainConfig) -> None:
     tracker.finish()
     for folder in folders:
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        log.info("saved %s; measure it: python evaluate.py 'drafter.adapter=\"%s\"'", folder, folder)
+        log.info(
+            "saved %s; measure it: python evaluate.py 'drafter.adapter=\"%s\"'", folder, folder
+        )
 
 
 @command("chat")
@@ -128,8 +130,8 @@ def chat(config: TalkConfig) -> None:
     engine = Engine(lm, config.drafter.build(lm), tokenizer)
     console = Console()
     console.print(
-        f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty line "
-        "begins a new conversation, Ctrl-D ends.",
+        f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty "
+        "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
     talk(engine, tokenizer, config.sampling, config.chat, console, questions(console))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import Drafter
-from kangaroo.errors import PromptError
+from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.verify import decide
@@ -133,6 +133,8 @@ class Engine:
         self, lm: LM, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int = 1024,
     ):  # fmt: skip
+        if prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
         self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(lm.eos_ids())
@@ -211,9 +213,9 @@ class Engine:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         if request.max_new_tokens > room:
             raise PromptError(
-                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new ones "
-                f"were asked for, but the model's context is {self.lm.context}. Shorten the prompt or "
-                f"ask for at most {max(room, 0)} new tokens."
+                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new "
+                f"ones were asked for, but the model's context is {self.lm.context}. Shorten the "
+                f"prompt or ask for at most {max(room, 0)} new tokens."
             )
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
@@ -241,8 +243,9 @@ class Engine:
     def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
         """How many tokens to keep if one of those from `before` on completes a stop string."""
         assert self.tokenizer is not None
-        # a stop string of n bytes spans at most n tokens
-        reach = max(len(s.encode()) for s in stop)
+        # A stop string of n bytes spans at most n tokens. One more, since SentencePiece tokenizers
+        # strip the leading space of whatever they decode.
+        reach = 1 + max(len(s.encode()) for s in stop)
         for end in range(before + 1, len(tokens) + 1):
             tail = self.tokenizer.decode(tokens[max(0, end - reach) : end])
             if any(s in tail for s in stop):
@@ -258,6 +261,8 @@ class Engine:
         """
         for request in requests:
             self.check(request)
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}.")
         if not requests:
             return
         longest = max(len(r.prompt) + r.max_new_tokens for r in requests)

@@ -37,15 +37,15 @@ def check_supported(config: PretrainedConfig) -> None:
     )
     if windowed:
         raise UnsupportedModel(
-            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is not "
-            "supported. A model trained with full attention is needed, or one whose config sets "
-            "sliding_window to null."
+            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is "
+            "not supported. A model trained with full attention is needed, or one whose config "
+            "sets sliding_window to null."
         )
     rope_type = config.rope_parameters["rope_type"]
     if rope_type in ("dynamic", "longrope"):
         raise UnsupportedModel(
-            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the text, "
-            "so cached keys would not fit. Supported: default, linear, llama3, yarn."
+            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the "
+            "text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
         )
 
 
@@ -66,6 +66,11 @@ class LM(nn.Module):
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
+
+    @property
+    def name(self) -> str:
+        """What messages and provenance call the model."""
+        return self.config.name_or_path or self.config.model_type
 
     @property
     def n_layers(self) -> int:

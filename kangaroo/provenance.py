@@ -20,7 +20,8 @@ def provenance() -> dict[str, Any]:
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_revision": git_revision(),
-        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "versions": {name: _version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
         "hardware": {
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
@@ -43,7 +44,7 @@ def git_revision() -> str | None:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """How settings differ, for the message that refuses to mix two runs; empty where they do not."""
+    """How settings differ, for a message that refuses to mix two runs; empty if they do not."""
     return "; ".join(
         f"{name}={before.get(name)!r} there, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())

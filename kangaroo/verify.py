@@ -83,7 +83,9 @@ def rejection(
     Source: Leviathan et al. 2023, algorithm 1.
     """
     if not draft.tree.is_chain or draft.probs_BNV is None:
-        raise ValueError("the rejection rule needs a chain with the probabilities it was drawn from")
+        raise ValueError(
+            "the rejection rule needs a chain with the probabilities it was drawn from"
+        )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     q_BNV = torch.cat([draft.probs_BNV[:, 1:], torch.zeros_like(p_BNV[:, :1])], 1)
     child_BN = draft.tokens_BN.roll(-1, 1)

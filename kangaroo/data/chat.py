@@ -21,8 +21,8 @@ class Message(TypedDict):
 class Sample(TypedDict):
     """A tokenised conversation.
 
-    `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its end-of-turn token included: the
-    distribution to learn is then the one at position i - 1.
+    `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its end-of-turn token included:
+    the distribution to learn is then the one at position i - 1.
     """
 
     messages: list[Message]
@@ -48,9 +48,7 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
 
     Fed the header alone, an aligned model writes a question itself (Magpie, arXiv 2406.08464).
     """
-    text = _render(
-        tokenizer, [Message(role="user", content=_SENTINEL)], add_generation_prompt=True
-    )
+    text = _render(tokenizer, [Message(role="user", content=_SENTINEL)], add_generation_prompt=True)
     before, _, after = text.partition(_SENTINEL)
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Self-synthesis: the target writes its own training conversations, so nothing has to be downloaded.
+"""Self-synthesis: the target writes its own training conversations; nothing is downloaded.
 
 Fed the chat template's user header, an aligned model writes a question (Magpie, arXiv 2406.08464);
 asked that question, it writes the answer that the adapter is to predict.
@@ -36,7 +36,8 @@ class SynthesisConfig:
         shard_size: conversations a shard; a killed run loses at most the shard at hand.
         batch_size: rows decoded at a time.
         max_question_tokens, max_answer_tokens: an answer is kept as far as it goes.
-        keep_unfinished_questions: so is a question; otherwise one that reaches its limit is dropped.
+        keep_unfinished_questions: so is a question; by default one that reaches its limit is
+            dropped.
         question_temperature: questions want variety.
         answer_temperatures: shards take them in turn; 0 is greedy, as most evaluation is.
         seed: with the model and these settings it fixes the data.
@@ -61,7 +62,7 @@ def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConf
     Every shard is a pure function of model, settings and shard number, and is renamed into place
     when complete, so a run that was killed goes on and ends with the same data.
     """
-    settings: dict[str, Any] = {"model": lm.config.name_or_path} | asdict(config)
+    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
     del settings["path"]
     path, shards = Path(config.path), Path(config.path + ".shards")
     _check_settings(shards, settings)

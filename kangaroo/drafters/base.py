@@ -29,7 +29,9 @@ class Drafter(Protocol):
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
 
-    def prefill(self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]) -> None:
+    def prefill(
+        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+    ) -> None:
         """A chunk of a row's prompt has entered the target's cache.
 
         Chunks of a prompt come in order; its last token is pending, and in none of them.
@@ -38,7 +40,9 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
 
-    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]) -> None:
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
         """What became of the draft, after it was committed."""
 
 
@@ -50,8 +54,12 @@ class Stateless:
     def begin(self, batch: Batch) -> None:
         pass
 
-    def prefill(self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]) -> None:
+    def prefill(
+        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+    ) -> None:
         pass
 
-    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]) -> None:
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
         pass

@@ -45,8 +45,8 @@ class KangarooConfig:
         if self.exit_layer not in (None, config.exit_layer):
             raise AdapterMismatch(
                 f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer} of "
-                f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave it "
-                "unset, or pass drafter.adapter= one of that exit layer."
+                f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
+                "it unset, or pass drafter.adapter= one of that exit layer."
             )
         return Kangaroo(lm, adapter, self.steps, self.threshold)
 
@@ -75,7 +75,9 @@ class Kangaroo:
             batch.size, 1, hidden_size, dtype=self.lm.dtype, device=device
         )
 
-    def prefill(self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]) -> None:
+    def prefill(
+        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+    ) -> None:
         hidden_1TD = taps[self.exit_layer]
         self.adapter(hidden_1TD, self.cache, block.to(hidden_1TD.device))
         self.previous_B1D[block.rows] = hidden_1TD[:, -1:]
@@ -117,7 +119,9 @@ class Kangaroo:
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if rejection else None,
         )
 
-    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]) -> None:
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
         hidden_BND = draft.hidden_BND
         assert hidden_BND is not None
         index_B11 = verdict.best_B[:, None, None].to(hidden_BND.device)

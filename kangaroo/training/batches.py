@@ -61,6 +61,7 @@ def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
         if not any(sample["loss_mask"][1:max_length]):
             start = " ".join(str(m["content"]) for m in sample["messages"])[:200]
             raise DataError(
-                f"sample {index} has no trainable token among its first {max_length}: no assistant "
-                f"turn lies there. Raise trainer.max_length or drop the sample. It begins: {start!r}"
+                f"sample {index} has no trainable token among its first {max_length}: no "
+                "assistant turn lies there. Raise trainer.max_length or drop the sample. It "
+                f"begins: {start!r}"
             )

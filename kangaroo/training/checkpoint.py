@@ -1,4 +1,4 @@
-"""A training run's state on disk: whole or not there, so that kill -9 at any moment loses little."""
+"""A training run's state on disk: whole or not there, so that kill -9 loses little."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
 
 
 class Checkpoint:
-    """Weights, optimizer and progress of a run in one folder, and its metrics, one JSON line a step.
+    """Weights, optimizer, progress and metrics (one JSON line a step) of a run, in one folder.
 
     Args:
         settings: what the run was asked to do; a folder begun with other settings is refused.

@@ -128,14 +128,14 @@ def train(
     Args:
         about: provenance of the data, saved with the adapters.
 
-    Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left to
-    train on or `output` holds the checkpoint of other settings.
+    Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
+    to train on or `output` holds the checkpoint of other settings.
     """
     check_trainable(samples, config.max_length)
     if not 0 < config.holdout < len(samples):
         raise ConfigError(
-            f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples to train "
-            "on, and hold at least one out."
+            f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples to "
+            "train on, and hold at least one out."
         )
     kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
@@ -190,7 +190,9 @@ def train(
         if last or progress.step % config.save_every == 0:
             checkpoint.save(trained, optimizer, progress)
         bar.update()
-        bar.set_postfix(loss=f"{sums[0].means()['loss']:.3f}", agree=f"{sums[0].means()['agreement']:.3f}")
+        bar.set_postfix(
+            loss=f"{sums[0].means()['loss']:.3f}", agree=f"{sums[0].means()['agreement']:.3f}"
+        )
     bar.close()
     training = asdict(config) | asdict(progress) | {"data": about} | provenance()
     return [

