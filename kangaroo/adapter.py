@@ -69,11 +69,17 @@ class Adapter(nn.Module):
         self.norm = type(layer.input_layernorm)(lm.config.hidden_size, lm.config.rms_norm_eps)
 
     def start_from(self, lm: LM) -> Adapter:
-        """Copy the weights of the layer above the exit: a better start than noise."""
+        """Copy the layer above the exit and, damped, the target's final norm.
+
+        At full strength that norm makes the untrained adapter surely wrong: on SmolLM2 the loss
+        starts at 18 nats, damped at 8, and 35 k tokens later it is 9.0 against 6.2.
+        """
         layer = lm.layers[self.exit_layer]
         self.input_norm.load_state_dict(layer.input_layernorm.state_dict())
         self.attention.load_state_dict(layer.self_attn.state_dict())
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
+        with torch.no_grad():
+            self.norm.weight *= 0.3
         return self
 
     def forward(self, f_BND: Tensor, cache: KVCache | None, block: Block) -> Tensor:
@@ -141,6 +147,11 @@ def find(path: str) -> Path:
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
             "one (python train.py) or pass drafter.adapter= a folder or hub id."
         ) from error
+
+
+def weights_hash(path: str) -> str:
+    """Hash of an adapter's weights, wherever `path` leads."""
+    return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
 
 
 def load(path: str, lm: LM) -> tuple[Adapter, AdapterConfig]:

@@ -7,9 +7,11 @@ mistyped key or a wrong type is refused before anything is loaded.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import KangarooError
+from kangaroo.evaluation import report, speed_report
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.run import EvaluateConfig
+from kangaroo.evaluation.run import evaluate as run_evaluation
+from kangaroo.evaluation.speed import SpeedConfig, measure
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
@@ -42,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class TrainConfig:
+class TrainCommand:
     """`python train.py`: a target, its data, how to train, where to log."""
 
     model: ModelConfig = MISSING
@@ -53,7 +60,27 @@ class TrainConfig:
 
 
 @dataclass
-class TalkConfig:
+class EvaluateCommand(EvaluateConfig):
+    """`python evaluate.py`: a target, a drafter, and what they are asked."""
+
+    output: str = MISSING
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    logger: Any = MISSING
+
+
+@dataclass
+class SpeedCommand:
+    """`python scripts/bench.py`: how fast, against what the memory allows."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    output: str = MISSING
+
+
+@dataclass
+class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
     model: ModelConfig = MISSING
@@ -65,9 +92,12 @@ class TalkConfig:
 def register() -> None:
     """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
     cs = ConfigStore.instance()
-    cs.store(name="train_schema", node=TrainConfig)
-    cs.store(name="chat_schema", node=TalkConfig)
+    cs.store(name="train_schema", node=TrainCommand)
+    cs.store(name="evaluate_schema", node=EvaluateCommand)
+    cs.store(name="speed_schema", node=SpeedCommand)
+    cs.store(name="chat_schema", node=TalkCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
+    cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="trainer", name="schema", node=TrainerConfig)
     cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
@@ -106,7 +136,7 @@ def load_target(config: ModelConfig) -> tuple[LM, Any]:
 
 
 @command("train")
-def train(config: TrainConfig) -> None:
+def train(config: TrainCommand) -> None:
     lm, tokenizer = load_target(config.model)
     synthesise(lm, tokenizer, config.data)
     samples, about = store.load(Path(config.data.path))
@@ -124,8 +154,39 @@ def train(config: TrainConfig) -> None:
         )
 
 
+@command("evaluate")
+def evaluate(config: EvaluateCommand) -> None:
+    lm, tokenizer = load_target(config.model)
+    drafter = config.drafter.build(lm)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    logger = config.logger if first_rank else NoTrackerConfig()
+    tracker = logger.start(_plain(config), Path(config.output))
+    steps = itertools.count(1)
+    result = run_evaluation(
+        lm,
+        tokenizer,
+        drafter,
+        config,
+        model_name=config.model.name,
+        drafter_name=config.drafter.name,
+        settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+        log=lambda figures: tracker.log(figures, next(steps)),
+    )
+    tracker.finish()
+    if first_rank:
+        Console().print(report.terminal_table(result))
+        log.info("answers, summary, report and plots are in %s", config.output)
+
+
+@command("speed")
+def speed(config: SpeedCommand) -> None:
+    lm, tokenizer = load_target(config.model)
+    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    speed_report.write(result, Path(config.output), Console())
+
+
 @command("chat")
-def chat(config: TalkConfig) -> None:
+def chat(config: TalkCommand) -> None:
     lm, tokenizer = load_target(config.model)
     engine = Engine(lm, config.drafter.build(lm), tokenizer)
     console = Console()

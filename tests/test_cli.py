@@ -96,7 +96,7 @@ def kill_when(path, script, *overrides, cwd):
 
 
 def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
-    settings = ["experiment=debug", "data.conversations=64", "data.max_answer_tokens=160"]
+    settings = ["experiment=debug", "data.shards=4", "data.max_answer_tokens=160"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()

@@ -23,7 +23,7 @@ def target():
 
 def settings(path, **changes):
     fields = {
-        "conversations": 10, "shard_size": 4, "batch_size": 3, "max_question_tokens": 8,
+        "shards": 3, "shard_size": 4, "batch_size": 3, "max_question_tokens": 8,
         "max_answer_tokens": 12, "keep_unfinished_questions": True,
     }  # fmt: skip
     return SynthesisConfig(path=str(path), **(fields | changes))
@@ -84,6 +84,18 @@ def test_an_interrupted_synthesis_ends_with_the_same_data(target, tmp_path):
     assert store.load(tmp_path / "whole")[0] == store.load(tmp_path / "stopped")[0]
 
 
+def test_more_shards_keep_those_that_are_there(target, tmp_path):
+    lm, tokenizer = target
+    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=1))
+    (first,) = (tmp_path / "data.shards").glob("*.jsonl")
+    written = first.stat().st_mtime_ns
+    few, _ = store.load(tmp_path / "data")
+    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    more, _ = store.load(tmp_path / "data")
+    assert first.stat().st_mtime_ns == written
+    assert more[: len(few)] == few and len(more) > len(few)
+
+
 def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
     lm, tokenizer = target
     first = settings(tmp_path / "data")
@@ -94,10 +106,10 @@ def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     lm, tokenizer = target
-    with pytest.raises(DataError, match="no usable conversation in 3 tries"):
+    with pytest.raises(DataError, match="no usable conversation in 2 tries"):
         synthesise(
             lm, tokenizer,
-            settings(tmp_path / "d", conversations=3, max_question_tokens=1,
+            settings(tmp_path / "d", shards=1, shard_size=2, max_question_tokens=1,
                      keep_unfinished_questions=False),
         )  # fmt: skip
 

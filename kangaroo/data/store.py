@@ -19,18 +19,23 @@ PROVENANCE = "provenance.json"
 def save(samples: list[Sample], path: Path, settings: dict[str, Any]) -> None:
     """Write samples and where they come from; the provenance comes last and marks it complete."""
     Dataset.from_list(samples).save_to_disk(path)
-    about = {
+    facts = {
         "settings": settings,
         "fingerprint": fingerprint(samples),
         "conversations": len(samples),
         "tokens": sum(len(sample["input_ids"]) for sample in samples),
         "assistant_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
     }
-    (path / PROVENANCE).write_text(json.dumps(about | provenance(), indent=2) + "\n")
+    (path / PROVENANCE).write_text(json.dumps(facts | provenance(), indent=2) + "\n")
 
 
 def is_complete(path: Path) -> bool:
     return (path / PROVENANCE).is_file()
+
+
+def about(path: Path) -> dict[str, Any]:
+    """The provenance of a complete dataset."""
+    return json.loads((path / PROVENANCE).read_text())
 
 
 def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
@@ -41,14 +46,14 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     """
     if not is_complete(path):
         raise DataError(f"'{path}' holds no complete dataset ({PROVENANCE} is missing).")
-    about = json.loads((path / PROVENANCE).read_text())
+    recorded = about(path)
     try:
         samples = load_from_disk(path).to_list()
     except (OSError, ValueError) as error:
         raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
-    if fingerprint(samples) != about["fingerprint"]:
+    if fingerprint(samples) != recorded["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
-    return samples, about
+    return samples, recorded
 
 
 def fingerprint(samples: list[Sample]) -> str:

@@ -32,8 +32,9 @@ class SynthesisConfig:
 
     Args:
         path: folder of the finished dataset; work in progress lies in `<path>.shards`.
-        conversations: how many questions are asked for; a few are dropped (unfinished, repeated).
-        shard_size: conversations a shard; a killed run loses at most the shard at hand.
+        shards: parts of the dataset; asking for more of them later keeps those that are there.
+        shard_size: conversations a shard, of which a few are dropped (unfinished, repeated); a
+            killed run loses at most the shard at hand.
         batch_size: rows decoded at a time.
         max_question_tokens, max_answer_tokens: an answer is kept as far as it goes.
         keep_unfinished_questions: so is a question; by default one that reaches its limit is
@@ -45,7 +46,7 @@ class SynthesisConfig:
 
     name: str = "self_synthesis"
     path: str = "???"
-    conversations: int = 2048
+    shards: int = 3
     shard_size: int = 512
     batch_size: int = 64
     max_question_tokens: int = 128
@@ -64,49 +65,43 @@ def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConf
     """
     settings: dict[str, Any] = {"model": lm.name} | asdict(config)
     del settings["path"]
-    path, shards = Path(config.path), Path(config.path + ".shards")
-    _check_settings(shards, settings)
-    if store.is_complete(path):
+    path, folder = Path(config.path), Path(config.path + ".shards")
+    if store.is_complete(path) and store.about(path)["settings"] == settings:
         return
+    _check_settings(folder, {k: v for k, v in settings.items() if k != "shards"})
     engine = Engine(lm, Vanilla(), tokenizer)
-    numbers = range(-(-config.conversations // config.shard_size))
-    with tqdm(total=config.conversations, unit="conversation", desc="self-synthesis") as bar:
-        for number in numbers:
-            indices = _indices(config, number)
-            if _shard(shards, number).exists():
-                bar.update(len(indices))
+    total = config.shards * config.shard_size
+    with tqdm(total=total, unit="conversation", desc="self-synthesis") as bar:
+        for number in range(config.shards):
+            if _shard(folder, number).exists():
+                bar.update(config.shard_size)
                 continue
-            part = _shard(shards, number).with_suffix(".part")
+            part = _shard(folder, number).with_suffix(".part")
             with part.open("w") as file:
                 for sample in _write(engine, tokenizer, config, number, bar):
                     file.write(json.dumps(sample) + "\n")
-            os.replace(part, _shard(shards, number))
-    samples = list(_distinct(shards, numbers))
+            os.replace(part, _shard(folder, number))
+    samples = list(_distinct(folder, config.shards))
     if not samples:
         raise DataError(
-            f"the model wrote no usable conversation in {config.conversations} tries; is it a chat "
-            f"model, and does its template end a user turn? See {shards}."
+            f"the model wrote no usable conversation in {total} tries; is it a chat model, and "
+            f"does its template end a user turn? See {folder}."
         )
     store.save(samples, path, settings)
 
 
-def _check_settings(shards: Path, settings: dict[str, Any]) -> None:
-    path = shards / "settings.json"
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    path = folder / "settings.json"
     if not path.exists():
-        shards.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings, indent=2) + "\n")
         return
     changed = changes(json.loads(path.read_text()), settings)
     if changed:
         raise DataError(
-            f"{shards} was begun with other settings ({changed}). Go on with the same ones, pass "
+            f"{folder} was begun with other settings ({changed}). Go on with the same ones, pass "
             "data.path= another folder, or delete it."
         )
-
-
-def _indices(config: SynthesisConfig, number: int) -> range:
-    first = number * config.shard_size
-    return range(first, min(first + config.shard_size, config.conversations))
 
 
 def _shard(folder: Path, number: int) -> Path:
@@ -118,7 +113,8 @@ def _write(
     bar: tqdm,
 ) -> Iterator[Sample]:  # fmt: skip
     """One shard's conversations: all questions first, then all answers."""
-    seeds = [config.seed * 1_000_003 + index for index in _indices(config, number)]
+    first = config.seed * 1_000_003 + number * config.shard_size
+    seeds = range(first, first + config.shard_size)
     header, end_of_turn = user_header(tokenizer)
     asked = _decode(
         engine,
@@ -167,10 +163,10 @@ def _decode(
     return [done[index] for index in range(len(requests))]
 
 
-def _distinct(folder: Path, numbers: range) -> Iterator[Sample]:
+def _distinct(folder: Path, shards: int) -> Iterator[Sample]:
     """Samples in order; a question that came before is dropped, so held-out ones stay unseen."""
     seen = set()
-    for number in numbers:
+    for number in range(shards):
         for line in _shard(folder, number).read_text().splitlines():
             sample = json.loads(line)
             question = sample["messages"][0]["content"]

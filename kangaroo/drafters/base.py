@@ -5,7 +5,8 @@ Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -44,6 +45,21 @@ class Drafter(Protocol):
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """What became of the draft, after it was committed."""
+
+
+@dataclass
+class DrafterConfig:
+    """The settings of a drafter; a subclass adds its own and `build(lm) -> Drafter`.
+
+    Args:
+        name: what results and the command line call it.
+    """
+
+    name: str = "???"
+
+    def settings(self) -> dict[str, Any]:
+        """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""
+        return asdict(self)
 
 
 class Stateless:

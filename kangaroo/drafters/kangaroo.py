@@ -6,6 +6,7 @@ Shapes: B rows, N draft nodes, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kangaroo import adapter as adapters
 from kangaroo.adapter import Adapter
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
+from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, pick, warp
@@ -22,7 +24,7 @@ from kangaroo.verify import Verdict
 
 
 @dataclass
-class KangarooConfig:
+class KangarooConfig(DrafterConfig):
     """Chain decoding with early stopping (arXiv 2404.18911, sections 3.1 and 3.2).
 
     Args:
@@ -50,6 +52,9 @@ class KangarooConfig:
             )
         return Kangaroo(lm, adapter, self.steps, self.threshold)
 
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"weights": adapters.weights_hash(self.adapter)}
+
 
 class Kangaroo:
     """Drafts on the target's own cache and hands its shallow states to verification."""
@@ -63,7 +68,7 @@ class Kangaroo:
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
-        self.taps = (adapter.exit_layer,)
+        self.taps: tuple[int, ...] = (adapter.exit_layer,)
         self.max_nodes = steps
 
     def begin(self, batch: Batch) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kangaroo.batch import Batch
-from kangaroo.drafters.base import Stateless
+from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.model import LM
 from kangaroo.tree import Draft
 
 
 @dataclass
-class VanillaConfig:
+class VanillaConfig(DrafterConfig):
     """The baseline has nothing to choose."""
 
     name: str = "vanilla"

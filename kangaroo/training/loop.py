@@ -49,12 +49,12 @@ class TrainerConfig:
     """
 
     exit_layers: list[int] = field(default_factory=lambda: [3])
-    epochs: int = 2
+    epochs: int = 3
     learning_rate: float = 4e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup_steps: int = 30
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     accumulate: int = 1
     clip: float = 1.0
     max_length: int = 2048

@@ -1,0 +1,113 @@
+"""The memory-bandwidth limit: what a memory delivers, and the fewest bytes that decoding must read.
+
+At batch 1 a forward reads every weight for a handful of tokens, so the time to read them bounds the
+speed from above, whatever the arithmetic.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kangaroo.adapter import Adapter
+from kangaroo.model import LM
+
+REPEATS = 15
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Sizes in bytes of what a forward reads; each is read once a forward, if at all.
+
+    Args:
+        shallow, deep: the weights of the target's layers below and above the exit.
+        norm, head: the target's final norm and LM head.
+        row: one token's row of the embedding table. The rest of the table is not read, unless the
+            head is tied to it, and then it is the head.
+        adapter: the adapter's weights.
+        kv: the keys and values of one token in one layer.
+        exit_layer: 0 for vanilla decoding, to which all layers are deep.
+        n_layers: of the target.
+    """
+
+    shallow: int
+    deep: int
+    norm: int
+    head: int
+    row: int
+    adapter: int
+    kv: int
+    exit_layer: int
+    n_layers: int
+
+    @staticmethod
+    def of(lm: LM, adapter: Adapter | None = None) -> Reads:
+        """Of decoding with an adapter, or vanilla."""
+        exit_layer = 0 if adapter is None else adapter.exit_layer
+        table = lm.hf.model.embed_tokens.weight
+        return Reads(
+            shallow=_bytes(lm.layers[:exit_layer]),
+            deep=_bytes(lm.layers[exit_layer:]),
+            norm=_bytes([lm.hf.model.norm]),
+            head=_bytes([lm.head]),
+            row=table.shape[1] * table.element_size(),
+            adapter=0 if adapter is None else _bytes([adapter]),
+            kv=lm.cache_like(1, 1, [lm.device]).bytes(),
+            exit_layer=exit_layer,
+            n_layers=lm.n_layers,
+        )
+
+    def draft(self, length: int, drafted: int) -> int:
+        """Of the drafting in one round: the pending token and each draft token pass the shallow
+        layers, and each draft token comes from a pass of the adapter and the head.
+
+        Args:
+            length: committed tokens, the pending one included.
+            drafted: draft tokens; 0 for vanilla, which reads the pending token's embedding alone.
+        """
+        below = self.row + self.shallow
+        shallow = sum(below + self.exit_layer * self.kv * (length + i) for i in range(drafted + 1))
+        return shallow + sum(
+            self.adapter + self.head + self.kv * (length + i) for i in range(drafted)
+        )
+
+    def verify(self, length: int, drafted: int) -> int:
+        """Of the one forward through the layers above the exit that ends a round."""
+        above = self.n_layers - self.exit_layer
+        return self.deep + self.norm + self.head + above * self.kv * (length + drafted)
+
+    def round(self, length: int, drafted: int) -> int:
+        return self.draft(length, drafted) + self.verify(length, drafted)
+
+
+def _bytes(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
+
+def memory_bandwidth(device: torch.device, megabytes: int) -> float:
+    """Bytes a second, the median of several passes over a buffer.
+
+    A CPU reads the buffer in order with all its threads, as it reads weights. A GPU copies it
+    within its memory, which counts as one read and one write.
+
+    Args:
+        megabytes: size of the buffer (2**20 bytes); far more than the last-level cache.
+    """
+    source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
+    size = source.numel() * source.element_size()
+    target = torch.empty_like(source) if device.type == "cuda" else None
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        if target is None:
+            source.sum()
+        else:
+            target.copy_(source)
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return (size if target is None else 2 * size) / statistics.median(seconds[1:])

@@ -1,0 +1,223 @@
+"""How fast decoding is: transformers' `generate`, vanilla and Kangaroo side by side, in one run.
+
+Everything is greedy, at batch 1. The three methods take turns on every prompt, so that a machine
+that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.speed_trials import (
+    Trial,
+    long_prompt,
+    question_prompts,
+    take_turns,
+    timed_engine,
+    timed_generate,
+)
+from kangaroo.model import LM
+from kangaroo.provenance import provenance
+
+PAIRS = (("vanilla", "hf"), ("kangaroo", "vanilla"), ("kangaroo", "hf"))
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SpeedConfig:
+    """What is measured.
+
+    Args:
+        prompts: this many questions of the demo bench, spread over its tasks.
+        new_tokens: written for each.
+        repeats: how often every method writes every text.
+        contexts: prompt lengths at which the time a token is measured, in tokens.
+        context_tokens: written at each.
+        bandwidth_megabytes: the buffer that is read to measure the memory; far more than the
+            last-level cache.
+    """
+
+    prompts: int = 12
+    new_tokens: int = 64
+    repeats: int = 3
+    contexts: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
+    context_tokens: int = 24
+    bandwidth_megabytes: int = 1024
+
+
+def typical(trials: Sequence[Trial], method: str) -> list[Trial]:
+    """For each prompt the trial of median speed; all its figures then belong together."""
+    mine = [trial for trial in trials if trial.method == method]
+    grouped = [[t for t in mine if t.prompt == p] for p in sorted({t.prompt for t in mine})]
+    return [sorted(g, key=lambda t: t.seconds_per_token)[len(g) // 2] for g in grouped]
+
+
+def summarise(trials: Sequence[Trial], reads: Reads, bandwidth: float) -> dict[str, Any]:
+    """Figures of one method, over trials of several prompts.
+
+    Args:
+        bandwidth: in bytes a second.
+    """
+    decoded, drafted = sum(t.decoded for t in trials), sum(t.drafted for t in trials)
+    rounds = sum(len(t.rounds) for t in trials)
+    seconds = sum(t.decode_seconds for t in trials)
+    draft, verify = sum(t.draft_seconds for t in trials), sum(t.verify_seconds for t in trials)
+    sizes = [(n, k) for t in trials for n, (_, k) in zip(t.lengths(), t.rounds, strict=True)]
+    draft_bytes = sum(reads.draft(n, k) for n, k in sizes)
+    limit = (draft_bytes + sum(reads.verify(n, k) for n, k in sizes)) / bandwidth
+    timed = draft + verify > 0
+    return {
+        "tokens_per_second": decoded / seconds,
+        "ms_per_token": 1e3 * seconds / decoded,
+        "limit_ms_per_token": 1e3 * limit / decoded,
+        "limit_tokens_per_second": decoded / limit,
+        "share_of_limit": limit / seconds,
+        "first_ms": 1e3 * statistics.median(t.first_seconds for t in trials),
+        "whole_tokens_per_second": sum(len(t.tokens) for t in trials)
+        / sum(t.first_seconds + t.decode_seconds for t in trials),
+        "compression_rate": decoded / rounds,
+        "drafted_per_round": drafted / rounds,
+        "ms_per_round": 1e3 * seconds / rounds,
+        "draft_ms_per_round": 1e3 * draft / rounds if timed else None,
+        "verify_ms_per_round": 1e3 * verify / rounds if timed else None,
+        "host_ms_per_round": 1e3 * (seconds - draft - verify) / rounds if timed else None,
+        "ms_per_draft_token": 1e3 * draft / drafted if drafted else None,
+        "limit_ms_per_draft_token": 1e3 * draft_bytes / bandwidth / drafted if drafted else None,
+    }
+
+
+def speedup(trials: Sequence[Trial], faster: str, slower: str) -> dict[str, Any]:
+    """How many times as fast in decoding: one ratio a prompt, of trials done in turn.
+
+    The interval is a bootstrap over prompts, of the median, at 95%.
+    """
+    time_of = {(t.method, t.prompt, t.repeat): t.seconds_per_token for t in trials}
+    ratios: dict[int, list[float]] = {}
+    for (method, prompt, repeat), seconds in time_of.items():
+        if method == faster:
+            ratios.setdefault(prompt, []).append(time_of[slower, prompt, repeat] / seconds)
+    of_prompt = np.array([statistics.median(r) for r in ratios.values()])
+    drawn = np.random.default_rng(0).choice(of_prompt, (10_000, len(of_prompt)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return {
+        "median": float(np.median(of_prompt)),
+        "interval": [float(low), float(high)],
+        "range": [float(of_prompt.min()), float(of_prompt.max())],
+        "of_prompt": of_prompt.tolist(),
+    }
+
+
+def fitting_contexts(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> list[int]:
+    """Those of `config.contexts` that the model has room for.
+
+    Errors: `ConfigError` for settings that leave nothing to measure.
+    """
+    if min(config.prompts, config.repeats) < 1:
+        raise ConfigError("speed.prompts and speed.repeats must be 1 or more.")
+    least = drafter.max_nodes + 2  # one more than the first round can write
+    if min(config.new_tokens, config.context_tokens) < least:
+        raise ConfigError(
+            f"speed.new_tokens and speed.context_tokens must be {least} or more, since the first "
+            f"round, which is timed apart, can write {least - 1} tokens."
+        )
+    fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
+    for length in sorted(set(config.contexts) - set(fitting)):
+        log.warning("context %d is left out: the model's context is %d", length, lm.context)
+    if not fitting:
+        raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
+    return fitting
+
+
+def measure(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter | Kangaroo, config: SpeedConfig
+) -> dict[str, Any]:
+    """Run the benchmark; `speed_report.write` saves and shows what it returns.
+
+    Fields named `ms` are in milliseconds, bandwidths in bytes a second, `reads` in bytes. The
+    bandwidth is measured before and after; limits take the higher one.
+
+    Errors: `ConfigError` for another drafter than Kangaroo, and for settings that leave nothing to
+    measure.
+    """
+    if not isinstance(drafter, Kangaroo):
+        raise ConfigError(
+            "the speed benchmark sets Kangaroo beside vanilla; pass drafter=kangaroo. "
+            "evaluate.py compares all drafters."
+        )
+    contexts = fitting_contexts(lm, drafter, config)
+    prompts = question_prompts(tokenizer, config.prompts)
+    long_prompts = [long_prompt(tokenizer, length) for length in contexts]
+    methods = {
+        "hf": timed_generate(lm),
+        "vanilla": timed_engine(Engine(lm, Vanilla())),
+        "kangaroo": timed_engine(Engine(lm, drafter)),
+    }
+    before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
+    take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")
+    answers = take_turns(methods, prompts, config.new_tokens, config.repeats, "answers")
+    grown = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
+    after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
+
+    plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter)
+    reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}
+    bandwidth = max(before, after)
+    figures = {name: summarise(typical(answers, name), reads[name], bandwidth) for name in methods}
+    texts = {(t.method, t.prompt): t.tokens for t in answers}
+    eos_ids = lm.eos_ids()
+    past_eos = [
+        next((len(text) - i - 1 for i, token in enumerate(text) if token in eos_ids), 0)
+        for (method, _), text in texts.items()
+        if method == "vanilla"
+    ]
+    return {
+        "model": lm.config.name_or_path,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "drafter": {
+            "exit_layer": drafter.exit_layer,
+            "steps": drafter.steps,
+            "threshold": drafter.threshold,
+        },
+        "settings": asdict(config),
+        "bandwidth": {"before": before, "after": after, "limit": bandwidth},
+        "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
+        "methods": figures,
+        "speedups": {
+            f"{a}/{b}": speedup(answers, a, b)
+            | {"limit": figures[b]["limit_ms_per_token"] / figures[a]["limit_ms_per_token"]}
+            for a, b in PAIRS
+        },
+        "contexts": [
+            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
+            | {
+                name: summarise([typical(grown, name)[i]], reads[name], bandwidth)
+                for name in methods
+            }
+            for i, length in enumerate(contexts)
+        ],
+        "equal_texts": {
+            f"{a}/{b}": sum(texts[a, i] == texts[b, i] for i in range(len(prompts)))
+            for a, b in PAIRS
+        },
+        "share_past_eos": sum(past_eos) / (config.new_tokens * len(prompts)),
+        "trials": [_plain(trial) for trial in (*answers, *grown)],
+        "provenance": provenance(),
+    }
+
+
+def _plain(trial: Trial) -> dict[str, Any]:
+    return {k: v for k, v in asdict(trial).items() if k != "tokens"}

@@ -1,0 +1,225 @@
+"""What the speed benchmark found: JSON, tables in the terminal and in Markdown, and a plot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
+
+NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
+LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
+COLORS = {"hf": HF, "vanilla": VANILLA, "kangaroo": METHOD}
+
+
+@dataclass
+class Sheet:
+    """A table: its title, the heads of its columns, its rows."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]]
+
+
+def write(result: dict[str, Any], output: Path, console: Console) -> None:
+    """Save `speed.json`, `speed.md` and `speed.png` in `output`, and show the tables.
+
+    Args:
+        result: what `speed.measure` returned.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / "speed.md").write_text(markdown(result), encoding="utf-8")
+    plot(result).savefig(output / "speed.png", dpi=150)
+    for sheet in sheets(result):
+        table = Table(
+            title=sheet.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )  # fmt: skip
+        for i, head in enumerate(sheet.heads):
+            table.add_column(head, justify="right" if i else "left")
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
+
+
+def sheets(result: dict[str, Any]) -> list[Sheet]:
+    return [_speeds(result), _rounds(result), _speedups(result), _contexts(result)]
+
+
+def _speeds(result: dict[str, Any]) -> Sheet:
+    rows = [
+        [
+            NAMES[name],
+            f"{m['tokens_per_second']:.1f}",
+            f"{m['ms_per_token']:.2f}",
+            f"{m['limit_ms_per_token']:.2f}",
+            f"{m['share_of_limit']:.0%}",
+            f"{m['first_ms']:.0f}",
+            f"{m['whole_tokens_per_second']:.1f}",
+        ]
+        for name, m in result["methods"].items()
+    ]
+    heads = [
+        "method", "tokens/s", "ms/token", "limit, ms", "of limit", "first round, ms",
+        "tokens/s with prefill",
+    ]  # fmt: skip
+    return Sheet("Decoding speed", heads, rows)
+
+
+def _rounds(result: dict[str, Any]) -> Sheet:
+    rows = [
+        [
+            NAMES[name],
+            f"{m['compression_rate']:.2f}",
+            f"{m['drafted_per_round']:.2f}",
+            _number(m["draft_ms_per_round"]),
+            _number(m["verify_ms_per_round"]),
+            _number(m["host_ms_per_round"]),
+            _number(m["ms_per_draft_token"]),
+            _number(m["limit_ms_per_draft_token"]),
+        ]
+        for name, m in result["methods"].items()
+        if name != "hf"  # whose rounds are its tokens, and cannot be told apart further
+    ]
+    heads = [
+        "method", "CR", "draft tokens", "draft, ms", "verify, ms", "host, ms", "ms/draft token",
+        "its limit, ms",
+    ]  # fmt: skip
+    return Sheet("A round: one forward of the target", heads, rows)
+
+
+def _speedups(result: dict[str, Any]) -> Sheet:
+    rows = []
+    for pair, s in result["speedups"].items():
+        faster, slower = pair.split("/")
+        rows.append(
+            [
+                f"{NAMES[faster]} / {NAMES[slower]}",
+                f"{s['median']:.2f}",
+                "{:.2f} to {:.2f}".format(*s["interval"]),
+                "{:.2f} to {:.2f}".format(*s["range"]),
+                f"{s['limit']:.2f}",
+                f"{result['equal_texts'][pair]} of {len(s['of_prompt'])}",
+            ]
+        )
+    heads = ["tokens/s of", "median", "95%", "range", "at the limit", "same text"]
+    return Sheet("Speedup, prompt by prompt", heads, rows)
+
+
+def _contexts(result: dict[str, Any]) -> Sheet:
+    least = result["contexts"][0]
+    rows = []
+    for c in result["contexts"]:
+        read = c["vanilla"]["limit_ms_per_token"] - least["vanilla"]["limit_ms_per_token"]
+        row = [str(c["context"]), f"{c['kv_bytes'] / 1e6:.1f}", f"+{read:.2f}"]
+        for name in NAMES:
+            growth = c[name]["ms_per_token"] - least[name]["ms_per_token"]
+            row.append(f"{c[name]['ms_per_token']:.2f} {growth:+.2f}")
+        rows.append([*row, f"{c['kangaroo']['compression_rate']:.2f}"])
+    heads = ["context", "KV, MB", "read in, ms", *NAMES.values(), "CR"]
+    return Sheet("ms/token over the context, and its growth", heads, rows)
+
+
+def notes(result: dict[str, Any]) -> str:
+    """What the tables need to be read."""
+    memory, settings, about = result["bandwidth"], result["settings"], result["provenance"]
+    drafter, reads = result["drafter"], result["reads"]["vanilla"]
+    weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
+    return (
+        f"hf is transformers' generate; CR is Kangaroo's compression rate: tokens a round.\n"
+        f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
+        f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
+        f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "
+        f"{drafter['steps']} draft tokens, threshold {drafter['threshold']}.\n"
+        f"Memory: {memory['before'] / 1e9:.1f} GB/s before, {memory['after'] / 1e9:.1f} GB/s "
+        f"after; limits take the higher. A vanilla token reads {weights / 1e6:.1f} MB of weights.\n"
+        f"EOS is ignored so that all texts are equally long: {result['share_past_eos']:.0%} of "
+        f"vanilla's tokens come after one.\n"
+        f"git {about['git_revision']}, torch {about['versions']['torch']}, transformers "
+        f"{about['versions']['transformers']}, {about['time']}."
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables and notes."""
+    parts = []
+    for sheet in sheets(result):
+        rule = ["---"] + ["---:"] * (len(sheet.heads) - 1)
+        lines = ["| " + " | ".join(row) + " |" for row in (sheet.heads, rule, *sheet.rows)]
+        parts.append("\n".join([f"**{sheet.title}**", "", *lines]))
+    return "\n\n".join([*parts, notes(result).replace("\n", "\n\n")]) + "\n"
+
+
+def plot(result: dict[str, Any]) -> Figure:
+    """Tokens/s with each method's limit, and ms/token over the context."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.2])
+    _bars(left, result["methods"])
+    _lines(right, result["contexts"])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.suptitle(
+        f"{result['model']}, {result['dtype']}, batch 1, {_device(result)}, "
+        f"{result['bandwidth']['limit'] / 1e9:.1f} GB/s",
+        fontsize=10,
+    )
+    return figure
+
+
+def _bars(axes: Any, methods: dict[str, Any]) -> None:
+    for x, (name, m) in enumerate(methods.items()):
+        limit = m["limit_tokens_per_second"]
+        axes.bar(x, m["tokens_per_second"], width=0.62, color=COLORS[name])
+        axes.plot([x - 0.4, x + 0.4], [limit, limit], color=INK, linewidth=1.6)
+        axes.annotate(
+            f"limit {limit:.1f}", (x, limit), xytext=(0, 3), textcoords="offset points",
+            ha="center", fontsize=9,
+        )  # fmt: skip
+    labels = [
+        f"{LABELS[name]}\n{m['tokens_per_second']:.1f} tokens/s\n{m['share_of_limit']:.0%} of limit"
+        for name, m in methods.items()
+    ]
+    axes.set_xticks(range(len(methods)), labels, fontsize=9, linespacing=1.3)
+    axes.tick_params(axis="x", length=0)
+    axes.margins(y=0.1)
+    axes.set_title("Decoding speed, tokens/s, and what the memory allows", fontsize=10, loc="left")
+
+
+def _lines(axes: Any, contexts: list[dict[str, Any]]) -> None:
+    at = [c["context"] for c in contexts]
+    for name, label in LABELS.items():
+        axes.plot(
+            at, [c[name]["ms_per_token"] for c in contexts], marker="o", markersize=4.5,
+            color=COLORS[name], label=label,
+        )  # fmt: skip
+    axes.plot(
+        at, [c["vanilla"]["limit_ms_per_token"] for c in contexts], color=INK, linestyle="--",
+        linewidth=1.2, label="limit of vanilla",
+    )  # fmt: skip
+    axes.set_xticks(at, [str(n) for n in at], fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context, tokens", fontsize=9)
+    axes.set_title("Time a token over the context, ms", fontsize=10, loc="left")
+    axes.figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=9)
+
+
+def _device(result: dict[str, Any]) -> str:
+    hardware = result["provenance"]["hardware"]
+    if result["device"] == "cuda":
+        return str(hardware["cuda"])
+    return f"CPU ({hardware['cpu']}), threads: {hardware['threads']}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,187 @@
+"""Texts written for the benchmark, and how long each took: by transformers and by our engine.
+
+A *round* is one forward of the target: one token, or with Kangaroo a draft and its verification.
+The first round of a text is timed apart, with the prefill; what comes after it is decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
+
+from kangaroo.cache import ATTENTION
+from kangaroo.data.chat import Message, prompt_ids
+from kangaroo.engine import Engine
+from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.model import LM
+
+TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
+
+
+@dataclass
+class Trial:
+    """One text by one method.
+
+    Args:
+        first_seconds: from the call to the end of the first round, so prefill is in it.
+        decode_seconds: of all later rounds.
+        rounds: (tokens written, tokens drafted) of each later round.
+        draft_seconds, verify_seconds: parts of `decode_seconds`; 0 where they cannot be told apart.
+        prompt: index of the prompt.
+        repeat: index of the repetition.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    first_seconds: float
+    decode_seconds: float
+    rounds: list[tuple[int, int]]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    method: str = ""
+    prompt: int = 0
+    repeat: int = 0
+
+    @property
+    def decoded(self) -> int:
+        return sum(written for written, _ in self.rounds)
+
+    @property
+    def drafted(self) -> int:
+        return sum(drafted for _, drafted in self.rounds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.decode_seconds / self.decoded
+
+    def lengths(self) -> list[int]:
+        """Committed tokens before each later round."""
+        lengths = [self.prompt_tokens + len(self.tokens) - self.decoded]
+        for written, _ in self.rounds[:-1]:
+            lengths.append(lengths[-1] + written)
+        return lengths
+
+
+Method = Callable[[list[int], int], Trial]
+
+
+@contextmanager
+def transformers_attention(lm: LM) -> Iterator[None]:
+    """Give the model its usual attention back, since `generate` brings its own cache."""
+    lm.hf.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        lm.hf.set_attn_implementation(ATTENTION)
+
+
+class Stopwatch(BaseStreamer):
+    """Notes when `generate` hands over the prompt and each token."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.marks.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def timed_generate(lm: LM) -> Method:
+    """Greedy `generate` with the cache and attention that transformers uses by itself."""
+
+    def write(prompt: list[int], new_tokens: int) -> Trial:
+        tokens_1T = torch.tensor([prompt], device=lm.device)
+        watch = Stopwatch()
+        with transformers_attention(lm):
+            start = time.perf_counter()
+            written_1T = lm.hf.generate(
+                tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=new_tokens,
+                eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1,
+                repetition_penalty=1.0, use_cache=True, streamer=watch,
+            )  # fmt: skip
+        first, last = watch.marks[1], watch.marks[-1]
+        return Trial(
+            prompt_tokens=len(prompt),
+            tokens=written_1T[0, len(prompt) :].tolist(),
+            first_seconds=first - start,
+            decode_seconds=last - first,
+            rounds=[(1, 0)] * (new_tokens - 1),
+        )
+
+    return write
+
+
+def timed_engine(engine: Engine) -> Method:
+    """Greedy decoding on our engine, past any EOS."""
+    engine.eos_ids = frozenset()
+
+    def write(prompt: list[int], new_tokens: int) -> Trial:
+        start = time.perf_counter()
+        stream = engine.stream(prompt, new_tokens)
+        tokens = iter(stream)
+        next(tokens)  # the first round has ended
+        first = time.perf_counter()
+        for _ in tokens:
+            pass
+        last = time.perf_counter()
+        steps = stream.generation.steps[1:]
+        return Trial(
+            prompt_tokens=len(prompt),
+            tokens=stream.generation.tokens,
+            first_seconds=first - start,
+            decode_seconds=last - first,
+            rounds=[(len(step.tokens), step.drafted) for step in steps],
+            draft_seconds=sum(step.draft_seconds for step in steps),
+            verify_seconds=sum(step.verify_seconds for step in steps),
+        )
+
+    return write
+
+
+def take_turns(
+    methods: dict[str, Method], prompts: Sequence[list[int]], new_tokens: int, repeats: int,
+    title: str,
+) -> list[Trial]:  # fmt: skip
+    """Every method on every prompt, repeatedly; who goes first changes each time."""
+    trials = []
+    names = list(methods)
+    bar = tqdm(total=len(names) * len(prompts) * repeats, unit="text", desc=title)
+    for repeat in range(repeats):
+        for index, prompt in enumerate(prompts):
+            first = (repeat + index) % len(names)
+            for name in names[first:] + names[:first]:
+                trial = methods[name](prompt, new_tokens)
+                trials.append(replace(trial, method=name, prompt=index, repeat=repeat))
+                bar.update()
+    bar.close()
+    return trials
+
+
+def question_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """First turns of the demo bench, spread evenly over its tasks."""
+    asked = [question.turns[0] for question in load_questions(BenchConfig())]
+    picked = [asked[(2 * i + 1) * len(asked) // (2 * count)] for i in range(count)]
+    return [prompt_ids(tokenizer, [Message(role="user", content=text)]) for text in picked]
+
+
+def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """A question on the demo bench's long texts, cut (or repeated) to exactly `length` tokens."""
+    asked = [question.turns[0] for question in load_questions(BenchConfig())]
+    longest = sorted(asked, key=len, reverse=True)[:20]
+    ids: list[int] = []
+    text = ""
+    while len(ids) < length:
+        text += "\n\n".join(longest) + "\n\n"
+        question = f"{text}Write a detailed summary of all of the above."
+        ids = prompt_ids(tokenizer, [Message(role="user", content=question)])
+    tail = min(TAIL, length // 2)
+    return ids[: length - tail] + ids[len(ids) - tail :]

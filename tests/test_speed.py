@@ -1,0 +1,254 @@
+"""The speed benchmark: what is counted and how, never how fast this machine is."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
+from rich.console import Console
+
+from kangaroo.cache import ATTENTION
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation import bandwidth, speed_report
+from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.speed import (
+    SpeedConfig,
+    fitting_contexts,
+    measure,
+    speedup,
+    summarise,
+    typical,
+)
+from kangaroo.evaluation.speed_trials import (
+    Trial,
+    long_prompt,
+    question_prompts,
+    take_turns,
+    timed_engine,
+    timed_generate,
+    transformers_attention,
+)
+from kangaroo.models import byte_tokenizer
+
+# The tiny target in float32: width 32, 4 query and 2 key/value heads of 8, feed-forward 64. A layer
+# has q and o, k and v, gate, up and down, and two norms.
+LAYERS = 6
+LAYER = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+ADAPTER = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 2 * 32)  # no feed-forward part
+NORM = 4 * 32
+HEAD = 4 * 64 * 32
+ROW = 4 * 32
+KV = 4 * 2 * 2 * 8  # of one token in one layer
+
+
+def trial(method="vanilla", prompt=0, repeat=0, seconds=1.0, rounds=((1, 0),) * 4, **fields):
+    defaults = dict(
+        prompt_tokens=10, tokens=list(range(1 + sum(n for n, _ in rounds))), first_seconds=0.5,
+        decode_seconds=seconds, rounds=list(rounds), method=method, prompt=prompt, repeat=repeat,
+    )  # fmt: skip
+    return Trial(**defaults | fields)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tied):
+    lm = tiny(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    assert (lm.head.weight is lm.hf.model.embed_tokens.weight) == tied
+    read = ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
+    assert Reads.of(lm).round(length=10, drafted=0) == read
+
+
+def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
+    lm = tiny(num_hidden_layers=LAYERS)
+    reads = Reads.of(lm, adapter_for(lm))
+    shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))
+    adapted = sum(ADAPTER + HEAD + length * KV for length in (10, 11))
+    assert reads.draft(length=10, drafted=2) == shallow + adapted
+    deep = (LAYERS - EXIT) * (LAYER + 12 * KV)
+    assert reads.verify(length=10, drafted=2) == deep + NORM + HEAD
+
+
+def test_a_round_without_draft_tokens_reads_what_a_vanilla_token_reads():
+    lm = tiny()
+    assert Reads.of(lm, adapter_for(lm)).round(10, 0) == Reads.of(lm).round(10, 0)
+
+
+def test_half_the_bytes_in_half_the_precision():
+    lm, half = tiny(), tiny(dtype=torch.bfloat16)
+    assert Reads.of(lm).round(10, 0) == 2 * Reads.of(half).round(10, 0)
+
+
+def test_bandwidth_is_bytes_of_the_buffer_over_the_median_time(monkeypatch):
+    ticks = iter(i / 4 for i in range(1000))
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(ticks))
+    assert memory_bandwidth(torch.device("cpu"), megabytes=1) == 4 * 2**20
+
+
+def test_transformers_has_its_own_attention_only_inside():
+    lm = tiny()
+    with transformers_attention(lm):
+        assert lm.hf.config._attn_implementation == "sdpa"
+    assert lm.hf.config._attn_implementation == ATTENTION
+
+
+def test_attention_comes_back_after_an_error():
+    lm = tiny()
+    with pytest.raises(KeyError), transformers_attention(lm):
+        raise KeyError
+    assert lm.hf.config._attn_implementation == ATTENTION
+
+
+def test_all_methods_write_the_same_text_past_eos():
+    lm = tiny()
+    prompt = random_prompts(12)[0]
+    text = vanilla_texts(lm, [prompt], 10)[0][len(prompt) :]
+    lm.hf.generation_config.eos_token_id = text[3]
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    for write in (
+        timed_generate(lm), timed_engine(Engine(lm, Vanilla())), timed_engine(Engine(lm, drafter)),
+    ):  # fmt: skip
+        written = write(prompt, 10)
+        assert written.tokens == text
+        assert lm.hf.config._attn_implementation == ATTENTION
+
+
+def test_the_first_round_is_not_part_of_decoding():
+    lm = tiny()
+    prompt = random_prompts(12)[0]
+    for write in (timed_generate(lm), timed_engine(Engine(lm, Vanilla()))):
+        written = write(prompt, 10)
+        assert written.rounds == [(1, 0)] * 9 and written.prompt_tokens == 12
+        assert written.lengths() == list(range(13, 22))
+
+
+def test_lengths_count_what_each_round_wrote():
+    assert trial(rounds=[(3, 4), (1, 2), (2, 4)]).lengths() == [11, 14, 15]
+
+
+def test_methods_take_turns_and_each_is_first_equally_often():
+    order = []
+
+    def method(name):
+        def write(prompt, new_tokens):
+            order.append((name, prompt[0], new_tokens))
+            return trial()
+
+        return write
+
+    trials = take_turns({n: method(n) for n in "abc"}, [[0], [1], [2]], 5, 3, "test")
+    assert [(t.method, t.prompt, 5) for t in trials] == order
+    first = [name for name, _, _ in order[::3]]
+    for prompt in range(3):
+        assert sorted(first[prompt::3]) == ["a", "b", "c"]
+    assert [t.repeat for t in trials] == sorted([0, 1, 2] * 9)
+
+
+def test_the_typical_trial_is_the_median_one_of_each_prompt():
+    times = {0: (3.0, 1.0, 2.0), 1: (5.0, 6.0, 9.0)}
+    trials = [trial("vanilla", p, r, t) for p, ts in times.items() for r, t in enumerate(ts)]
+    trials += [replace(t, method="hf", decode_seconds=0.1) for t in trials]
+    assert [t.decode_seconds for t in typical(trials, "vanilla")] == [2.0, 6.0]
+
+
+def test_speedup_compares_trials_of_the_same_prompt_and_repetition():
+    trials = []
+    for prompt, ratio in enumerate((2.0, 4.0, 3.0)):
+        for repeat, load in enumerate((1.0, 10.0, 1.0)):  # the machine is slow for a while
+            trials.append(trial("kangaroo", prompt, repeat, load))
+            trials.append(trial("vanilla", prompt, repeat, load * ratio))
+    found = speedup(trials, "kangaroo", "vanilla")
+    assert found["of_prompt"] == [2.0, 4.0, 3.0]
+    assert found["median"] == 3.0 and found["range"] == [2.0, 4.0]
+    assert 2.0 <= found["interval"][0] <= 3.0 <= found["interval"][1] <= 4.0
+    assert found == speedup(trials, "kangaroo", "vanilla")
+
+
+def test_figures_of_a_method_belong_together():
+    reads = Reads.of(tiny(), adapter_for(tiny()))
+    one = trial(
+        "kangaroo", seconds=2.0, rounds=[(3, 4), (1, 2)], draft_seconds=0.6, verify_seconds=1.0
+    )
+    size = reads.round(11, 4) + reads.round(14, 2)
+    found = summarise([one], reads, bandwidth=size / 0.5)
+    assert found["tokens_per_second"] == 2 and found["ms_per_token"] == 500
+    assert found["limit_tokens_per_second"] == pytest.approx(8)
+    assert found["share_of_limit"] == pytest.approx(0.25)
+    assert found["compression_rate"] == 2 and found["drafted_per_round"] == 3
+    parts = [found[f"{part}_ms_per_round"] for part in ("draft", "verify", "host")]
+    assert parts == pytest.approx([300, 500, 200]) and sum(parts) == found["ms_per_round"]
+    assert found["ms_per_draft_token"] == pytest.approx(100)
+
+
+def test_generate_has_no_split():
+    found = summarise([trial("hf")], Reads.of(tiny()), bandwidth=1e9)
+    assert found["draft_ms_per_round"] is None and found["ms_per_draft_token"] is None
+
+
+@pytest.mark.parametrize("length", [16, 256, 1024, 20_000])
+def test_a_long_prompt_has_exactly_its_length_and_both_ends_of_the_chat_template(length):
+    tokenizer = byte_tokenizer()
+    ids = long_prompt(tokenizer, length)
+    assert len(ids) == length
+    short = question_prompts(tokenizer, 1)[0]
+    assert ids[:6] == short[:6] and ids[-6:] == short[-6:]
+
+
+def test_questions_are_spread_over_the_bench():
+    prompts = question_prompts(byte_tokenizer(), 66)
+    assert len({tuple(p) for p in prompts}) == 66
+    some = question_prompts(byte_tokenizer(), 6)
+    assert [prompts.index(p) for p in some] == [5, 16, 27, 38, 49, 60]
+
+
+def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
+    lm = tiny()  # 512 positions
+    config = SpeedConfig(contexts=[128, 488, 489], context_tokens=24)
+    with caplog.at_level(logging.WARNING):
+        assert fitting_contexts(lm, Kangaroo(lm, adapter_for(lm)), config) == [128, 488]
+    assert "489" in caplog.text and "488 " not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompts": 0}, {"repeats": 0}, {"new_tokens": 7}, {"context_tokens": 7}, {"contexts": [600]}],
+)
+def test_settings_that_leave_nothing_to_measure_are_refused(wrong):
+    lm = tiny()
+    with pytest.raises(ConfigError, match=r"speed\."):
+        fitting_contexts(lm, Kangaroo(lm, adapter_for(lm), steps=6), SpeedConfig(**wrong))
+
+
+def test_another_drafter_is_refused():
+    with pytest.raises(ConfigError, match="drafter=kangaroo"):
+        measure(tiny(), byte_tokenizer(), Vanilla(), SpeedConfig())
+
+
+def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
+    lm = tiny(vocab_size=259, max_position_embeddings=4096)
+    config = SpeedConfig(
+        prompts=2, new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6,
+        bandwidth_megabytes=1,
+    )  # fmt: skip
+    result = measure(lm, byte_tokenizer(), Kangaroo(lm, adapter_for(lm), 3, 0.0), config)
+    console = Console(width=200, record=True)
+    speed_report.write(result, tmp_path, console)
+
+    assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
+    assert list(result["methods"]) == ["hf", "vanilla", "kangaroo"]
+    assert len(result["trials"]) == 3 * 2 + 3 * 2
+    assert all(sum(n for n, _ in t["rounds"]) < 8 for t in result["trials"])
+    assert [c["context"] for c in result["contexts"]] == [32, 96]
+    assert result["contexts"][1]["kv_bytes"] == lm.n_layers * KV * 96
+    assert result["equal_texts"] == {"vanilla/hf": 2, "kangaroo/vanilla": 2, "kangaroo/hf": 2}
+    assert result["methods"]["vanilla"]["compression_rate"] == 1
+    assert result["provenance"]["versions"]["torch"] == torch.__version__
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
+    for sheet in speed_report.sheets(result):
+        assert all(len(row) == len(sheet.heads) for row in sheet.rows)
+        for words in (sheet.title, *sheet.heads, *sheet.rows[-1]):
+            assert words in shown and words in saved
