@@ -5,6 +5,7 @@ The only module that imports wandb, and only when it is asked for.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +70,7 @@ class Wandb:
         output.mkdir(parents=True, exist_ok=True)
         known = output / "wandb_id"
         if not known.exists():
-            known.write_text(wandb.util.generate_id())
+            known.write_text(secrets.token_hex(4))
         self.run = wandb.init(
             project=config.project, entity=config.entity, group=config.group, mode=config.mode,
             dir=output, config=settings, id=known.read_text(), resume="allow",

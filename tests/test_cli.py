@@ -109,3 +109,16 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert run("train.py", *settings, cwd=killed).returncode == 0
     weights = Path("outputs/train/tiny/exit2") / WEIGHTS
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
+
+
+def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
+    logger = ["logger=wandb", "logger.mode=offline"]
+    train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)
+    assert train.returncode == 0, train.stderr
+    evaluate = run(
+        "evaluate.py", "model=tiny", "drafter.adapter=outputs/train/tiny/exit2", "question_end=1",
+        "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
+    )  # fmt: skip
+    assert evaluate.returncode == 0, evaluate.stderr
+    assert len(list((tmp_path / "outputs/train").rglob("*.wandb"))) == 1
+    assert len(list((tmp_path / "outputs/evaluate").rglob("*.wandb"))) == 1
