@@ -204,7 +204,7 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
 
 def test_a_folder_of_other_settings_or_data_is_refused_by_name(tmp_path):
     train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
-    with pytest.raises(ConfigError, match=r"learning_rate=0\.004 there, 0\.1 now"):
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.01 there, 0\.1 now"):
         train(tiny(), samples(6), config(learning_rate=0.1), tmp_path, NoTracker(), ABOUT)
     with pytest.raises(ConfigError, match="data='test' there, 'other' now"):
         train(tiny(), samples(6), config(), tmp_path, NoTracker(), {"fingerprint": "other"})

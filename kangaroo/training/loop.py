@@ -50,7 +50,7 @@ class TrainerConfig:
 
     exit_layers: list[int] = field(default_factory=lambda: [3])
     epochs: int = 3
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup_steps: int = 30
