@@ -139,10 +139,14 @@ def attention(
     kv_heads = k_RKEC.shape[1]
     group = heads // kv_heads
     if bias_R1TE is None:
+        if k_RKEC.shape[2] != width:  # transformers' generate, which would go wrong silently
+            raise ValueError(
+                f"{width} queries without a mask for {k_RKEC.shape[2]} keys: for transformers' own "
+                "generate call set_attn_implementation('sdpa') first."
+            )
         out = F.scaled_dot_product_attention(
-            q_RHTC, k_RKEC[:, :, :width], v_RKEC[:, :, :width],
-            is_causal=width > 1, scale=scaling, enable_gqa=group > 1,
-        )  # fmt: skip
+            q_RHTC, k_RKEC, v_RKEC, is_causal=width > 1, scale=scaling, enable_gqa=group > 1
+        )
         return out.transpose(1, 2), None
     packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)

@@ -151,8 +151,17 @@ class Engine:
 
     @torch.no_grad()
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
-        """Let a request take a free row, between steps."""
+        """Let a request take a free row, between steps.
+
+        Errors: `PromptError` where it cannot be served, or not by a batch this small.
+        """
         self.check(request)
+        longest = batch.n_slots - self.drafter.max_nodes - 2
+        if len(request.prompt) + request.max_new_tokens > longest:
+            raise PromptError(
+                f"the batch was opened for texts of {longest} tokens; the prompt has "
+                f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
+            )
         start = time.perf_counter()
         lm, end = self.lm, len(request.prompt) - 1
         prompt_T = torch.tensor(request.prompt, device=lm.device)

@@ -35,3 +35,7 @@ class ConfigError(KangarooError):
 
 class DataError(KangarooError):
     """A data set is missing, malformed, or holds nothing to train or evaluate on."""
+
+
+class NotLossless(KangarooError):
+    """A method wrote another text than vanilla decoding, and rounding does not explain it."""

@@ -1,0 +1,102 @@
+"""The methods that are timed side by side: our engine with some drafter, and `generate`.
+
+Each takes the prompt's ids, the most new tokens and a seed, and returns a `Run`. Tokenising is
+outside the time; prefill, and the allocation of the cache, are inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.engine import Engine, StepRecord
+from kangaroo.evaluation.records import Run
+from kangaroo.evaluation.speed_trials import transformers_attention
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+Method = Callable[[list[int], int, int], Run]
+
+
+def by_engine(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, sampling: Sampling
+) -> Method:
+    engine = Engine(lm, drafter)
+
+    def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
+        start = now(lm.device)
+        (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
+        seconds = now(lm.device) - start
+        return as_run(tokenizer, generation.tokens, generation.finish, seconds, generation.steps)
+
+    return write
+
+
+def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
+    """`generate` with the cache and the attention that transformers uses by itself.
+
+    Under sampling it draws from the same distribution with noise of its own: its time can be
+    compared, its text can't.
+    """
+    eos_ids = lm.eos_ids()
+    # all spelled out: what is unset, `generate` would take from the model's own generation config
+    choice = {
+        "do_sample": not sampling.greedy,
+        "temperature": 1.0 if sampling.greedy else sampling.temperature,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "top_k": 50 if sampling.greedy else sampling.top_k,
+        "repetition_penalty": 1.0,
+        "num_beams": 1,
+        "eos_token_id": eos_ids or None,
+        "pad_token_id": 0,
+        "use_cache": True,
+    }
+
+    def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
+        config = GenerationConfig(max_new_tokens=max_new_tokens, **choice)
+        tokens_1T = torch.tensor([prompt], device=lm.device)
+        with transformers_attention(lm), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            start = now(lm.device)
+            written_1T = lm.hf.generate(
+                tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=config
+            )
+            seconds = now(lm.device) - start
+        tokens = written_1T[0, len(prompt) :].tolist()
+        return as_run(tokenizer, tokens, "eos" if tokens[-1] in eos_ids else "length", seconds, [])
+
+    return write
+
+
+def now(device: torch.device) -> float:
+    """The clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def as_run(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], finish: str, seconds: float,
+    steps: list[StepRecord],
+) -> Run:  # fmt: skip
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert isinstance(text, str)
+    text = text.strip()  # as Spec-Bench does
+    return Run(
+        tokens=tokens,
+        text=text,
+        finish=finish,
+        retokenised=len(tokenizer(text).input_ids),
+        seconds=seconds,
+        emitted=[len(step.tokens) for step in steps],
+        accepted=[step.accepted for step in steps],
+        drafted=[step.drafted for step in steps],
+        # to the microsecond: a long run's records stay small
+        draft_seconds=[round(step.draft_seconds, 6) for step in steps],
+        verify_seconds=[round(step.verify_seconds, 6) for step in steps],
+        host_seconds=[round(step.host_seconds, 6) for step in steps],
+    )

@@ -1,0 +1,177 @@
+"""What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known.
+
+Every figure and file of a report follows from these lines, so a killed run loses the question at
+hand and nothing else. Each rank writes a file of its own; reading takes them together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.provenance import changes, provenance
+
+METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
+RUN = "run.json"
+
+
+@dataclass
+class Run:
+    """One method's answer to one turn.
+
+    Args:
+        tokens: what it wrote, EOS included.
+        text: the same without special tokens.
+        finish: "eos" or "length".
+        retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
+            Spec-Bench's report counts a baseline by them.
+        seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
+        emitted, accepted, drafted: tokens of each verification; empty for hf, which tells none.
+        draft_seconds, verify_seconds, host_seconds: time of each verification.
+    """
+
+    tokens: list[int]
+    text: str
+    finish: str
+    retokenised: int
+    seconds: float
+    emitted: list[int]
+    accepted: list[int]
+    drafted: list[int]
+    draft_seconds: list[float]
+    verify_seconds: list[float]
+    host_seconds: list[float]
+
+
+@dataclass
+class Fork:
+    """Where a method's text leaves vanilla's.
+
+    Args:
+        position: index of the first token that differs, among the turn's new ones.
+        gap: how far the lower of the two tokens lies below the best score, by teacher forcing; None
+            where a text ends too early or a filter removed the token.
+        label: "near-tie" where rounding explains the fork, else "bug".
+    """
+
+    position: int
+    gap: float | None
+    label: str
+
+
+@dataclass
+class Turn:
+    """One turn as every method answered it, all from the same prompt.
+
+    Args:
+        max_new_tokens: after the cap by the room that the prompt leaves in the context.
+        runs: by name: the method and its baselines.
+        fork: None where method and vanilla agree, or are not expected to.
+    """
+
+    prompt_tokens: int
+    max_new_tokens: int
+    runs: dict[str, Run]
+    fork: Fork | None
+
+
+@dataclass
+class Record:
+    """One question, answered.
+
+    Args:
+        finished: Unix time.
+    """
+
+    question_id: int
+    category: str
+    turns: list[Turn]
+    finished: float
+
+
+class Writer:
+    """Appends records to a rank's file; what was written survives a kill -9 and a power cut."""
+
+    def __init__(self, folder: Path, rank: int):
+        file = folder / f"records-{rank}.jsonl"
+        self.stream = file.open("ab")
+        self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
+
+    def append(self, record: Record) -> None:
+        self.stream.write(json.dumps(asdict(record)).encode() + b"\n")
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def read(folder: Path) -> list[Record]:
+    """All ranks' records by question id.
+
+    Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
+    """
+    records = {}
+    for file in sorted(folder.glob("records-*.jsonl")):
+        for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
+            try:
+                record = _record(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise CorruptFile(
+                    f"'{file}', line {number} is no record ({error}). Delete that line, and its "
+                    "question is asked again."
+                ) from error
+            records[record.question_id] = record
+    return [records[question_id] for question_id in sorted(records)]
+
+
+def enter(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Make `folder` this run's, or go on with the run that it holds.
+
+    Args:
+        settings: by name; they must be those the run began with.
+
+    Errors: `ConfigError` names the settings that differ.
+    """
+    file = folder / RUN
+    if resume and file.is_file():
+        if difference := changes(begun(folder)["settings"], json.loads(json.dumps(settings))):
+            raise ConfigError(
+                f"'{folder}' holds a run with other settings: {difference}. Pass another "
+                "output=, or resume=false to measure again from the start."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("records-*.jsonl"):
+        old.unlink()
+    about = {"settings": settings, "provenance": provenance()}
+    partial = folder / f"{RUN}.partial"
+    partial.write_text(json.dumps(about, indent=2) + "\n")
+    os.replace(partial, file)
+
+
+def begun(folder: Path) -> dict[str, Any]:
+    """The settings and the provenance that the run of `folder` began with."""
+    return json.loads((folder / RUN).read_text())
+
+
+def _whole_lines(file: Path) -> bytes:
+    content = file.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _record(fields: dict[str, Any]) -> Record:
+    turns = [
+        Turn(
+            prompt_tokens=turn["prompt_tokens"],
+            max_new_tokens=turn["max_new_tokens"],
+            runs={name: Run(**run) for name, run in turn["runs"].items()},
+            fork=None if turn["fork"] is None else Fork(**turn["fork"]),
+        )
+        for turn in fields["turns"]
+    ]
+    return Record(**(fields | {"turns": turns}))

@@ -1,0 +1,261 @@
+"""Run an evaluation: every question by every method in turn, then the artefacts from the records.
+
+Read it top to bottom: configuration, the run, one question, ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.data.chat import Message, prompt_ids
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
+from kangaroo.evaluation import records as store
+from kangaroo.evaluation import report, summary
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
+from kangaroo.evaluation.lossless import fork
+from kangaroo.evaluation.methods import Method, by_engine, by_transformers
+from kangaroo.evaluation.metrics import metrics
+from kangaroo.evaluation.records import METHOD, Record, Turn
+from kangaroo.model import LM
+from kangaroo.sampling import Rule, Sampling
+
+logger = logging.getLogger(__name__)
+
+
+class Baseline(Enum):
+    """What the method is timed against."""
+
+    vanilla = "vanilla"  # the same engine, proposing nothing
+    hf = "hf"  # transformers' generate
+
+
+@dataclass
+class EvaluateConfig:
+    """What is asked and how it is answered.
+
+    Args:
+        output: folder of records and artefacts; a run that was stopped goes on from there.
+        question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
+            flags of these names); None is the end of the list.
+        max_new_tokens: a turn; None takes the bench's own.
+        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
+        baselines: each answers every turn from the same prompt as the method.
+        warmup: the first question is answered this often by every method, and discarded.
+        resume: false forgets what `output` holds.
+    """
+
+    output: str
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    question_begin: int = 0
+    question_end: int | None = None
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
+    warmup: int = 3
+    resume: bool = True
+
+
+def evaluate(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig, *,
+    model_name: str, drafter_name: str, settings: dict[str, Any] | None = None,
+    log: Callable[[dict[str, float]], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Answer the bench and write the artefacts to `config.output`; returns the summary.
+
+    Under torchrun the ranks share the questions out, and rank 0 writes the artefacts.
+
+    Args:
+        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
+            an adapter's weights); a run is resumed under the same settings only.
+        log: called with the running figures after each question.
+
+    Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
+    rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
+    """
+    output = Path(config.output)
+    all_questions = load_questions(config.bench)
+    questions = all_questions[config.question_begin : config.question_end]
+    if not questions:
+        raise ConfigError(
+            f"question_begin={config.question_begin}, question_end={config.question_end} select "
+            f"none of the {len(all_questions)} questions of {config.bench.name}."
+        )
+    limit = config.max_new_tokens or config.bench.max_new_tokens
+    names = {"model": model_name, "drafter": drafter_name}
+    about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
+    with _ranks() as (rank, world):
+        if rank == 0:
+            store.enter(output, about, config.resume)
+        _wait(world)  # no rank reads before the folder is this run's
+        examiner = Examiner(lm, tokenizer, drafter, config, limit)
+        done = store.read(output)
+        if done:
+            logger.info("%d of %d questions are in %s already", len(done), len(questions), output)
+        examiner.share(questions, done, output, rank, world, log)
+        _wait(world)
+        found = store.read(output)
+        if len(found) < len(questions):
+            raise DataError(
+                f"'{output}' holds {len(found)} of {len(questions)} questions after the run; under "
+                "torchrun it must be a folder that all ranks share."
+            )
+        result = summary.summarise(found, store.begun(output))
+        if rank == 0:
+            summary.write(found, result, output)
+            report.write(result, output)
+        _wait(world)
+    bugs = [fork for fork in result["lossless"]["forks"] if fork["label"] == "bug"]
+    if bugs:
+        raise NotLossless(
+            f"{len(bugs)} of {result['lossless']['turns']} turns leave vanilla's text where "
+            f"rounding does not explain it, the first at question {bugs[0]['question_id']}, turn "
+            f"{bugs[0]['turn']}, token {bugs[0]['position']} (gap {bugs[0]['gap']}). The drafter "
+            f"or the engine has a bug; all forks are in {output / 'summary.json'}."
+        )
+    return result
+
+
+class Examiner:
+    """Asks questions of the method and its baselines."""
+
+    def __init__(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig,
+        limit: int,
+    ):  # fmt: skip
+        self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
+        sampling = config.sampling
+        self.methods: dict[str, Method] = {METHOD: by_engine(lm, tokenizer, drafter, sampling)}
+        if Baseline.vanilla in config.baselines:
+            self.methods["vanilla"] = by_engine(lm, tokenizer, Vanilla(), sampling)
+        if Baseline.hf in config.baselines:
+            self.methods["hf"] = by_transformers(lm, tokenizer, sampling)
+        comparable = sampling.greedy or sampling.rule is Rule.match
+        self.compares = comparable and "vanilla" in self.methods
+
+    def share(
+        self, questions: list[Question], done: list[Record], output: Path, rank: int, world: int,
+        log: Callable[[dict[str, float]], None] | None,
+    ) -> None:  # fmt: skip
+        """Answer this rank's share of the questions, those aside that are answered already."""
+        known = {record.question_id for record in done}
+        own = list(enumerate(questions[rank::world]))
+        todo = [(i, question) for i, question in own if question.question_id not in known]
+        if not todo:
+            return
+        for _ in range(self.config.warmup):
+            self.ask(questions[0])
+        writer = store.Writer(output, rank)
+        bar = tqdm(total=len(own), initial=len(own) - len(todo), unit="question", disable=rank > 0)
+        for i, question in todo:
+            # who goes first alternates, so that a machine that slows down favours nobody
+            record = self.ask(question, reverse=i % 2 == 1)
+            writer.append(record)
+            done = [*done, record]
+            figures = {k: v for k, v in metrics(done).items() if isinstance(v, int | float)}
+            if log is not None:
+                log(figures)
+            bar.set_postfix(
+                {k: figures[k] for k in ("speedup", "compression_rate") if k in figures}
+            )
+            bar.update()
+        bar.close()
+        writer.close()
+
+    def ask(self, question: Question, reverse: bool = False) -> Record:
+        """All turns by all methods; the conversation goes on with the method's own answers."""
+        messages: list[Message] = []
+        turns = []
+        for number, text in enumerate(question.turns):
+            messages.append(Message(role="user", content=text))
+            turns.append(self.turn(question, number, messages, reverse))
+            messages.append(Message(role="assistant", content=turns[-1].runs[METHOD].text))
+        return Record(question.question_id, question.category, turns, finished=time.time())
+
+    def turn(self, question: Question, number: int, messages: list[Message], reverse: bool) -> Turn:
+        prompt = prompt_ids(self.tokenizer, messages)
+        room = self.lm.context - len(prompt)
+        if room < 1:
+            raise PromptError(
+                f"question {question.question_id}, turn {number} has {len(prompt)} tokens, and the "
+                f"model's context is {self.lm.context}. Leave it out (question_begin, "
+                "question_end), or lower max_new_tokens if the answer before it is what is long."
+            )
+        limit = min(self.limit, room)
+        seed = self.config.seed + 1000 * question.question_id + number
+        names = list(reversed(self.methods)) if reverse else list(self.methods)
+        runs = {name: self.methods[name](prompt, limit, seed) for name in names}
+        runs = {name: runs[name] for name in self.methods}
+        forked = None
+        if self.compares:
+            forked = fork(
+                self.lm, prompt, runs[METHOD].tokens, runs["vanilla"].tokens, self.config.sampling,
+                seed,
+            )  # fmt: skip
+        return Turn(len(prompt), limit, runs, forked)
+
+
+def _settings(
+    lm: LM, config: EvaluateConfig, questions: list[Question], limit: int
+) -> dict[str, Any]:
+    """What fixes the result, by name."""
+    cuda = lm.device.type == "cuda"
+    return {
+        "bench": config.bench.name,
+        "bench.fingerprint": fingerprint(questions),
+        "question_begin": config.question_begin,
+        "question_end": config.question_end,
+        "max_new_tokens": limit,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
+        **_flat({"sampling": asdict(config.sampling)}),
+        "seed": config.seed,
+        "baselines": [baseline.value for baseline in config.baselines],
+        "warmup": config.warmup,
+    }
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, as they are written on the command line."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value.value if isinstance(value, Enum) else value
+    return flat
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, int]]:
+    """This process's rank and how many there are, by torchrun's environment."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0, 1
+        return
+    # the slowest rank may need hours more than the fastest
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def _wait(world: int) -> None:
+    if world > 1:
+        dist.barrier()

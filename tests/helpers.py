@@ -1,0 +1,206 @@
+"""Tiny models on which shallow drafts are often right, and drafters right or wrong on purpose.
+
+Shapes: B rows, N draft nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kangaroo.adapter import Adapter
+from kangaroo.batch import Batch
+from kangaroo.drafters.base import Stateless
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.models import random_model
+from kangaroo.sampling import Sampling
+from kangaroo.tree import Draft, Tree
+from kangaroo.verify import Verdict
+
+EXIT = 2  # of four layers; all but the first change little
+VOCABULARY = 64
+
+
+def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):
+    """A transformers model without EOS; `overrides` are fields of its config."""
+    fields: dict[str, object] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    hf = random_model(architecture, deep_scale=deep_scale, **(fields | overrides))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in hf.parameters():
+        if parameter.ndim == 1:  # norms start at one and biases at zero: both would hide mistakes
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return hf
+
+
+def tiny(architecture: str = "llama", **overrides: object) -> LM:
+    return LM(tiny_model(architecture, **overrides))
+
+
+def adapter_for(lm: LM, exit_layer: int = EXIT) -> Adapter:
+    """An adapter that is often right untrained: the layers above the exit change little."""
+    adapter = Adapter(lm, exit_layer).start_from(lm)
+    adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())  # undamped: as sure as the target
+    return adapter.requires_grad_(False)
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def vanilla_texts(
+    lm: LM, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling | None = None
+) -> list[list[int]]:
+    """Prompt and continuation of each, decoded alone."""
+    done = Engine(lm, Vanilla()).generate(prompts, new_tokens, sampling, batch_size=1)
+    return [p + generation.tokens for p, generation in zip(prompts, done, strict=True)]
+
+
+def forward_logits(lm: LM, tokens: Sequence[int]) -> Tensor:
+    """Logits `[T, V]` by transformers' own forward and attention."""
+    lm.hf.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            return lm.hf(torch.tensor([list(tokens)])).logits[0]
+    finally:
+        lm.hf.set_attn_implementation("kangaroo")
+
+
+class Knowing(Stateless):
+    """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will.
+
+    Args:
+        texts: prompts with their continuations; a row is recognised by what it has written so far.
+    """
+
+    def __init__(self, texts: Sequence[list[int]]):
+        self.texts = texts
+
+    def coming(self, batch: Batch, row: int, count: int) -> list[int]:
+        """The next `count` tokens of a row, as far as they are known."""
+        text = batch.tokens_BS[row, : batch.lengths[row]].tolist()
+        known = next((t for t in self.texts if t[: len(text)] == text), text)
+        return known[len(text) : len(text) + count]
+
+
+class Scripted(Knowing):
+    """A chain of right and wrong tokens.
+
+    Args:
+        right: tells by absolute position whether the drafted token is right.
+        steps: draft tokens a round; those beyond a known text are padding.
+        scribbles: fills all scratch slots of the target's cache first, as a drafter may.
+    """
+
+    def __init__(
+        self, texts: Sequence[list[int]], right: Callable[[int], bool], steps: int = 4,
+        scribbles: bool = False,
+    ):  # fmt: skip
+        super().__init__(texts)
+        self.right, self.max_nodes, self.scribbles = right, steps, scribbles
+
+    def propose(self, batch: Batch) -> Draft:
+        tokens_BN = batch.last(1).repeat(1, self.max_nodes + 1)
+        valid_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)
+        valid_BN[:, 0] = True
+        for row in range(batch.size):
+            if self.scribbles:
+                scribble(batch, row)
+            for i, token in enumerate(self.coming(batch, row, self.max_nodes)):
+                wrong = (token + 1) % VOCABULARY
+                tokens_BN[row, i + 1] = token if self.right(batch.lengths[row] + i) else wrong
+                valid_BN[row, i + 1] = True
+        return Draft(tokens_BN, Tree.chain(self.max_nodes + 1, tokens_BN.device), valid_BN)
+
+
+def scribble(batch: Batch, row: int) -> None:
+    scratch = slice(row * batch.n_slots + batch.lengths[row] - 1, (row + 1) * batch.n_slots)
+    for cached in (*batch.cache.keys, *batch.cache.values):
+        cached[scratch] = 100.0
+
+
+def oracle(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
+    """Always right."""
+    return Scripted(texts, lambda position: True, steps)
+
+
+def adversary(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
+    """Always wrong, and it leaves rubbish in the scratch slots."""
+    return Scripted(texts, lambda position: False, steps, scribbles=True)
+
+
+class RandomTree(Knowing):
+    """Another random tree every round: right and wrong tokens on any branch, some nodes padding.
+
+    Args:
+        shared: all rows have the same topology.
+        entry: the draft arrives with the hidden states of this many target layers.
+    """
+
+    def __init__(
+        self, lm: LM, texts: Sequence[list[int]], nodes: int = 9, shared: bool = False,
+        entry: int = 0, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(texts)
+        self.lm, self.max_nodes, self.shared, self.entry = lm, nodes, shared, entry
+        self.generator = torch.Generator().manual_seed(seed)
+        self.moved = 0  # accepted draft tokens that did not lie in their final slot
+
+    def propose(self, batch: Batch) -> Draft:
+        size = 1 + self._integer(self.max_nodes + 1)
+        parents_BN = random_parents(1 if self.shared else batch.size, size, self.generator)
+        tree = Tree(parents_BN, max_depth=int(brute_depth(parents_BN).max()))
+        depth_BN = tree.depth_BN.expand(batch.size, -1)
+        tokens_BN = torch.randint(VOCABULARY, (batch.size, size), generator=self.generator)
+        for row in range(batch.size):
+            coming = self.coming(batch, row, size)
+            for node in range(1, size):
+                depth = int(depth_BN[row, node])
+                if depth <= len(coming) and self._integer(3) > 0:
+                    tokens_BN[row, node] = coming[depth - 1]
+        tokens_BN[:, :1] = batch.last(1)
+        valid_BN = torch.rand(batch.size, size, generator=self.generator) < 0.9
+        valid_BN[:, 0] = True
+        draft = Draft(tokens_BN, tree, valid_BN, entry=self.entry)
+        if self.entry:
+            block = self.lm.block(tree, batch.base_B, batch.used + size, batch.n_slots)
+            draft.hidden_BND, _ = self.lm.run(
+                self.lm.embed(tokens_BN), batch.cache, block, range(self.entry)
+            )
+        return draft
+
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: object) -> None:
+        step_P = torch.arange(verdict.path_BP.shape[1])
+        accepted_BP = step_P <= verdict.count_B[:, None]
+        self.moved += int((accepted_BP & (verdict.path_BP != step_P)).sum())
+
+    def _integer(self, below: int) -> int:
+        return int(torch.randint(below, (), generator=self.generator))
+
+
+def random_parents(rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """`[rows, size]`: each node hangs below some earlier one."""
+    columns = [torch.randint(max(i, 1), (rows,), generator=generator) for i in range(size)]
+    return torch.stack(columns, 1)
+
+
+def brute_depth(parents_BN: Tensor) -> Tensor:
+    depth_BN = torch.zeros_like(parents_BN)
+    for row, parents in enumerate(parents_BN.tolist()):
+        for node in range(1, len(parents)):
+            depth_BN[row, node] = depth_BN[row, parents[node]] + 1
+    return depth_BN

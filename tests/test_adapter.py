@@ -1,0 +1,255 @@
+"""An adapter is as small as the paper says, follows its target, and is refused by any other."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub.constants
+import pytest
+import torch
+from helpers import EXIT, adapter_for, random_prompts, tiny
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kangaroo.adapter import CONFIG, WEIGHTS, Adapter, describe, load, save
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.engine import Engine
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.model import LM
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    lm = tiny()
+    lm.config.name_or_path = "tiny/llama"
+    return lm
+
+
+@pytest.fixture
+def saved(lm, tmp_path):
+    """The folder of an adapter for `lm`."""
+    adapter = adapter_for(lm)
+    return save(adapter, describe(lm, adapter, training={"steps": 3}), tmp_path)
+
+
+def state_of(lm: LM, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
+    """The adapted state of a text, without a cache."""
+    with torch.no_grad():
+        block = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
+        x_1TD = lm.embed(torch.tensor([tokens]))
+        x_1TD, _ = lm.run(x_1TD, None, block, range(adapter.exit_layer))
+        return adapter(x_1TD, None, block)
+
+
+# ---- what it is --------------------------------------------------------------------------------
+
+
+def test_an_adapter_for_vicuna_7b_has_the_papers_number_of_parameters():
+    shape = LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32,
+    )  # fmt: skip
+    with torch.device("meta"):
+        adapter = Adapter(LM(LlamaForCausalLM(shape)), exit_layer=2)
+    assert sum(parameter.numel() for parameter in adapter.parameters()) == 67_117_056
+
+
+def test_the_adapted_state_is_f_plus_attention_of_norm_f_then_normed(lm):
+    adapter = adapter_for(lm)
+    f_1TD = torch.randn(1, 7, 32)
+    block = lm.chunk(0, 7, row=0, n_slots=7)
+    attended, _ = adapter.attention(
+        hidden_states=adapter.input_norm(f_1TD),
+        position_embeddings=lm.hf.model.rotary_emb(f_1TD, torch.arange(7)[None]),
+        attention_mask=None,
+    )
+    assert torch.equal(adapter(f_1TD, None, block), adapter.norm(f_1TD + attended))
+
+
+@torch.no_grad()
+def test_an_adapter_with_a_cache_continues_the_text_it_has_seen(lm):
+    adapter = adapter_for(lm)
+    f_1TD = torch.randn(1, 9, 32)
+    whole = adapter(f_1TD, None, lm.chunk(0, 9, row=0, n_slots=9))
+    cache = lm.cache_like(1, 20, [lm.device])
+    parts = [
+        adapter(f_1TD[:, a:b], cache, lm.chunk(a, b, row=0, n_slots=20))
+        for a, b in ((0, 4), (4, 8), (8, 9))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)  # float32 sums
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_an_adapter_has_its_targets_biases_and_norms(architecture):
+    lm = tiny(architecture)
+    adapter = adapter_for(lm)
+    target = lm.layers[EXIT].self_attn.state_dict()
+    assert adapter.attention.state_dict().keys() == target.keys()
+    assert all(torch.equal(adapter.attention.state_dict()[name], target[name]) for name in target)
+    assert type(adapter.norm) is type(lm.hf.model.norm)
+    assert adapter.norm.variance_epsilon == lm.config.rms_norm_eps
+
+
+def test_starting_from_the_target_shares_no_memory_with_it(lm):
+    adapter = adapter_for(lm)
+    own = {parameter.data_ptr() for parameter in adapter.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in lm.parameters()}
+
+
+def test_rope_follows_the_target():
+    """The same weights under scaled RoPE give another state: no frequency is written down twice."""
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    plain, scaled = tiny(), tiny(rope_parameters=rope)
+    f_1TD = torch.randn(1, 40, 32)
+    states = []
+    for lm in (plain, scaled):
+        adapter = adapter_for(lm)
+        states.append(adapter(f_1TD, None, lm.chunk(0, 40, row=0, n_slots=40)))
+    assert (states[0] - states[1]).abs().max() > 0.1
+    # transformers' own layer, of which zeroing its feed-forward part leaves the attention part
+    layer = scaled.layers[EXIT]
+    layer.mlp.down_proj.weight.data.zero_()
+    expected = layer(
+        f_1TD, position_embeddings=scaled.hf.model.rotary_emb(f_1TD, torch.arange(40)[None])
+    )
+    torch.testing.assert_close(states[1], scaled.hf.model.norm(expected), atol=1e-5, rtol=0)
+
+
+def test_a_drafter_holds_no_copy_of_the_targets_weights(lm):
+    drafter = Kangaroo(lm, adapter_for(lm))
+    assert drafter.lm is lm
+    held = {id(value) for value in vars(drafter).values() if isinstance(value, torch.nn.Module)}
+    assert held == {id(lm), id(drafter.adapter)}
+    own = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32  # query, output; key, value; two norms
+    assert sum(parameter.numel() for parameter in drafter.adapter.parameters()) == own
+    assert lm.head.weight.data_ptr() == lm.hf.lm_head.weight.data_ptr()
+    assert lm.layers[0] is lm.hf.model.layers[0]
+
+
+@pytest.mark.parametrize("exit_layer", [-1, 0, 4, 5])
+def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
+    with pytest.raises(AdapterMismatch, match=f"exit layer {exit_layer} .*4 layers.*1 to 3"):
+        Adapter(lm, exit_layer)
+
+
+# ---- save and load -----------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_what_is_loaded(lm, saved):
+    adapter, config = load(str(saved), lm)
+    original = adapter_for(lm)
+    assert config == describe(lm, original, training={"steps": 3})
+    assert (config.target, config.exit_layer, config.n_layers) == ("tiny/llama", EXIT, 4)
+    assert config.parameters == sum(parameter.numel() for parameter in original.parameters())
+    assert adapter.exit_layer == EXIT
+    for name, tensor in original.state_dict().items():
+        loaded = adapter.state_dict()[name]
+        assert loaded.dtype == lm.dtype
+        assert torch.equal(loaded, tensor.bfloat16().float())  # bfloat16 on disk
+    assert not any(parameter.requires_grad for parameter in adapter.parameters())
+    assert not adapter.training
+
+
+def test_a_loaded_adapter_drafts(lm, saved):
+    drafter = KangarooConfig(adapter=str(saved), steps=4, threshold=0).build(lm)
+    done = Engine(lm, drafter).generate(random_prompts(5, 9), 20)
+    assert sum(step.accepted for g in done for step in g.steps) > 10
+    assert state_of(lm, drafter.adapter, [1, 2, 3]).dtype == torch.float32
+
+
+def test_a_folder_that_is_no_adapter_names_what_it_lacks(lm, saved, tmp_path):
+    for name in (WEIGHTS, CONFIG):
+        kept = (saved / name).read_bytes()
+        (saved / name).unlink()
+        with pytest.raises(AdapterNotFound, match=f"{saved}.*{name}"):
+            load(str(saved), lm)
+        (saved / name).write_bytes(kept)
+    load(str(saved), lm)
+
+
+def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for path in ("nobody/nothing-here", str(saved / "no-such-folder"), str(saved / CONFIG)):
+        with pytest.raises(AdapterNotFound, match=f"'{path}'.*train.py.*drafter.adapter="):
+            load(path, lm)
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -1])
+def test_truncated_weights_are_reported_as_such(lm, saved, length):
+    whole = (saved / WEIGHTS).read_bytes()
+    (saved / WEIGHTS).write_bytes(whole[:length])
+    with pytest.raises(CorruptFile, match=str(saved)):
+        load(str(saved), lm)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "{}", '{"target": "x", "surprise": 1}', b"\xff\xfe\x00"],
+)
+def test_a_config_that_cannot_be_read_is_reported_as_such(lm, saved, text):
+    (saved / CONFIG).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CorruptFile, match=str(saved)):
+        load(str(saved), lm)
+
+
+OTHERS = {
+    "hidden size": {"hidden_size": 48},
+    "layers": {"num_hidden_layers": 5},
+    "vocabulary": {"vocab_size": 65},
+    "RoPE base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "RoPE scaling": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    },
+    "key heads": {"num_key_value_heads": 4},
+    "tying": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_an_adapter_for_another_target_is_refused_and_both_are_named(saved, what):
+    other = tiny(**OTHERS[what])
+    other.config.name_or_path = "some/other"
+    named = rf"tiny/llama \(exit layer {EXIT} of 4 layers.*some/other \({other.n_layers} layers"
+    with pytest.raises(AdapterMismatch, match=named):
+        load(str(saved), other)
+
+
+def test_an_adapter_of_another_architecture_is_refused(saved):
+    with pytest.raises(AdapterMismatch, match="tiny/llama"):
+        load(str(saved), tiny("mistral"))
+
+
+def test_moving_a_checkpoint_or_changing_its_context_keeps_the_adapter(saved):
+    other = tiny(max_position_embeddings=100, pad_token_id=3)
+    other.config.name_or_path = "/somewhere/else"
+    load(str(saved), other)
+
+
+def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):
+    with pytest.raises(AdapterMismatch, match=f"exit layer {EXIT} of 4.*exit_layer=3"):
+        KangarooConfig(adapter=str(saved), exit_layer=3).build(lm)
+    assert KangarooConfig(adapter=str(saved), exit_layer=EXIT).build(lm).exit_layer == EXIT
+    assert KangarooConfig(adapter=str(saved)).build(lm).exit_layer == EXIT
+
+
+@pytest.mark.parametrize("exit_layer", [0, 4, -1])
+def test_an_exit_layer_in_the_file_that_cannot_be_is_refused(lm, saved, exit_layer):
+    written = json.loads((saved / CONFIG).read_text()) | {"exit_layer": exit_layer}
+    (saved / CONFIG).write_text(json.dumps(written))
+    with pytest.raises(AdapterMismatch, match=f"exit layer {exit_layer}"):
+        load(str(saved), lm)
+
+
+def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
+    state = load_file(saved / WEIGHTS)
+    missing = dict(state)
+    del missing["norm.weight"]
+    save_file(missing, saved / WEIGHTS)
+    with pytest.raises(AdapterMismatch, match=r"norm\.weight"):
+        load(str(saved), lm)
+    save_file({**state, "lm_head.weight": torch.zeros(2, 2)}, saved / WEIGHTS)
+    with pytest.raises(AdapterMismatch, match=r"lm_head\.weight"):
+        load(str(saved), lm)
+    save_file({**state, "norm.weight": torch.zeros(5)}, saved / WEIGHTS)
+    with pytest.raises(AdapterMismatch, match=r"norm\.weight"):
+        load(str(saved), lm)

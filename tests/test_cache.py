@@ -1,0 +1,177 @@
+"""The cache writes where it is told, attention reads what the mask shows, and no more than it must.
+
+Shapes as in `kangaroo/cache.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import random_prompts, tiny
+
+from kangaroo.cache import BUCKET, Block, BlockCache, KVCache, attention, occupied
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Request
+from kangaroo.sampling import Sampling
+from kangaroo.tree import Tree
+
+CPU = torch.device("cpu")
+
+
+def filled_cache(batch_size=3, n_slots=10, n_layers=2) -> KVCache:
+    cache = KVCache(batch_size, n_slots, 2, 4, torch.float32, [CPU] * n_layers)
+    for cached in (*cache.keys, *cache.values):
+        cached.copy_(torch.randn(cached.shape))
+    return cache
+
+
+def block_at(slots_RT, rows: slice, extent: int) -> Block:
+    slots_RT = torch.as_tensor(slots_RT)
+    return Block(slots_RT, slots_RT, None, extent, rows, (torch.zeros(1, 1), torch.zeros(1, 1)))
+
+
+# ---- writing -----------------------------------------------------------------------------------
+
+
+def test_update_writes_the_block_and_nothing_else():
+    cache = filled_cache()
+    before = cache.keys[1].unflatten(0, (3, 10)).clone()
+    other_layer = cache.keys[0].clone()
+    k_RKTC, v_RKTC = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
+    slots = [[4, 9, 0], [7, 2, 3]]
+    seen_k, seen_v = cache.at(block_at(slots, slice(1, 3), 8)).update(k_RKTC, v_RKTC, 1)
+    expected = before.clone()
+    for i, row in enumerate((1, 2)):
+        for t, slot in enumerate(slots[i]):
+            expected[row, slot] = k_RKTC[i, :, t]
+    assert torch.equal(cache.keys[1].unflatten(0, (3, 10)), expected)
+    assert torch.equal(cache.keys[0], other_layer)
+    assert torch.equal(seen_k, expected[1:3, :8].transpose(1, 2))
+    assert torch.equal(seen_v[0, :, 4], v_RKTC[0, :, 0])
+
+
+def test_what_attention_reads_is_the_cache_itself_not_a_copy():
+    cache = filled_cache()
+    block = block_at([[0], [0], [0]], slice(0, 3), 5)
+    seen_k, seen_v = cache.at(block).update(torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4), 0)
+    assert seen_k.data_ptr() == cache.keys[0].data_ptr()
+    assert seen_v.data_ptr() == cache.values[0].data_ptr()
+
+
+def test_move_copies_slots_within_each_row_as_if_all_at_once():
+    cache = filled_cache()
+    generator = torch.Generator().manual_seed(0)
+    before = [c.clone().unflatten(0, (3, 10)) for c in (*cache.keys, *cache.values)]
+    # as after a tree: path [0, 2, 3, 3] below slot 4, where slot 3 of the path is read and written
+    src = torch.stack([torch.randint(10, (4,), generator=generator) for _ in range(3)])
+    src[0] = torch.tensor([4, 6, 7, 7])
+    dst = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3], [6, 7, 8, 9]])
+    cache.move(src, dst)
+    for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
+        expected = old.clone()
+        for row in range(3):
+            for s, d in zip(src[row].tolist(), dst[row].tolist(), strict=True):
+                expected[row, d] = old[row, s]
+        assert torch.equal(new.unflatten(0, (3, 10)), expected)
+
+
+def test_bytes_is_the_size_of_the_allocation():
+    assert filled_cache(3, 10, 2).bytes() == 2 * 2 * 3 * 10 * 2 * 4 * 4
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+def plain_attention(q_RHTC, k_RKEC, v_RKEC, seen_RTE, scaling):
+    """Softmax attention in its textbook form, with the key heads expanded."""
+    group = q_RHTC.shape[1] // k_RKEC.shape[1]
+    k_RHEC, v_RHEC = (x.repeat_interleave(group, 1) for x in (k_RKEC, v_RKEC))
+    scores = (q_RHTC @ k_RHEC.transpose(2, 3)) * scaling
+    scores = scores.masked_fill(~seen_RTE[:, None], -torch.inf)
+    return (scores.softmax(-1) @ v_RHEC).transpose(1, 2)
+
+
+# float64 leaves rounding alone (1e-12); float32 sums of 20 terms differ by a few 1e-7
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 5])
+def test_attention_is_softmax_attention_with_expanded_heads(dtype, tolerance, kv_heads, width):
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, extent, size = 2, 4, 20, 8
+    q = torch.randn(rows, width, heads, size, generator=generator, dtype=dtype).transpose(1, 2)
+    k = torch.randn(rows, extent, kv_heads, size, generator=generator, dtype=dtype).transpose(1, 2)
+    v = torch.randn(rows, extent, kv_heads, size, generator=generator, dtype=dtype).transpose(1, 2)
+    seen = torch.rand(rows, width, extent, generator=generator) < 0.5
+    seen[..., 0] = True
+    bias = torch.zeros(rows, 1, width, extent, dtype=dtype).masked_fill(~seen[:, None], -torch.inf)
+    out, _ = attention(torch.nn.Identity(), q, k, v, bias, 0.3)
+    expected = plain_attention(q, k, v, seen, 0.3)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+
+    # without a mask: causal over the block itself
+    causal = torch.ones(width, width).tril().bool().expand(rows, -1, -1)
+    out, _ = attention(torch.nn.Identity(), q, k[:, :, :width], v[:, :, :width], None, 0.3)
+    expected = plain_attention(q, k[:, :, :width], v[:, :, :width], causal, 0.3)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+
+
+def test_masked_slots_have_no_influence_whatever_they_hold():
+    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    bias = torch.zeros(1, 1, 2, 6)
+    bias[..., 3:] = -torch.inf
+    clean, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
+    k[:, :, 3:], v[:, :, 3:] = 1e4, -1e4
+    dirty, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
+    assert torch.equal(clean, dirty)
+
+
+def test_transformers_own_generate_does_not_go_wrong_silently():
+    """It gives no mask to an attention that it does not know."""
+    hf = tiny().hf
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        hf.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
+
+
+# ---- extent ------------------------------------------------------------------------------------
+
+
+def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
+    assert occupied(1000, 1) == BUCKET
+    assert occupied(1000, BUCKET) == BUCKET
+    assert occupied(1000, BUCKET + 1) == 2 * BUCKET
+    assert occupied(100, BUCKET + 1) == 100
+
+
+def test_attention_reads_the_occupied_buckets_not_the_allocation(monkeypatch):
+    read = []
+    update = BlockCache.update
+
+    def spy(self, *args, **kwargs):
+        k, v = update(self, *args, **kwargs)
+        read.append(k.shape[2])
+        return k, v
+
+    monkeypatch.setattr(BlockCache, "update", spy)
+    engine = Engine(tiny(), Vanilla())
+    batch = engine.open(1, 400, Sampling())
+    engine.admit(batch, 0, Request(random_prompts(BUCKET - 4)[0], max_new_tokens=10))
+    read.clear()
+    per_step = []
+    for _ in range(6):
+        engine.step(batch)
+        per_step.append(read[-1])
+    # a step needs its own slot and a free one, and the block may grow only when they are used up
+    assert per_step[0] == BUCKET
+    assert per_step[-1] == 2 * BUCKET < batch.n_slots
+
+
+def test_narrow_is_the_block_of_some_of_its_tokens():
+    block = tiny().block(Tree.chain(5, CPU), torch.tensor([3, 0]), used=8, n_slots=100)
+    part = block.narrow(1, 2)
+    assert torch.equal(part.slots_RT, block.slots_RT[:, 1:3])
+    assert torch.equal(part.positions_RT, block.positions_RT[:, 1:3])
+    assert torch.equal(part.bias_R1TE, block.bias_R1TE[:, :, 1:3])
+    assert torch.equal(part.rope[0], block.rope[0][:, 1:3])
+    assert torch.equal(part.rope[1], block.rope[1][:, 1:3])
+    assert part.extent == block.extent and part.rows == block.rows
+    assert part.bias_R1TE._is_view()

@@ -1,0 +1,147 @@
+"""Every drafter writes what vanilla decoding writes, whatever the sampling, batch or model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from helpers import (
+    EXIT,
+    RandomTree,
+    Scripted,
+    adapter_for,
+    adversary,
+    oracle,
+    random_prompts,
+    tiny,
+    vanilla_texts,
+)
+
+from kangaroo.adapter import Adapter
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+NEW_TOKENS = 18
+CHUNK = 16
+# 40: several chunks; 1: nothing to prefill, in a row used before; 17: its prefill is one full chunk
+PROMPTS = random_prompts(5, 40, 1, 2, 17)
+
+
+@dataclass
+class Case:
+    """What a drafter may be built from: `texts` are what vanilla decoding writes."""
+
+    lm: LM
+    adapter: Adapter
+    texts: list[list[int]]
+
+
+# A new drafter adds its line here.
+DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
+    "vanilla": lambda case: Vanilla(),
+    "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
+    "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
+    "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
+    "oracle": lambda case: oracle(case.texts),
+    "adversary": lambda case: adversary(case.texts),
+    "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
+    "tree": lambda case: RandomTree(case.lm, case.texts),
+    "tree-shared": lambda case: RandomTree(case.lm, case.texts, shared=True),
+    "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
+}
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8, seed=3),
+    "top-p": Sampling(temperature=1.2, top_p=0.8, seed=4),
+    "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
+}
+
+BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+FAMILIES: dict[str, Callable[[], LM]] = {
+    "llama": lambda: tiny("llama"),
+    "llama-tied": lambda: tiny("llama", tie_word_embeddings=True),
+    "llama3-rope": lambda: tiny("llama", rope_parameters=LLAMA3_ROPE),
+    "llama-ungrouped": lambda: tiny("llama", num_key_value_heads=4),
+    "mistral": lambda: tiny("mistral"),
+    "qwen2-biased": lambda: tiny("qwen2"),
+    "qwen3-tied": lambda: tiny("qwen3", tie_word_embeddings=True),
+}
+
+lm_of = cache(lambda family: FAMILIES[family]())
+
+
+@cache
+def case_of(family: str, sampling: str) -> Case:
+    lm = lm_of(family)
+    texts = vanilla_texts(lm, PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
+    return Case(lm, adapter_for(lm), texts)
+
+
+# everything on one family; on the others the hardest batch, greedy and sampled
+SETTINGS = [("llama", *rest) for rest in itertools.product(SAMPLINGS, BATCHES)] + [
+    (family, sampling, "admitted")
+    for family in FAMILIES
+    for sampling in ("greedy", "top-p")
+    if family != "llama"
+]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family, sampling, batch", SETTINGS, ids=str)
+def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
+    case = case_of(family, sampling)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=BATCHES[batch])
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
+    case = case_of(family, "greedy")
+    hf = case.lm.hf
+    hf.set_attn_implementation("sdpa")
+    try:
+        for prompt, text in zip(PROMPTS, case.texts, strict=True):
+            tokens = torch.tensor([prompt])
+            mask = torch.ones_like(tokens)
+            written = hf.generate(
+                tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            assert written[0].tolist() == text
+    finally:
+        hf.set_attn_implementation("kangaroo")
+
+
+def accepted_share(drafter: Drafter, case: Case) -> float:
+    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLINGS["sampled"])
+    steps = [step for generation in done for step in generation.steps]
+    return sum(step.accepted for step in steps) / sum(step.drafted for step in steps)
+
+
+def test_the_drafters_above_are_right_wrong_and_in_between():
+    """Otherwise the equalities above would say little."""
+    case = case_of("llama", "sampled")
+    assert (
+        accepted_share(DRAFTERS["oracle"](case), case) > 0.9
+    )  # the last draft is cut by the limit
+    assert accepted_share(DRAFTERS["adversary"](case), case) == 0
+    for name in ("kangaroo", "kangaroo-stops", "kangaroo-stops-early", "sometimes"):
+        assert 0.2 < accepted_share(DRAFTERS[name](case), case) < 0.9, name
+    tree = DRAFTERS["tree"](case)
+    assert 0.05 < accepted_share(tree, case) < 0.9
+    assert tree.moved > 20  # accepted on branches that are not the first

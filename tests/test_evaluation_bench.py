@@ -1,0 +1,129 @@
+"""Where questions come from, and what is said when they don't."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, task_of
+
+GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
+SPEC_BENCH = Path(__file__).parents[2] / "shared" / "spec_bench" / "question.jsonl"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "benches"
+
+
+def served(tmp_path):
+    """A bench whose home is a file, and the right checksum."""
+    content = json.dumps(GOOD).encode()
+    home = tmp_path / "question.jsonl"
+    home.write_bytes(content)
+    return BenchConfig("far", url=home.as_uri(), sha256=hashlib.sha256(content).hexdigest()), home
+
+
+def test_the_demo_is_shipped():
+    questions = load_questions(BenchConfig("demo"))
+    assert len(questions) == 66
+    assert {task_of(question.category) for question in questions} == {
+        "mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag",
+    }  # fmt: skip
+
+
+def test_an_unknown_bench_names_those_that_are_shipped():
+    with pytest.raises(ConfigError, match=r"no bench 'dmeo' is shipped .*demo\.jsonl"):
+        load_questions(BenchConfig("dmeo"))
+
+
+def test_a_download_is_kept(tmp_path, cache):
+    config, home = served(tmp_path)
+    assert load_questions(config)[0].turns == ["Why?"]
+    home.unlink()
+    assert load_questions(config)[0].turns == ["Why?"]
+    assert [file.name for file in cache.iterdir()] == ["far.jsonl"]
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_kept(tmp_path, cache):
+    config, home = served(tmp_path)
+    home.write_text(json.dumps(GOOD | {"turns": ["How?"]}))
+    with pytest.raises(CorruptFile, match=r"far from file:.* sha256 \w+, not \w+\. Try again"):
+        load_questions(config)
+    assert not cache.exists()
+
+
+def test_a_damaged_cache_names_the_file_to_delete(tmp_path, cache):
+    config, _ = served(tmp_path)
+    load_questions(config)
+    (cache / "far.jsonl").write_text("{}")
+    with pytest.raises(CorruptFile, match=r"far\.jsonl' have sha256 .* Delete it"):
+        load_questions(config)
+
+
+def test_offline_the_error_names_the_address_and_the_way_out(cache):
+    config = BenchConfig("far", url="http://127.0.0.1:9/question.jsonl")
+    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9/question\.jsonl .*bench\.path="):
+        load_questions(config)
+
+
+def test_a_local_file_needs_no_network_and_warns_of_other_questions(tmp_path, caplog):
+    config, home = served(tmp_path)
+    config.path, config.url = str(home), "http://127.0.0.1:9/"
+    assert len(load_questions(config)) == 1
+    assert not caplog.records
+    home.write_text(json.dumps(GOOD | {"turns": ["How?"]}))
+    assert len(load_questions(config)) == 1
+    assert "does not hold the questions of far" in caplog.text
+
+
+def test_a_missing_local_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"bench\.path=.*none\.jsonl cannot be read: No such file"):
+        load_questions(BenchConfig(path=str(tmp_path / "none.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "JSON object"),
+        (json.dumps(GOOD | {"question_id": "1"}), "question_id must be an integer"),
+        (json.dumps(GOOD | {"category": None}), "category must be a string"),
+        (json.dumps(GOOD | {"turns": []}), "at least one string"),
+        (json.dumps(GOOD | {"turns": ["Why?", " "]}), "not blank"),
+        (json.dumps(GOOD), "question_id 1 again"),
+    ],
+)
+def test_a_malformed_line_is_named(line, reason, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
+    with pytest.raises(DataError, match=rf"mine\.jsonl, line 3: .*{reason}"):
+        load_questions(BenchConfig(path=str(file)))
+
+
+def test_an_empty_file_holds_no_questions(tmp_path):
+    (tmp_path / "mine.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no questions"):
+        load_questions(BenchConfig(path=str(tmp_path / "mine.jsonl")))
+
+
+def test_the_fingerprint_follows_what_is_asked():
+    questions = load_questions(BenchConfig("demo"))
+    assert fingerprint(questions) == fingerprint(load_questions(BenchConfig("demo")))
+    assert fingerprint(questions) != fingerprint(questions[1:])
+
+
+@pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="needs Spec-Bench's questions")
+def test_spec_bench_has_480_questions_and_560_turns(caplog):
+    settings = yaml.safe_load(
+        (Path(__file__).parents[1] / "configs/bench/spec_bench.yaml").read_text()
+    )
+    del settings["defaults"]
+    questions = load_questions(BenchConfig(**settings, path=str(SPEC_BENCH)))
+    assert not caplog.records  # its checksum is the right one
+    assert len(questions) == 480
+    assert sum(len(question.turns) for question in questions) == 560

@@ -1,0 +1,148 @@
+"""Forks: found, judged by teacher forcing, told apart from bugs."""
+
+import pytest
+import torch
+from helpers import forward_logits, random_prompts, tiny, vanilla_texts
+
+from kangaroo.evaluation.lossless import (
+    first_difference,
+    fork,
+    judge,
+    scores,
+    slack,
+    target_logits,
+)
+from kangaroo.sampling import Sampling, pick
+
+GREEDY = Sampling()
+
+
+def logits(*values):
+    """A vocabulary of ten tokens; those not given are far below."""
+    return torch.tensor([*values, *[-5.0] * (10 - len(values))])
+
+
+def label(logits_V, method, vanilla, dtype=torch.bfloat16, sampling=GREEDY, seed=0):
+    return judge(logits_V, method, vanilla, dtype, sampling, seed, position=40)
+
+
+def test_two_tokens_within_rounding_are_a_near_tie_and_the_gap_is_told():
+    assert label(logits(16.0, 15.875), 1, 0) == (0.125, "near-tie")
+    assert label(logits(16.0, 15.875), 0, 1) == (0.125, "near-tie")
+
+
+def test_a_token_farther_off_is_a_bug():
+    assert label(logits(16.0, 15.0), 1, 0) == (1.0, "bug")
+
+
+def test_float32_explains_next_to_nothing():
+    assert label(logits(16.0, 15.875), 1, 0, torch.float32) == (0.125, "bug")
+    assert label(logits(16.0, 15.9995), 1, 0, torch.float32)[1] == "near-tie"
+
+
+def test_a_tie_below_the_best_token_is_a_bug():
+    """Both tokens are equally good, but a third would have been chosen."""
+    assert label(logits(12.0, 12.0, 16.0), 1, 0) == (4.0, "bug")
+
+
+def test_three_tied_tokens_may_change_places():
+    assert label(logits(16.0, 16.0, 16.0), 2, 1) == (0.0, "near-tie")
+
+
+def test_the_slack_grows_with_the_logits_and_with_the_step_of_the_dtype():
+    small, large = logits(8.0), logits(32.0)
+    assert slack(large, torch.bfloat16) == 4 * slack(small, torch.bfloat16)
+    assert slack(large, torch.float32) < slack(large, torch.float16) < slack(large, torch.bfloat16)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, top_p=0.8, top_k=5)])
+def test_scores_are_what_the_choice_is_made_by(sampling):
+    """`judge` repeats the noise of `sampling.choose`; this holds them together."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(20):
+        logits_V = 3 * torch.randn(50, generator=generator)
+        chosen = pick(
+            logits_V[None, None], torch.tensor([[seed + 7]]), sampling, torch.tensor([seed])
+        )
+        assert scores(logits_V, sampling, seed, seed + 7).argmax() == chosen
+
+
+def test_under_sampling_the_noise_takes_part():
+    """Equal logits are no tie once the noise separates them."""
+    sampling = Sampling(1.0)
+    logits_V = torch.full((10,), 8.0)
+    ranks = scores(logits_V, sampling, seed=3, position=40).argsort(descending=True).tolist()
+    assert label(logits_V, ranks[1], ranks[0], torch.float32, sampling, seed=3)[1] == "bug"
+    logits_V[ranks[1]] += float(
+        (scores(logits_V, sampling, 3, 40).sort(descending=True).values[:2]).diff().abs()
+    )
+    assert label(logits_V, ranks[1], ranks[0], torch.float32, sampling, seed=3)[1] == "near-tie"
+
+
+def test_a_token_at_the_edge_of_a_filter_is_no_bug():
+    """Tokens 2 and 3 tie for the third place of top-k; rounding decides which of them stays."""
+    sampling = Sampling(1.0, top_k=3)
+    logits_V = logits(8.0, 8.0, 7.9, 7.88)
+    noise_V = torch.zeros(10)
+    seed = next(  # one under which the token that is filtered out would win
+        seed
+        for seed in range(1000)
+        if scores(noise_V, Sampling(1.0), seed, 40).argmax() == 3
+        and scores(logits_V, sampling, seed, 40).argmax() == 2
+    )
+    gap, verdict = label(logits_V, 3, 2, torch.bfloat16, sampling, seed)
+    assert verdict == "near-tie"
+    assert gap is None  # the filter removed it, so it has no score
+
+
+def test_the_first_difference_of_two_texts():
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_teacher_forced_logits_are_those_of_transformers():
+    lm = tiny()
+    (text,) = random_prompts(70)
+    torch.testing.assert_close(target_logits(lm, text), forward_logits(lm, text)[-1])
+
+
+def test_a_text_that_ends_early_is_a_bug_without_a_gap():
+    found = fork(tiny(), [1, 2], [5, 6], [5, 6, 7], GREEDY, 0)
+    assert (found.position, found.gap, found.label) == (2, None, "bug")
+
+
+def forked(lm, token):
+    """Vanilla's text against itself with another token at position 5."""
+    (prompt,) = random_prompts(9)
+    vanilla = vanilla_texts(lm, [prompt], 12)[0][len(prompt) :]
+    method = [*vanilla[:5], token(vanilla[5]), *vanilla[6:]]
+    return fork(lm, prompt, method, vanilla, GREEDY, 0)
+
+
+def test_a_fork_between_twins_is_a_near_tie():
+    """Tokens 2n and 2n + 1 have the same row of the head, so the same logits."""
+    lm = tiny()
+    lm.head.weight.data[1::2] = lm.head.weight.data[::2]
+    found = forked(lm, lambda token: token ^ 1)
+    assert (found.position, found.gap, found.label) == (5, 0.0, "near-tie")
+
+
+def test_a_fork_to_another_token_is_a_bug():
+    found = forked(tiny(), lambda token: (token + 1) % 64)
+    assert (found.position, found.label) == (5, "bug")
+    assert found.gap > 0.01
+
+
+def test_equal_texts_do_not_fork():
+    assert forked(tiny(), lambda token: token) is None
+
+
+def test_a_sampled_fork_is_judged_with_the_noise_of_its_place():
+    lm, sampling = tiny(), Sampling(1.0, seed=4)
+    (prompt,) = random_prompts(9)
+    vanilla = vanilla_texts(lm, [prompt], 12, sampling)[0][len(prompt) :]
+    other = (vanilla[5] + 1) % 64
+    found = fork(lm, prompt, [*vanilla[:5], other], vanilla, sampling, seed=4)
+    scores_V = scores(forward_logits(lm, prompt + vanilla[:5])[-1], sampling, 4, len(prompt) + 5)
+    assert scores_V.argmax() == vanilla[5]
+    assert found.gap == pytest.approx(float(scores_V.max() - scores_V[other]), abs=1e-4)

@@ -1,0 +1,345 @@
+"""Whole evaluations on a tiny model: artefacts, resuming, ranks, forks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evaluation_worker import evaluate_tiny, tiny_lm
+
+import kangaroo.engine
+import kangaroo.evaluation.run
+import kangaroo.verify
+from kangaroo.cache import ATTENTION
+from kangaroo.data.chat import prompt_ids
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.errors import ConfigError, CorruptFile, NotLossless, PromptError
+from kangaroo.evaluation import records as store
+from kangaroo.evaluation.metrics import runs
+from kangaroo.evaluation.records import METHOD
+from kangaroo.evaluation.run import Baseline
+from kangaroo.models import byte_tokenizer
+from kangaroo.sampling import Rule, Sampling
+
+WORKER = Path(__file__).parent / "evaluation_worker.py"
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
+    {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+    {"question_id": 321, "category": "qa", "turns": ["Who wrote it?"]},
+    {"question_id": 322, "category": "qa", "turns": ["When was that?"]},
+    {"question_id": 481, "category": "rag", "turns": ["Here is a text. What does it say?"]},
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    file = tmp_path_factory.mktemp("bench") / "tiny.jsonl"
+    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, bench):
+    """A complete run: its folder and its summary."""
+    output = tmp_path_factory.mktemp("finished")
+    return output, evaluate_tiny(output, bench)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+TIMES = {
+    "seconds", "draft_seconds", "verify_seconds", "host_seconds", "prefill_seconds", "finished",
+    "tstamp", "wall_time", "speedup", "speedup_ci95", "spec_bench_speedup", "tokens_per_second",
+    "vanilla_tokens_per_second", "hf_tokens_per_second", "provenance",
+}  # fmt: skip
+
+
+def timeless(value):
+    """The same without whatever a clock had a part in."""
+    if isinstance(value, dict):
+        return {name: timeless(v) for name, v in value.items() if name not in TIMES}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def artefacts(output):
+    return timeless(
+        [
+            lines(output / "answers.jsonl"),
+            lines(output / "baseline.jsonl"),
+            json.loads((output / "summary.json").read_text()),
+        ]
+    )
+
+
+def test_in_float32_every_text_is_vanillas_and_transformers(finished):
+    _, summary = finished
+    assert summary["lossless"] == {"turns": 7, "identical": 7, "hf_identical": 7, "forks": []}
+    assert summary["dtype"] == "float32"
+    assert summary["overall"]["compression_rate"] > 1.2  # or the test would show nothing
+
+
+def test_the_summary_names_its_parts(finished):
+    output, summary = finished
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (summary["model"], summary["drafter"], summary["bench"]) == ("tiny", "kangaroo", "tiny")
+    assert summary["questions"] == 5
+    assert list(summary["by_task"]) == ["mt_bench", "qa", "rag"]
+    assert "python" in summary["provenance"]["versions"]
+    for figures in (summary["overall"], *summary["by_task"].values()):
+        assert all(value is not None for value in figures.values())
+        low, high = figures["speedup_ci95"]
+        assert 0 < low <= figures["speedup"] <= high
+        parts = sum(figures[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
+        assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / parts)
+
+
+def spec_bench_report(answers, baseline, tokenizer):
+    """What Spec-Bench's evaluation/speed.py does with the two files, for the task "overall"."""
+    speeds, accepted, baseline_speeds = [], [], []
+    for line in lines(answers):
+        choice = line["choices"][0]
+        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
+        accepted.extend(choice["accept_lengths"])
+    for line in lines(baseline):
+        choice = line["choices"][0]
+        tokens = sum(len(tokenizer(text).input_ids) - 1 for text in choice["turns"])
+        baseline_speeds.append(tokens / sum(choice["wall_time"]))
+    return np.mean(speeds) / np.mean(baseline_speeds), np.mean(accepted)
+
+
+def test_spec_benchs_report_reads_the_files_and_finds_the_same(finished):
+    output, summary = finished
+    speedup, accepted = spec_bench_report(
+        output / "answers.jsonl", output / "baseline.jsonl", byte_tokenizer()
+    )
+    assert speedup == pytest.approx(summary["overall"]["spec_bench_speedup"])
+    # a turn's last round may lack the bonus token
+    assert accepted == pytest.approx(summary["overall"]["compression_rate"], rel=0.1)
+
+
+def test_answers_are_in_spec_benchs_schema(finished):
+    output, _ = finished
+    answers, baseline = lines(output / "answers.jsonl"), lines(output / "baseline.jsonl")
+    assert [line["question_id"] for line in answers] == [81, 90, 321, 322, 481]
+    assert {line["model_id"] for line in answers} == {"tiny-kangaroo"}
+    for line in (*answers, *baseline):
+        assert list(line) == [
+            "question_id", "category", "answer_id", "model_id", "choices", "tstamp",
+        ]  # fmt: skip
+        (choice,) = line["choices"]
+        turns = 2 if line["question_id"] < 100 else 1
+        for name in ("turns", "decoding_steps", "new_tokens", "wall_time"):
+            assert len(choice[name]) == turns
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+    for line in baseline:
+        assert set(line["choices"][0]["accept_lengths"]) == {1}
+
+
+def test_turn_two_carries_the_methods_own_answer(bench, tmp_path, monkeypatch):
+    """Under the rejection rule, where it is another than vanilla's."""
+    asked = []
+
+    def noted(tokenizer, messages):
+        asked.append([message["content"] for message in messages])
+        return prompt_ids(tokenizer, messages)
+
+    monkeypatch.setattr(kangaroo.evaluation.run, "prompt_ids", noted)
+    sampling = Sampling(1.0, rule=Rule.rejection)
+    evaluate_tiny(tmp_path, bench, sampling=sampling, question_end=1, warmup=0)
+    first = store.read(tmp_path)[0].turns[0].runs
+    assert first[METHOD].text != first["vanilla"].text
+    assert asked == [["Tell me a tale."], ["Tell me a tale.", first[METHOD].text, "Shorter."]]
+
+
+def test_a_finished_run_is_not_run_again_and_its_artefacts_can_be_remade(
+    finished, bench, monkeypatch
+):
+    output, summary = finished
+    for name in ("answers.jsonl", "summary.json", "report.md"):
+        (output / name).unlink()
+    monkeypatch.setattr(kangaroo.engine.Engine, "generate", None)
+    assert evaluate_tiny(output, bench) == summary
+    assert (output / "report.md").exists()
+
+
+def test_a_record_cut_short_is_asked_again(finished, bench, tmp_path):
+    output, _ = finished
+    whole = (output / "records-0.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "run.json").write_text((output / "run.json").read_text())
+    (tmp_path / "records-0.jsonl").write_bytes(b"".join(whole[:2]) + whole[2][:-20])
+    evaluate_tiny(tmp_path, bench)
+    assert artefacts(tmp_path) == artefacts(output)
+
+
+def test_a_damaged_record_is_named(finished, bench, tmp_path):
+    output, _ = finished
+    (tmp_path / "run.json").write_text((output / "run.json").read_text())
+    (tmp_path / "records-0.jsonl").write_text('{"question_id": 1}\n')
+    with pytest.raises(CorruptFile, match=r"records-0\.jsonl', line 1 is no record"):
+        evaluate_tiny(tmp_path, bench)
+
+
+def test_kill_9_in_the_middle_changes_nothing(finished, bench, tmp_path):
+    process = subprocess.Popen([sys.executable, WORKER, tmp_path, bench], stderr=subprocess.DEVNULL)
+    file = tmp_path / "records-0.jsonl"
+    while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "summary.json").exists()
+    evaluate_tiny(tmp_path, bench)
+    assert artefacts(tmp_path) == artefacts(finished[0])
+
+
+def test_other_settings_are_refused_by_name(finished, bench):
+    output, _ = finished
+    mend = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
+    with pytest.raises(ConfigError, match=mend):
+        evaluate_tiny(output, bench, max_new_tokens=17)
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
+        evaluate_tiny(output, bench, sampling=Sampling(0.5))
+
+
+def test_resume_false_measures_again(bench, tmp_path):
+    evaluate_tiny(tmp_path, bench, question_end=1)
+    before = store.read(tmp_path)[0].finished
+    evaluate_tiny(tmp_path, bench, question_end=1, max_new_tokens=5, resume=False)
+    (record,) = store.read(tmp_path)
+    assert record.finished > before
+    assert len(record.turns[0].runs[METHOD].tokens) == 5
+
+
+def test_question_begin_and_end_are_indices(bench, tmp_path):
+    evaluate_tiny(tmp_path, bench, question_begin=1, question_end=3)
+    assert [record.question_id for record in store.read(tmp_path)] == [90, 321]
+    with pytest.raises(
+        ConfigError, match="question_begin=9, question_end=None select none of the 5"
+    ):
+        evaluate_tiny(tmp_path, bench, question_begin=9)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_sampled_texts_follow_from_the_seed(rule, bench, tmp_path):
+    sampling = Sampling(0.8, top_p=0.95, rule=rule)
+    results = [
+        evaluate_tiny(
+            tmp_path / str(i), bench, sampling=sampling, seed=i // 2, question_end=2, warmup=0
+        )
+        for i in range(3)
+    ]
+    texts = [lines(tmp_path / str(i) / "answers.jsonl") for i in range(3)]
+    turns = [[line["choices"][0]["turns"] for line in some] for some in texts]
+    assert turns[0] == turns[1] != turns[2]
+    found = results[0]["lossless"]
+    assert found["identical"] == (4 if rule is Rule.match else None)
+    assert found["hf_identical"] is None
+    assert results[0]["overall"]["hf_tokens_per_second"] > 0
+
+
+def test_sampled_hf_texts_follow_from_the_seed_too(bench, tmp_path):
+    for i in range(2):
+        torch.rand(i)  # whatever else happens in the process
+        evaluate_tiny(tmp_path / str(i), bench, sampling=Sampling(1.0), question_end=1)
+    first, second = (runs(store.read(tmp_path / str(i)), "hf") for i in range(2))
+    assert [run.tokens for run in first] == [run.tokens for run in second]
+
+
+def test_answers_end_where_the_context_does(bench, tmp_path):
+    question = {"question_id": 1, "category": "qa", "turns": ["x" * 50]}
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps(question))
+    lm = tiny_lm(max_position_embeddings=120)
+    evaluate_tiny(tmp_path / "out", file, lm, max_new_tokens=1000)
+    (turn,) = store.read(tmp_path / "out")[0].turns
+    assert turn.prompt_tokens + turn.max_new_tokens == 120
+    question["turns"] = ["x" * 200]
+    file.write_text(json.dumps(question))
+    with pytest.raises(PromptError, match=r"question 1, turn 0 has .* the model's context is 120"):
+        evaluate_tiny(tmp_path / "other", file, lm)
+
+
+def test_who_goes_first_alternates(bench, tmp_path, monkeypatch):
+    calls = []
+    generate = kangaroo.engine.Engine.generate
+
+    def noted(engine, *args, **kwargs):
+        calls.append("vanilla" if isinstance(engine.drafter, Vanilla) else "method")
+        return generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(kangaroo.engine.Engine, "generate", noted)
+    evaluate_tiny(tmp_path, bench, question_begin=2, question_end=4, warmup=0)
+    assert calls == ["method", "vanilla", "vanilla", "method"]
+
+
+def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, monkeypatch):
+    lm = tiny_lm()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(lm.hf, "generate", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        evaluate_tiny(tmp_path, bench, lm)
+    assert lm.config._attn_implementation == ATTENTION
+
+
+def test_baselines_can_be_left_out(bench, tmp_path):
+    summary = evaluate_tiny(tmp_path, bench, baselines=[Baseline.hf], question_end=1)
+    assert summary["overall"]["speedup"] is None
+    assert summary["overall"]["hf_tokens_per_second"] > 0
+    assert not (tmp_path / "baseline.jsonl").exists()
+
+
+def test_an_engine_that_accepts_wrong_tokens_fails_the_run(bench, tmp_path, monkeypatch):
+    """Every draft is taken as it is; vanilla drafts nothing and stays right."""
+    accept = kangaroo.verify.accept
+
+    def credulous(draft, choice_BN):
+        wrong = draft.tokens_BN.roll(-1, 1)
+        wrong[:, -1] = choice_BN[:, -1]
+        return accept(draft, wrong)
+
+    monkeypatch.setattr(kangaroo.verify, "accept", credulous)
+    with pytest.raises(NotLossless, match=r"of 7 turns leave vanilla's text .* question \d+, turn"):
+        evaluate_tiny(tmp_path, bench)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "bug" in {fork["label"] for fork in summary["lossless"]["forks"]}
+    assert "not explained" in (tmp_path / "report.md").read_text()
+
+
+def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypatch):
+    """Tokens 2n and 2n + 1 have equal logits; the method's verification takes the other one."""
+    lm = tiny_lm()
+    lm.head.weight.data[1:256:2] = lm.head.weight.data[:256:2]
+    accept = kangaroo.verify.accept
+
+    def other(draft, choice_BN):
+        return accept(draft, choice_BN ^ (choice_BN < 256) if draft.tree.size > 1 else choice_BN)
+
+    monkeypatch.setattr(kangaroo.verify, "accept", other)
+    summary = evaluate_tiny(tmp_path, bench, lm)
+    forks = summary["lossless"]["forks"]
+    assert forks
+    assert {(fork["label"], fork["gap"]) for fork in forks} == {("near-tie", 0.0)}
+    assert summary["lossless"]["identical"] == 7 - len(forks)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_questions(finished, bench, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    subprocess.run(
+        [*torchrun, WORKER, tmp_path, bench],
+        check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    shares = [len(lines(tmp_path / f"records-{rank}.jsonl")) for rank in (0, 1)]
+    assert shares == [3, 2]
+    assert artefacts(tmp_path) == artefacts(finished[0])

@@ -1,0 +1,234 @@
+"""Matched noise samples from the softmax, independently at every (seed, position, stream).
+
+The draws are fixed by their seeds, so each test passes or fails always. A p-value below `SMALL`
+would come up once in ten thousand draws of a right sampler.
+
+Shapes: B rows, N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import random_prompts, tiny
+from scipy.stats import chi2_contingency, chisquare, kstest
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.sampling import Sampling, Stream, choose, pick, uniform, warp
+
+SMALL = 1e-4
+DRAWS = 20_000
+
+LOGITS_V = torch.tensor([1.0, -0.5, 0.3, 2.0, 0.0, -2.0, 1.2, 0.7])
+SIZE = len(LOGITS_V)
+
+SAMPLINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6),
+    Sampling(temperature=2.0),
+    Sampling(temperature=1.0, top_p=0.7),
+    Sampling(temperature=1.3, top_k=4),
+    Sampling(temperature=1.3, top_k=6, top_p=0.8),
+]
+
+
+def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
+    """Tokens at `DRAWS` consecutive positions of one seed."""
+    logits_1NV = LOGITS_V.expand(1, DRAWS, -1)
+    return pick(logits_1NV, torch.arange(DRAWS)[None], sampling, torch.tensor([seed]))[0]
+
+
+def over_seeds(sampling: Sampling, position: int = 0) -> Tensor:
+    """The token at one position of `DRAWS` consecutive seeds."""
+    logits_B1V = LOGITS_V.expand(DRAWS, 1, -1)
+    positions_B1 = torch.full((DRAWS, 1), position)
+    return pick(logits_B1V, positions_B1, sampling, torch.arange(DRAWS))[:, 0]
+
+
+def assert_distributed(tokens: Tensor, probs_V: Tensor) -> None:
+    counts_V = torch.bincount(tokens, minlength=len(probs_V)).double()
+    kept = probs_V > 0
+    assert counts_V[~kept].sum() == 0
+    expected = probs_V[kept].double()
+    expected *= counts_V.sum() / expected.sum()
+    assert chisquare(counts_V[kept].numpy(), expected.numpy()).pvalue > SMALL
+
+
+def assert_independent(first: Tensor, second: Tensor) -> None:
+    width = int(second.max()) + 1
+    table = torch.bincount(first * width + second, minlength=(int(first.max()) + 1) * width)
+    assert chi2_contingency(table.view(-1, width).numpy()).pvalue > SMALL
+
+
+# ---- distribution ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling):
+    probs_V = warp(LOGITS_V[None, None], sampling).softmax(-1)[0, 0]
+    assert_distributed(over_positions(sampling), probs_V)
+    assert_distributed(over_positions(sampling, seed=2**40 + 5), probs_V)
+    assert_distributed(over_seeds(sampling), probs_V)
+    assert_distributed(over_seeds(sampling, position=1000), probs_V)
+
+
+def test_a_large_vocabulary_is_sampled_evenly_and_its_tail_as_often_as_it_should():
+    size, draws = 20_000, 300
+    positions_1N, seeds_1 = torch.arange(draws)[None], torch.tensor([1])
+    even = choose(torch.zeros(1, draws, size), seeds_1, positions_1N)[0]
+    assert_distributed(even % 8, torch.full((8,), 1 / 8))
+    assert_distributed(even * 8 // size, torch.full((8,), 1 / 8))
+    # one token has 0.6, 20,000 others share 0.4: the race is decided by very small numbers
+    log_weights_V = torch.full((size,), math.log(0.4 / (size - 1)))
+    log_weights_V[17] = math.log(0.6)
+    peaked = choose(log_weights_V.expand(1, draws, -1), seeds_1, positions_1N)[0]
+    assert_distributed((peaked == 17).long(), torch.tensor([0.4, 0.6]))
+
+
+def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
+    numbers = uniform(torch.arange(10), torch.arange(100).expand(10, -1), Stream.choice, 1000)
+    assert numbers.min() > 0 and numbers.max() < 1
+    assert kstest(numbers.flatten()[::10].numpy(), "uniform").pvalue > SMALL
+    # the smallest decide the race over a large vocabulary: they are as fine as they are small
+    small = numbers[numbers < 1e-3] * 1e3
+    assert kstest(small.numpy(), "uniform").pvalue > SMALL
+    assert len(small.unique()) > 0.99 * len(small)
+
+
+def test_the_largest_number_is_below_1_though_float32_would_round_it_up():
+    position, index = 329851, 16  # found by search
+    numbers_V = uniform(torch.tensor([0]), torch.tensor([[position]]), Stream.choice, 32)[0, 0]
+    assert numbers_V[index] == 1 - 2.0**-24
+    assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
+
+
+# ---- independence ------------------------------------------------------------------------------
+
+
+def flat_choice(seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice) -> Tensor:
+    return choose(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 7, 256])
+def test_positions_are_independent(lag):
+    tokens = flat_choice(torch.tensor([0]), torch.arange(DRAWS)[None])[0]
+    assert_independent(tokens[:-lag], tokens[lag:])
+
+
+@pytest.mark.parametrize("lag", [1, 2, 7, 256, 2**32])
+def test_seeds_are_independent(lag):
+    positions_B1 = torch.zeros(DRAWS, 1, dtype=torch.long)
+    seeds_B = torch.arange(DRAWS)
+    first = flat_choice(seeds_B, positions_B1)[:, 0]
+    second = flat_choice(seeds_B + lag, positions_B1)[:, 0]
+    assert_independent(first, second)
+
+
+def test_seeds_and_positions_are_not_exchangeable():
+    """Row s at position p and row s + 1 at position p - 1 share nothing."""
+    positions_1N = torch.arange(1, DRAWS)[None]
+    first = flat_choice(torch.tensor([4]), positions_1N)[0]
+    second = flat_choice(torch.tensor([5]), positions_1N - 1)[0]
+    assert_independent(first, second)
+
+
+@pytest.mark.parametrize("other", [Stream.accept, Stream.residual])
+def test_streams_are_independent(other):
+    positions_1N, seeds_1 = torch.arange(DRAWS)[None], torch.tensor([3])
+    first = flat_choice(seeds_1, positions_1N)[0]
+    assert_independent(first, flat_choice(seeds_1, positions_1N, other)[0])
+    accept = (uniform(seeds_1, positions_1N, other, 1)[0, :, 0] * 6).long()
+    assert_independent(first, accept)
+
+
+def test_tokens_of_one_position_are_independent():
+    numbers = uniform(torch.tensor([0]), torch.arange(DRAWS)[None], Stream.choice, 10)[0]
+    for a, b in ((0, 1), (0, 2), (3, 9), (4, 8)):
+        assert_independent((numbers[:, a] * 6).long(), (numbers[:, b] * 6).long())
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**62), 2**63 - 1])
+def test_any_64_bit_seed_works(seed):
+    tokens = over_positions(SAMPLINGS[0], seed)
+    assert_distributed(tokens, LOGITS_V.softmax(-1))
+    assert not torch.equal(tokens, over_positions(SAMPLINGS[0], 0))
+
+
+# ---- filters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 50, 1000])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
+    generator = torch.Generator().manual_seed(0)
+    logits_BNV = torch.randn(4, 3, 50, generator=generator) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, logits_BNV)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        flat = TopPLogitsWarper(top_p)(None, expected.flatten(0, 1))  # it takes [rows, V]
+        expected = flat.unflatten(0, (4, 3))
+    warped = warp(logits_BNV, Sampling(temperature, top_p, top_k))
+    assert torch.equal(warped, expected)
+
+
+def test_filters_work_in_float32_whatever_the_logits_are():
+    logits_11V = torch.randn(1, 1, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    assert warp(logits_11V, sampling).dtype == torch.float32
+    assert torch.equal(warp(logits_11V, sampling), warp(logits_11V.float(), sampling))
+
+
+def test_the_likeliest_token_always_stays():
+    warped = warp(torch.tensor([[[5.0, 0.0, 0.0]]]), Sampling(temperature=1.0, top_p=1e-9))
+    assert torch.isfinite(warped).tolist() == [[[True, False, False]]]
+
+
+def test_greedy_is_argmax_whatever_the_seed_and_the_filters():
+    logits_BNV = torch.randn(4, 3, 50)
+    sampling = Sampling(temperature=0, top_p=0.1, top_k=7, seed=9)
+    positions = torch.zeros(4, 3, dtype=torch.long)
+    assert sampling.greedy
+    assert torch.equal(
+        pick(logits_BNV, positions, sampling, torch.arange(4)), logits_BNV.argmax(-1)
+    )
+
+
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"temperature": -0.1}, "temperature.*-0.1"),
+        ({"temperature": math.nan}, "temperature.*nan"),
+        ({"top_p": 0.0}, "top_p.*0.0"),
+        ({"top_p": 1.01}, "top_p.*1.01"),
+        ({"top_p": math.nan}, "top_p.*nan"),
+        ({"top_k": -1}, "top_k.*-1"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(bad, named):
+    with pytest.raises(ConfigError, match=named):
+        Sampling(**bad)
+
+
+# ---- seeds -------------------------------------------------------------------------------------
+
+
+def texts(prompts, sampling, **options) -> list[list[int]]:
+    done = Engine(tiny(), Vanilla()).generate(prompts, 12, sampling, **options)
+    return [generation.tokens for generation in done]
+
+
+def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
+    (prompt,) = random_prompts(4)
+    sampling = Sampling(temperature=1.5)
+    a, b, again = texts([prompt] * 3, sampling, seeds=[7, 8, 7])
+    assert a == again != b
+    assert texts([prompt], sampling, seeds=[8]) == [b]
+    assert texts([prompt] * 2, Sampling(temperature=1.5, seed=7)) == [a, b]  # seed, seed + 1, ...

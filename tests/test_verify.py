@@ -1,0 +1,224 @@
+"""A verdict is what a walk down the tree finds, and rejection leaves the target's distribution.
+
+Shapes: B rows, N draft nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import adapter_for, brute_depth, forward_logits, random_parents, tiny
+from scipy.stats import binomtest, chisquare
+from torch import Tensor
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine
+from kangaroo.sampling import Rule, Sampling, Stream, choose, warp
+from kangaroo.tree import Draft, Tree
+from kangaroo.verify import accept, decide, rejection
+
+CPU = torch.device("cpu")
+SMALL = 1e-4  # p-values: the draws are fixed by their seeds, so a test passes or fails always
+
+
+# ---- walking -----------------------------------------------------------------------------------
+
+
+def walk(parents: list[int], tokens: list[int], valid: list[bool], choice: list[int]) -> list[list]:
+    """Every longest path from the root by the target's choices."""
+    longest = [[0]]
+    open_paths = [[0]]
+    while open_paths:
+        path = open_paths.pop()
+        for node in range(1, len(parents)):
+            here = path[-1]
+            if parents[node] == here and valid[node] and tokens[node] == choice[here]:
+                longer = [*path, node]
+                open_paths.append(longer)
+                if len(longer) > len(longest[0]):
+                    longest = [longer]
+                elif len(longer) == len(longest[0]):
+                    longest.append(longer)
+    return longest
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per-row", "shared"])
+@pytest.mark.parametrize("size", [1, 2, 7, 20])
+def test_accept_is_the_longest_walk_on_random_trees(size, shared):
+    generator = torch.Generator().manual_seed(size)
+    rows, depths = 8, set()
+    for _ in range(10):
+        parents_BN = random_parents(1 if shared else rows, size, generator)
+        tree = Tree(parents_BN, max_depth=int(brute_depth(parents_BN).max()))
+        # three tokens, so that matches, siblings with one token, and matches below misses abound
+        tokens_BN = torch.randint(3, (rows, size), generator=generator)
+        choice_BN = torch.randint(3, (rows, size), generator=generator)
+        valid_BN = torch.rand(rows, size, generator=generator) < 0.8
+        valid_BN[:, 0] = True
+        verdict = accept(Draft(tokens_BN, tree, valid_BN), choice_BN)
+        for row in range(rows):
+            paths = walk(
+                parents_BN[0 if shared else row].tolist(), tokens_BN[row].tolist(),
+                valid_BN[row].tolist(), choice_BN[row].tolist(),
+            )  # fmt: skip
+            count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
+            assert path[: count + 1] in paths
+            assert int(verdict.best_B[row]) == path[count]
+            assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
+            assert int(verdict.bonus_B1[row]) == choice_BN[row, path[count]]
+            depths.add(count)
+    assert len(depths) > min(size, 3) - 1  # short and long walks both occur
+
+
+def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
+    generator = torch.Generator().manual_seed(0)
+    tokens_BN = torch.randint(2, (50, 6), generator=generator)
+    choice_BN = torch.randint(2, (50, 6), generator=generator)
+    valid_BN = torch.rand(50, 6, generator=generator) < 0.9
+    valid_BN[:, 0] = True
+    chain = Tree.chain(6, CPU)
+    general = Tree(chain.parents_BN, max_depth=5)
+    first = accept(Draft(tokens_BN, chain, valid_BN), choice_BN)
+    second = accept(Draft(tokens_BN, general, valid_BN), choice_BN)
+    assert torch.equal(first.path_BP, second.path_BP)
+    assert torch.equal(first.count_B, second.count_B)
+    assert torch.equal(first.best_B, second.best_B)
+
+
+def test_accepting_leaves_the_draft_as_it_was():
+    draft = Draft(torch.tensor([[1, 2]]), Tree.chain(2, CPU), torch.tensor([[True, False]]))
+    accept(draft, torch.tensor([[2, 3]]))
+    assert draft.tokens_BN.tolist() == [[1, 2]]
+    assert draft.valid_BN.tolist() == [[True, False]]
+
+
+# ---- rejection ---------------------------------------------------------------------------------
+
+SIZE, ROWS = 5, 20_000
+SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
+FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
+
+
+class Markov:
+    """A target and a drafter for which the next token depends on the last one alone.
+
+    Attributes:
+        logits_VV: the target's logits after each token.
+        q_VV: the drafter's distribution after each token.
+    """
+
+    def __init__(self, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits_VV = torch.randn(SIZE, SIZE, generator=generator)
+        self.q_VV = (torch.randn(SIZE, SIZE, generator=generator)).softmax(-1)
+        self.q_VV[:, 2] = 0  # tokens that are never drafted must still be written
+        self.q_VV /= self.q_VV.sum(-1, keepdim=True)
+
+    def p_VV(self, sampling: Sampling) -> Tensor:
+        return warp(self.logits_VV[None], sampling)[0].softmax(-1)
+
+    def round(
+        self, pending_B1: Tensor, start: int, steps: int, sampling: Sampling, valid_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft, verify: the new tokens `[B, steps + 1]` from position `start` on, and how many."""
+        seeds_B = torch.arange(len(pending_B1))
+        tokens, probs = [pending_B1], [torch.zeros(len(pending_B1), 1, SIZE)]
+        for step in range(steps):
+            probs.append(self.q_VV[tokens[-1]])
+            position_B1 = torch.full_like(pending_B1, start + step)
+            tokens.append(choose(probs[-1].log(), seeds_B, position_B1, Stream.choice))
+        tokens_BN = torch.cat(tokens, 1)
+        draft = Draft(
+            tokens_BN, Tree.chain(steps + 1, CPU), valid_BN, probs_BNV=torch.cat(probs, 1)
+        )
+        positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
+        verdict = decide(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        new_BP = tokens_BN.roll(-1, 1).scatter(1, verdict.count_B[:, None], verdict.bonus_B1)
+        return new_BP, verdict.count_B
+
+
+def all_valid(steps: int) -> Tensor:
+    return torch.ones(ROWS, steps + 1, dtype=torch.bool)
+
+
+def assert_distributed(tokens: Tensor, probs: Tensor) -> None:
+    counts = torch.bincount(tokens, minlength=probs.numel()).double()
+    probs = probs.flatten().double()
+    kept = probs > 0
+    assert counts[~kept].sum() == 0
+    expected = probs[kept] / probs[kept].sum() * counts.sum()
+    assert chisquare(counts[kept].numpy(), expected.numpy()).pvalue > SMALL
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["all", "top-k"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rejection_writes_the_first_token_from_the_targets_distribution(seed, sampling):
+    model = Markov(seed)
+    p_V, q_V = model.p_VV(sampling)[1], model.q_VV[1]
+    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
+    new_BP, count_B = model.round(pending_B1, 10, 1, sampling, all_valid(1))
+    assert_distributed(new_BP[:, 0], p_V)
+    # the acceptance rate of the paper: sum over tokens of min(p, q)
+    rate = float(torch.minimum(p_V, q_V).sum())
+    assert binomtest(int(count_B.sum()), ROWS, rate).pvalue > SMALL
+    assert 0.1 < rate < 0.9
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_rejection_writes_token_pairs_from_the_targets_joint_distribution(steps):
+    """Over two rounds where need be, though the second draws the first one's noise again."""
+    model = Markov(2)
+    valid_BN = all_valid(steps)
+    valid_BN[::3, 2:] = False  # some rows have stopped drafting
+    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
+    first_BP, count_B = model.round(pending_B1, 10, steps, SAMPLED, valid_BN)
+    second_BP, _ = model.round(first_BP[:, :1], 11, steps, SAMPLED, valid_BN)
+    pairs_B2 = first_BP[:, :2].clone()
+    pairs_B2[count_B == 0, 1] = second_BP[count_B == 0, 0]
+    p_VV = model.p_VV(SAMPLED)
+    assert_distributed(pairs_B2[:, 0] * SIZE + pairs_B2[:, 1], p_VV[1][:, None] * p_VV)
+    assert {0, 1} <= set(count_B.tolist())
+
+
+def test_a_draft_from_the_targets_own_distribution_is_always_accepted():
+    model = Markov()
+    model.q_VV = model.p_VV(SAMPLED)
+    _, count_B = model.round(torch.ones(ROWS, 1, dtype=torch.long), 0, 2, SAMPLED, all_valid(2))
+    assert (count_B == 2).all()
+
+
+def test_a_token_that_the_target_excludes_is_never_accepted():
+    logits_BNV = torch.tensor([[[0.0, 1.0, -torch.inf]]]).expand(ROWS, 2, 3)
+    tokens_BN = torch.tensor([[0, 2]]).expand(ROWS, 2)
+    probs_BNV = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).expand(ROWS, 2, 3)
+    draft = Draft(tokens_BN, Tree.chain(2, CPU), all_valid(1), probs_BNV=probs_BNV)
+    positions_BN = torch.zeros(ROWS, 2, dtype=torch.long)
+    choice_BN = rejection(draft, logits_BNV, positions_BN, SAMPLED, torch.arange(ROWS))
+    assert set(choice_BN[:, 0].tolist()) == {0, 1}
+    assert_distributed(choice_BN[:, 0], warp(logits_BNV[0], SAMPLED)[0].softmax(-1))
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
+    """End to end over many seeds, against the distribution by transformers' own forward."""
+    size, rows = 4, 4000
+    lm = tiny(vocab_size=size)
+    sampling = Sampling(temperature=1.4, rule=rule)
+    drafter = Kangaroo(lm, adapter_for(lm), steps=2, threshold=0.5)
+    done = Engine(lm, drafter).generate([[3]] * rows, 3, sampling)
+    triples = torch.tensor([generation.tokens for generation in done])
+
+    joint = torch.ones(1)
+    for length in range(3):
+        following = [
+            warp(forward_logits(lm, [3, *before])[None, -1:], sampling).softmax(-1)[0]
+            for before in itertools.product(range(size), repeat=length)
+        ]
+        joint = (joint[:, None] * torch.cat(following)).flatten()
+    assert_distributed(triples @ torch.tensor([size**2, size, 1]), joint)
+
+    steps = [step for generation in done for step in generation.steps]
+    assert 0.2 < sum(s.accepted for s in steps) / sum(s.drafted for s in steps) < 0.95
+    assert {0, 1, 2} == {step.drafted for step in steps} | {0}  # some rows stop early, some do not
