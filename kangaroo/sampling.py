@@ -102,12 +102,12 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) ->
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def choose(
+def perturb(
     log_weights_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice
 ) -> Tensor:
-    """Sample a token from each unnormalised log-distribution by Gumbel-max, `[B, N]`."""
+    """Add Gumbel noise: the argmax is then a sample from each unnormalised log-distribution."""
     race = -torch.log1p(-uniform(seeds_B, positions_BN, stream, log_weights_BNV.shape[-1]))
-    return (log_weights_BNV - race.log_()).argmax(-1)
+    return log_weights_BNV - race.log_()
 
 
 def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor) -> Tensor:
@@ -118,4 +118,4 @@ def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: 
     """
     if sampling.greedy:
         return logits_BNV.argmax(-1)
-    return choose(warp(logits_BNV, sampling), seeds_B, positions_BN)
+    return perturb(warp(logits_BNV, sampling), seeds_B, positions_BN).argmax(-1)

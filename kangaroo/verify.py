@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo.sampling import Rule, Sampling, Stream, choose, pick, uniform, warp
+from kangaroo.sampling import Rule, Sampling, Stream, perturb, pick, uniform, warp
 from kangaroo.tree import Draft
 
 
@@ -97,7 +97,7 @@ def rejection(
     u_BN = uniform(seeds_B, positions_BN, Stream.accept, 1)[..., 0]
     keep_BN = has_child_BN & (u_BN * q_child_BN < p_child_BN)
     residual_BNV = (p_BNV - q_BNV).clamp(min=0)
-    other_BN = choose(residual_BNV.log(), seeds_B, positions_BN, Stream.residual)
+    other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, Stream.residual).argmax(-1)
     return torch.where(keep_BN, child_BN, other_BN)
 
 

@@ -227,6 +227,11 @@ def test_question_begin_and_end_are_indices(bench, tmp_path):
         evaluate_tiny(tmp_path, bench, question_begin=9)
 
 
+def test_no_new_tokens_is_refused(bench, tmp_path):
+    with pytest.raises(ConfigError, match="max_new_tokens must be 1 or more, not 0"):
+        evaluate_tiny(tmp_path, bench, max_new_tokens=0)
+
+
 @pytest.mark.parametrize("rule", Rule)
 def test_sampled_texts_follow_from_the_seed(rule, bench, tmp_path):
     sampling = Sampling(0.8, top_p=0.95, rule=rule)

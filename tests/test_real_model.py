@@ -1,4 +1,4 @@
-"""The promise on a real model: in float32 every text is vanilla's, and vanilla's is transformers'."""
+"""The promise on a real model: in float32 every text is vanilla's, and vanilla's transformers'."""
 
 import os
 from pathlib import Path

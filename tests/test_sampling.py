@@ -20,7 +20,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.sampling import Sampling, Stream, choose, pick, uniform, warp
+from kangaroo.sampling import Sampling, Stream, perturb, pick, uniform, warp
 
 SMALL = 1e-4
 DRAWS = 20_000
@@ -81,13 +81,13 @@ def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling
 def test_a_large_vocabulary_is_sampled_evenly_and_its_tail_as_often_as_it_should():
     size, draws = 20_000, 300
     positions_1N, seeds_1 = torch.arange(draws)[None], torch.tensor([1])
-    even = choose(torch.zeros(1, draws, size), seeds_1, positions_1N)[0]
+    even = perturb(torch.zeros(1, draws, size), seeds_1, positions_1N)[0].argmax(-1)
     assert_distributed(even % 8, torch.full((8,), 1 / 8))
     assert_distributed(even * 8 // size, torch.full((8,), 1 / 8))
     # one token has 0.6, 20,000 others share 0.4: the race is decided by very small numbers
     log_weights_V = torch.full((size,), math.log(0.4 / (size - 1)))
     log_weights_V[17] = math.log(0.6)
-    peaked = choose(log_weights_V.expand(1, draws, -1), seeds_1, positions_1N)[0]
+    peaked = perturb(log_weights_V.expand(1, draws, -1), seeds_1, positions_1N)[0].argmax(-1)
     assert_distributed((peaked == 17).long(), torch.tensor([0.4, 0.6]))
 
 
@@ -112,7 +112,7 @@ def test_the_largest_number_is_below_1_though_float32_would_round_it_up():
 
 
 def flat_choice(seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice) -> Tensor:
-    return choose(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream)
+    return perturb(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream).argmax(-1)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 7, 256])

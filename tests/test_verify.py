@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
-from kangaroo.sampling import Rule, Sampling, Stream, choose, warp
+from kangaroo.sampling import Rule, Sampling, Stream, perturb, warp
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import accept, decide, rejection
 
@@ -128,7 +128,8 @@ class Markov:
         for step in range(steps):
             probs.append(self.q_VV[tokens[-1]])
             position_B1 = torch.full_like(pending_B1, start + step)
-            tokens.append(choose(probs[-1].log(), seeds_B, position_B1, Stream.choice))
+            scores = perturb(probs[-1].log(), seeds_B, position_B1, Stream.choice)
+            tokens.append(scores.argmax(-1))
         tokens_BN = torch.cat(tokens, 1)
         draft = Draft(
             tokens_BN, Tree.chain(steps + 1, CPU), valid_BN, probs_BNV=torch.cat(probs, 1)

@@ -17,7 +17,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
 from kangaroo.evaluation.records import Fork
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling, Stream, uniform, warp
+from kangaroo.sampling import Sampling, perturb, warp
 from kangaroo.tree import Tree
 
 
@@ -92,13 +92,9 @@ def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Te
     """What `sampling.pick` takes the argmax of: logits, or warped logits plus the noise."""
     if sampling.greedy:
         return logits_V
-    device = logits_V.device
-    seeds_B, positions_BN = (
-        torch.tensor([seed], device=device),
-        torch.tensor([[position]], device=device),
-    )
-    race_V = -torch.log1p(-uniform(seeds_B, positions_BN, Stream.choice, len(logits_V)))[0, 0]
-    return warp(logits_V, sampling) - race_V.log()
+    seeds_B = torch.tensor([seed], device=logits_V.device)
+    positions_BN = torch.tensor([[position]], device=logits_V.device)
+    return perturb(warp(logits_V, sampling)[None, None], seeds_B, positions_BN)[0, 0]
 
 
 @torch.no_grad()

@@ -97,7 +97,11 @@ def evaluate(
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
             f"none of the {len(all_questions)} questions of {config.bench.name}."
         )
-    limit = config.max_new_tokens or config.bench.max_new_tokens
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = config.bench.max_new_tokens
+    if limit < 1:
+        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
     names = {"model": model_name, "drafter": drafter_name}
     about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
     with _ranks() as (rank, world):
