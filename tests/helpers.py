@@ -43,6 +43,7 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
     for parameter in hf.parameters():
         if parameter.ndim == 1:  # norms start at one and biases at zero: both would hide mistakes
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    hf.model.norm.weight.data *= 2  # as sure of its tokens, here and there, as a trained model
     return hf
 
 

@@ -25,7 +25,7 @@ from kangaroo.adapter import Adapter
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine import Engine, StepRecord
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
@@ -127,21 +127,25 @@ def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
         hf.set_attn_implementation("kangaroo")
 
 
-def accepted_share(drafter: Drafter, case: Case) -> float:
+def steps_of(drafter: Drafter, case: Case) -> list[StepRecord]:
     done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLINGS["sampled"])
-    steps = [step for generation in done for step in generation.steps]
+    return [step for generation in done for step in generation.steps]
+
+
+def accepted_share(steps: list[StepRecord]) -> float:
     return sum(step.accepted for step in steps) / sum(step.drafted for step in steps)
 
 
 def test_the_drafters_above_are_right_wrong_and_in_between():
     """Otherwise the equalities above would say little."""
     case = case_of("llama", "sampled")
-    assert (
-        accepted_share(DRAFTERS["oracle"](case), case) > 0.9
-    )  # the last draft is cut by the limit
-    assert accepted_share(DRAFTERS["adversary"](case), case) == 0
+    steps = {name: steps_of(build(case), case) for name, build in DRAFTERS.items()}
+    assert accepted_share(steps["oracle"]) > 0.9  # a limit cuts the last draft
+    assert accepted_share(steps["adversary"]) == 0
     for name in ("kangaroo", "kangaroo-stops", "kangaroo-stops-early", "sometimes"):
-        assert 0.2 < accepted_share(DRAFTERS[name](case), case) < 0.9, name
+        assert 0.2 < accepted_share(steps[name]) < 0.9, name
+    assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}
+    assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}
     tree = DRAFTERS["tree"](case)
-    assert 0.05 < accepted_share(tree, case) < 0.9
+    assert 0.05 < accepted_share(steps_of(tree, case)) < 0.9
     assert tree.moved > 20  # accepted on branches that are not the first

@@ -21,10 +21,9 @@ from helpers import (
 from test_conformance import DRAFTERS, Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kangaroo.drafters import kangaroo as kangaroo_module
-from kangaroo.drafters.kangaroo import Kangaroo, confidence
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Generation, Request, StepRecord
+from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
@@ -64,10 +63,6 @@ def until(tokens: list[int], eos: set[int]) -> list[int]:
     """`tokens` up to and with the first that lies in `eos`."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     return tokens[:end]
-
-
-def all_steps(done: list[Generation]) -> list[StepRecord]:
-    return [step for generation in done for step in generation.steps]
 
 
 # ---- length ------------------------------------------------------------------------------------
@@ -273,6 +268,22 @@ def test_the_prompt_does_not_complete_a_stop_string(case):
     assert len(done.tokens) == 4
 
 
+def test_a_row_that_stopped_drafts_and_writes_nothing_more(case, monkeypatch):
+    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), Letters())
+    steps, step = [], engine.step
+
+    def spy(batch):
+        steps.append(step(batch))
+        return steps[-1]
+
+    monkeypatch.setattr(engine, "step", spy)
+    stop = [f"<{continuations(case)[0][0]}>"]
+    done = engine.generate(PROMPTS, NEW_TOKENS, HOT, stop=stop)
+    assert len(done[0].steps) == 1 < len(steps)
+    for first, *_ in steps[1:]:
+        assert (first.tokens, first.accepted, first.drafted) == ([], 0, 0)
+
+
 def test_a_row_that_stopped_makes_room_for_the_next(case):
     tokens = continuations(case)[0]
     stop = [f"<{tokens[fresh_place(tokens)]}>"]
@@ -327,11 +338,6 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
             Engine(case.lm, Vanilla(), prefill_chunk=size)
     with pytest.raises(ConfigError, match=r"batch_size.*-1"):
         Engine(case.lm, Vanilla()).generate(PROMPTS, 4, batch_size=-1)
-    with pytest.raises(ConfigError, match=r"steps.*0"):
-        Kangaroo(case.lm, case.adapter, steps=0)
-    for threshold in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"threshold.*{threshold}"):
-            Kangaroo(case.lm, case.adapter, threshold=threshold)
 
 
 def test_no_prompts_give_no_generations(case):
@@ -461,57 +467,6 @@ def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
     assert streamed == stream.generation.tokens == tokens[: place + 1]
     assert stream.generation.finish == "stop"
     assert stream.generation.steps
-
-
-# ---- the threshold -----------------------------------------------------------------------------
-
-
-def test_low_confidence_token_is_still_verified(case):
-    drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.9999)
-    steps = all_steps(Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, HOT))
-    assert {step.drafted for step in steps} == {1}  # nothing was confident enough to draft a second
-    assert sum(step.accepted for step in steps) > len(steps) // 4
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, monkeypatch, rows):
-    """In every row of a batch, whatever the others do."""
-    scripted = [  # confidence after each drafted token, by row
-        [0.9, 0.7, 0.5, 0.9, 0.9],
-        [0.9, 0.9, 0.9, 0.9, 0.9],
-        [0.4, 0.9, 0.9, 0.9, 0.9],
-    ][:rows]
-    calls = iter(range(100))
-
-    def stub(logits_BNV):
-        step = next(calls)
-        return torch.tensor([[row[step]] for row in scripted])
-
-    monkeypatch.setattr(kangaroo_module, "confidence", stub)
-    drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
-    engine = Engine(case.lm, drafter)
-    batch = engine.open(rows, 60, HOT)
-    for row in range(rows):
-        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
-    records = engine.step(batch)
-    assert [record.drafted for record in records] == [3, 6, 1][:rows]
-    assert next(calls) == (3 if rows == 1 else 5)  # drafting ends with the last row, and at `steps`
-
-
-def test_confidence_is_the_top_probability_before_temperature_and_filters(case, monkeypatch):
-    logits_BNV = torch.randn(3, 2, 9)
-    torch.testing.assert_close(confidence(logits_BNV), logits_BNV.softmax(-1).amax(-1))
-    seen = []
-
-    def spy(logits_BNV):
-        seen.append(logits_BNV.clone())
-        return confidence(logits_BNV)
-
-    monkeypatch.setattr(kangaroo_module, "confidence", spy)
-    drafter = Kangaroo(case.lm, case.adapter, steps=2, threshold=0.5)
-    for sampling in (Sampling(), HOT, Sampling(temperature=0.1, top_k=2)):
-        Engine(case.lm, drafter).generate(PROMPTS[:1], 1, sampling)
-    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
 # ---- waiting for the device --------------------------------------------------------------------

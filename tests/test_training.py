@@ -210,6 +210,11 @@ def test_a_folder_of_other_settings_or_data_is_refused_by_name(tmp_path):
         train(tiny(), samples(6), config(), tmp_path, NoTracker(), {"fingerprint": "other"})
 
 
+def test_how_often_a_run_evaluates_and_saves_may_change_on_resuming(tmp_path):
+    train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
+    train(tiny(), samples(6), config(evaluate_every=1, save_every=1), tmp_path, NoTracker(), ABOUT)
+
+
 def test_a_truncated_checkpoint_is_named(tmp_path):
     train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
     path = tmp_path / CHECKPOINT

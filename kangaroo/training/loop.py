@@ -60,7 +60,7 @@ class TrainerConfig:
     max_length: int = 2048
     holdout: int = 128
     loss_chunk: int = 256
-    evaluate_every: int = 100
+    evaluate_every: int = 200
     save_every: int = 50
     seed: int = 0
 
@@ -94,7 +94,9 @@ def micro_batch(
     for adapter in trained:
         f_BTD = taps[adapter.exit_layer].to(adapter.norm.weight)
         with torch.set_grad_enabled(weight is not None):
-            student_MD = adapter(f_BTD, None, block.to(f_BTD.device))[tokens.wanted_BT]
+            student_MD = adapter(f_BTD, None, block.to(f_BTD.device))[
+                tokens.wanted_BT.to(f_BTD.device)
+            ]
         scores, gradient_MD = distill(
             lm, teacher_MD, student_MD, config.loss_chunk, backward=weight is not None
         )
@@ -152,7 +154,9 @@ def train(
         [p for adapter in trained for p in adapter.parameters()],
         lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay,
     )  # fmt: skip
-    checkpoint = Checkpoint(output, settings=asdict(config), data=about["fingerprint"])
+    settings = asdict(config)
+    del settings["evaluate_every"], settings["save_every"]  # neither moves a weight
+    checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
     progress = checkpoint.resume(trained, optimizer)
 
     bar = tqdm(total=total, initial=progress.step, unit="step", desc="training")
