@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kangaroo.cache import Block, KVCache
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
 
-WEIGHTS, CONFIG = "adapter.safetensors", "config.json"
+WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 
 
 @dataclass
@@ -123,11 +123,16 @@ def describe(lm: LM, adapter: Adapter, training: dict[str, Any]) -> AdapterConfi
     )
 
 
-def save(adapter: Adapter, config: AdapterConfig, folder: Path) -> Path:
-    """Write weights (bfloat16) and config into `folder`, and return it."""
+def save(adapter: Adapter, config: AdapterConfig, frequent_K: Tensor, folder: Path) -> Path:
+    """Write weights (bfloat16), config and vocabulary into `folder`, and return it.
+
+    Args:
+        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(torch.bfloat16).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
+    save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
     (folder / CONFIG).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     return folder
 
@@ -141,7 +146,7 @@ def find(path: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG]))
+        return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, VOCABULARY]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterNotFound(
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
@@ -152,6 +157,27 @@ def find(path: str) -> Path:
 def weights_hash(path: str) -> str:
     """Hash of an adapter's weights, wherever `path` leads."""
     return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
+
+
+def draft_vocabulary(path: str, size: int) -> Tensor:
+    """The `size` most frequent tokens of an adapter's training data, in ascending order.
+
+    Errors: `AdapterNotFound` where the adapter came without them, `ConfigError` where there are
+    fewer.
+    """
+    file = find(path) / VOCABULARY
+    if not file.is_file():
+        raise AdapterNotFound(
+            f"adapter '{path}' has no {VOCABULARY}, so drafter.vocabulary={size} cannot be chosen "
+            "from it. Leave it unset, or train the adapter again."
+        )
+    frequent_K = load_file(file)["frequent"].long()
+    if not 0 < size <= len(frequent_K):
+        raise ConfigError(
+            f"drafter.vocabulary={size} must lie in 1 to {len(frequent_K)}, the distinct tokens "
+            f"that adapter '{path}' was trained on."
+        )
+    return frequent_K[:size].sort().values
 
 
 def load(path: str, lm: LM) -> tuple[Adapter, AdapterConfig]:

@@ -11,11 +11,21 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kangaroo.adapter import CONFIG, WEIGHTS, Adapter, describe, load, save
+from kangaroo.adapter import (
+    CONFIG,
+    VOCABULARY,
+    WEIGHTS,
+    Adapter,
+    describe,
+    draft_vocabulary,
+    load,
+    save,
+)
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.engine import Engine, Request
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
+from kangaroo.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +39,8 @@ def lm() -> LM:
 def saved(lm, tmp_path):
     """The folder of an adapter for `lm`."""
     adapter = adapter_for(lm)
-    return save(adapter, describe(lm, adapter, training={"steps": 3}), tmp_path)
+    about = describe(lm, adapter, training={"steps": 3})
+    return save(adapter, about, torch.tensor([7, 3, 60]), tmp_path)
 
 
 def state_of(lm: LM, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
@@ -253,3 +264,30 @@ def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
     save_file({**state, "norm.weight": torch.zeros(5)}, saved / WEIGHTS)
     with pytest.raises(AdapterMismatch, match=r"norm\.weight"):
         load(str(saved), lm)
+
+
+# ---- draft vocabulary --------------------------------------------------------------------------
+
+
+def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):
+    assert draft_vocabulary(str(saved), 2).tolist() == [3, 7]
+    for size in (0, 4):
+        with pytest.raises(ConfigError, match=f"vocabulary={size} must lie in 1 to 3"):
+            draft_vocabulary(str(saved), size)
+
+
+def test_an_adapter_without_a_vocabulary_says_so(saved):
+    (saved / VOCABULARY).unlink()
+    with pytest.raises(AdapterNotFound, match=r"vocabulary\.safetensors.*Leave it unset"):
+        draft_vocabulary(str(saved), 2)
+
+
+def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
+    drafter = KangarooConfig(adapter=str(saved), threshold=0, vocabulary=3).build(lm)
+    assert drafter.rows_KD.shape == (3, lm.config.hidden_size)
+    engine = Engine(lm, drafter)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        batch = engine.open(1, 40, sampling)
+        engine.admit(batch, 0, Request([1, 2, 3], 8))
+        drafted = drafter.propose(batch).tokens_BN[0, 1:].tolist()
+        assert set(drafted) <= {3, 7, 60}

@@ -49,6 +49,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
+    "kangaroo-vocabulary": lambda case: Kangaroo(
+        case.lm, case.adapter, 4, 0, torch.arange(0, 64, 2)
+    ),
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
@@ -142,7 +145,13 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
     steps = {name: steps_of(build(case), case) for name, build in DRAFTERS.items()}
     assert accepted_share(steps["oracle"]) > 0.9  # a limit cuts the last draft
     assert accepted_share(steps["adversary"]) == 0
-    for name in ("kangaroo", "kangaroo-stops", "kangaroo-stops-early", "sometimes"):
+    for name in (
+        "kangaroo",
+        "kangaroo-vocabulary",
+        "kangaroo-stops",
+        "kangaroo-stops-early",
+        "sometimes",
+    ):
         assert 0.2 < accepted_share(steps[name]) < 0.9, name
     assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}
     assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}

@@ -15,7 +15,7 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.training.batches import check_trainable, collate, plan
+from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.distill import distill
 from kangaroo.training.loop import TrainerConfig, learning_rate, micro_batch, train
@@ -141,6 +141,11 @@ def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):
         train(tiny(), samples(11), config(accumulate=accumulate), folder, NoTracker(), ABOUT)
         steps[accumulate] = len((folder / METRICS).read_text().splitlines())
     assert steps[3] == math.ceil(steps[1] / 3)
+
+
+def test_frequent_tokens_are_those_of_the_assistant_in_order():
+    some = [sample([9, 9, 5, 4, 5, 4, 8], 2), sample([1, 4], 1)]
+    assert frequent_tokens(some).tolist() == [4, 5, 8]
 
 
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):

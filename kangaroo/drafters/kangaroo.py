@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo import adapter as adapters
@@ -33,6 +34,8 @@ class KangarooConfig(DrafterConfig):
         steps: at most this many draft tokens a round (the paper's gamma).
         threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
             stops early.
+        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
+            reads that part of the head (FR-Spec, arXiv 2502.14856); null drafts from all.
     """
 
     name: str = "kangaroo"
@@ -40,6 +43,7 @@ class KangarooConfig(DrafterConfig):
     exit_layer: int | None = None
     steps: int = 6
     threshold: float = 0.6
+    vocabulary: int | None = None
 
     def build(self, lm: LM) -> Kangaroo:
         """Errors: `AdapterMismatch` and whatever `kangaroo.adapter.load` raises."""
@@ -50,16 +54,26 @@ class KangarooConfig(DrafterConfig):
                 f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
-        return Kangaroo(lm, adapter, self.steps, self.threshold)
+        vocabulary_K = None
+        if self.vocabulary is not None:
+            vocabulary_K = adapters.draft_vocabulary(self.adapter, self.vocabulary)
+        return Kangaroo(lm, adapter, self.steps, self.threshold, vocabulary_K)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"weights": adapters.weights_hash(self.adapter)}
 
 
 class Kangaroo:
-    """Drafts on the target's own cache and hands its shallow states to verification."""
+    """Drafts on the target's own cache and hands its shallow states to verification.
 
-    def __init__(self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6):
+    Args:
+        vocabulary_K: the tokens to draft from; None is all of them, by the target's head as it is.
+    """
+
+    def __init__(
+        self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6,
+        vocabulary_K: Tensor | None = None,
+    ):  # fmt: skip
         if steps < 1:
             raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
         if not 0 <= threshold < 1:
@@ -70,6 +84,9 @@ class Kangaroo:
         self.shallow = range(adapter.exit_layer)
         self.taps: tuple[int, ...] = (adapter.exit_layer,)
         self.max_nodes = steps
+        self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
+        # rows of the target's head, gathered once: a copy of this part alone, in memory alone
+        self.rows_KD = None if vocabulary_K is None else lm.head.weight[vocabulary_K].to(lm.device)
 
     def begin(self, batch: Batch) -> None:
         device = self.lm.layer_devices[self.exit_layer - 1]
@@ -103,7 +120,7 @@ class Kangaroo:
             width = state_BND.shape[1]
             at = block.narrow(step + 2 - width, width)
             adapted_B1D = self.adapter(state_BND, self.cache, at.to(state_BND.device))[:, -1:]
-            logits_B1V = self.lm.read_out(adapted_B1D)
+            logits_B1V = self._read_out(adapted_B1D)
             positions_B1 = at.positions_RT[:, -1:] + 1
             tokens.append(pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B))
             valid.append(active_B1)
@@ -131,6 +148,14 @@ class Kangaroo:
         assert hidden_BND is not None
         index_B11 = verdict.best_B[:, None, None].to(hidden_BND.device)
         self.previous_B1D = hidden_BND.gather(1, index_B11.expand(-1, -1, hidden_BND.shape[-1]))
+
+    def _read_out(self, adapted_B1D: Tensor) -> Tensor:
+        """Draft logits over the whole vocabulary, -inf outside the draft vocabulary."""
+        if self.vocabulary_K is None or self.rows_KD is None:
+            return self.lm.read_out(adapted_B1D)
+        part_BK = F.linear(adapted_B1D[:, 0].to(self.lm.device), self.rows_KD)
+        logits_BV = part_BK.new_full((len(part_BK), self.lm.config.vocab_size), -torch.inf)
+        return logits_BV.index_copy_(1, self.vocabulary_K, part_BK)[:, None]
 
     def _shallow(self, tokens_B1: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_B1), batch.cache, block, self.shallow)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,17 @@ def collate(samples: Sequence[Sample], max_length: int, device: torch.device) ->
         input_BT[row, : len(ids)] = torch.tensor(ids)
         wanted_BT[row, : len(ids) - 1] = torch.tensor(mask[1:], dtype=torch.bool)
     return Tokens(input_BT.to(device), wanted_BT.to(device))
+
+
+def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
+    """Every token that the assistant wrote, the most frequent first; ties by id."""
+    counts = Counter(
+        token
+        for sample in samples
+        for token, wanted in zip(sample["input_ids"], sample["loss_mask"], strict=True)
+        if wanted
+    )
+    return torch.tensor(sorted(counts, key=lambda token: (-counts[token], token)))
 
 
 def check_trainable(samples: Sequence[Sample], max_length: int) -> None:

@@ -25,7 +25,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 from kangaroo.tracking import Tracker
-from kangaroo.training.batches import check_trainable, collate, plan
+from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint
 from kangaroo.training.distill import Scores, distill
 
@@ -199,9 +199,13 @@ def train(
         )
     bar.close()
     training = asdict(config) | asdict(progress) | {"data": about} | provenance()
+    frequent_K = frequent_tokens(kept)
     return [
         adapters.save(
-            adapter, adapters.describe(lm, adapter, training), output / f"exit{adapter.exit_layer}"
+            adapter,
+            adapters.describe(lm, adapter, training),
+            frequent_K,
+            output / f"exit{adapter.exit_layer}",
         )
         for adapter in trained
     ]
