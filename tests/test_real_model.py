@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kangaroo.data.chat import prompt_ids
+from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.run import Baseline, EvaluateConfig, evaluate
+from kangaroo.evaluation.run import EvaluateConfig, evaluate
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
@@ -46,34 +46,56 @@ def test_the_shipped_adapter_writes_what_vanilla_writes(target, sampling):
     assert steps < 0.8 * sum(len(g.tokens) for g in ragged)  # it does speculate
 
 
-def lossless(target, output, temperature, baselines, **settings):
-    lm, tokenizer = target
-    config = EvaluateConfig(
-        output=str(output), sampling=Sampling(temperature=temperature), baselines=baselines,
-        warmup=0, **settings,
-    )  # fmt: skip
+def conversations(target, engine, bench, new_tokens, sampling):
+    """Tokens of every turn of a bench, the engine's own answers in the prompts, many at a time."""
+    _, tokenizer = target
+    questions = load_questions(bench)
+    messages = [[Message(role="user", content=q.turns[0])] for q in questions]
+    written = {}
+    for turn in range(2):
+        open_ = [i for i, q in enumerate(questions) if len(q.turns) > turn]
+        prompts = [prompt_ids(tokenizer, messages[i]) for i in open_]
+        seeds = [1000 * questions[i].question_id + turn for i in open_]
+        done = engine.generate(prompts, new_tokens, sampling, batch_size=16, seeds=seeds)
+        for i, generation in zip(open_, done, strict=True):
+            written[i, turn] = generation.tokens
+            answer = tokenizer.decode(generation.tokens, skip_special_tokens=True)
+            messages[i].append(Message(role="assistant", content=answer))
+            if len(questions[i].turns) > turn + 1:
+                messages[i].append(Message(role="user", content=questions[i].turns[turn + 1]))
+    return written
+
+
+def assert_lossless(target, bench, new_tokens, temperature):
+    lm, _ = target
+    sampling = Sampling(temperature=temperature)
     drafter = KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm)
+    vanilla = conversations(target, Engine(lm, Vanilla()), bench, new_tokens, sampling)
+    kangaroo = conversations(target, Engine(lm, drafter), bench, new_tokens, sampling)
+    assert kangaroo == vanilla
+    return len(vanilla)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_whole_demo_bench(target, temperature):
+    assert assert_lossless(target, BenchConfig(), 64, temperature) == 82
+
+
+@pytest.mark.slow
+def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
+    """And Kangaroo, one text at a time: the evaluation itself, in float32."""
+    lm, tokenizer = target
+    config = EvaluateConfig(output=str(tmp_path), warmup=0, max_new_tokens=32)
+    drafter = KangarooConfig(adapter=ADAPTER).build(lm)
     names = {"model_name": "smollm2-135m", "drafter_name": "kangaroo"}
-    return evaluate(lm, tokenizer, drafter, config, **names)["lossless"]
-
-
-@pytest.mark.slow
-def test_greedy_on_the_whole_demo_bench_and_equal_to_transformers(target, tmp_path):
-    result = lossless(target, tmp_path, 0.0, list(Baseline), max_new_tokens=64)
-    assert result["identical"] == result["turns"] == 82 and not result["forks"]
-    assert result["hf_identical"] == 82
-
-
-@pytest.mark.slow
-def test_sampled_on_the_whole_demo_bench(target, tmp_path):
-    result = lossless(target, tmp_path, 0.8, [Baseline.vanilla], max_new_tokens=64)
-    assert result["identical"] == result["turns"] == 82 and not result["forks"]
+    result = evaluate(lm, tokenizer, drafter, config, **names)["lossless"]
+    assert result["turns"] == result["identical"] == result["hf_identical"] == 82
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SPEC_BENCH.exists(), reason="Spec-Bench's questions: set SPEC_BENCH=")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_spec_bench_cut_to_32_tokens(target, tmp_path, temperature):
-    bench = BenchConfig(name="spec_bench", path=str(SPEC_BENCH), max_new_tokens=32)
-    result = lossless(target, tmp_path, temperature, [Baseline.vanilla], bench=bench)
-    assert result["identical"] == result["turns"] == 560 and not result["forks"]
+def test_spec_bench_cut_to_32_tokens(target, temperature):
+    bench = BenchConfig(name="spec_bench", path=str(SPEC_BENCH))
+    assert assert_lossless(target, bench, 32, temperature) == 560
