@@ -100,10 +100,7 @@ class Batch:
         first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
         counts_B = first_eos_B * ~self.done_B
         index_BP = self.length_B[:, None] + steps_P
-        kept_BP = torch.where(
-            steps_P < counts_B[:, None], new_BP, self.tokens_BS.gather(1, index_BP)
-        )
-        self.tokens_BS.scatter_(1, index_BP, kept_BP)
+        self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
         self.length_B = self.length_B + counts_B
         was_done_B = self.done_B
         self.done_B = was_done_B | is_eos_BP.any(1) | (self.length_B >= self.limit_B)

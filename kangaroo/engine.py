@@ -138,6 +138,7 @@ class Engine:
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
         self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(lm.eos_ids())
+        self.batch: Batch | None = None
         self.clock = Clock(lm.device)
 
     @torch.no_grad()
@@ -147,6 +148,7 @@ class Engine:
         cache = self.lm.new_cache(batch_size, n_slots)
         batch = Batch(cache, sampling, sorted(self.eos_ids), self.lm.device)
         self.drafter.begin(batch)
+        self.batch = batch
         return batch
 
     @torch.no_grad()
@@ -180,7 +182,16 @@ class Engine:
 
     @torch.no_grad()
     def step(self, batch: Batch) -> list[StepRecord]:
-        """Propose, verify, commit, observe; one record a row."""
+        """Propose, verify, commit, observe; one record a row.
+
+        Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
+        no longer keeps.
+        """
+        if batch is not self.batch:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
         lm, drafter, clock = self.lm, self.drafter, self.clock
         wall = time.perf_counter()
         started = clock.mark()
@@ -218,6 +229,12 @@ class Engine:
         room = self.lm.context - len(request.prompt)
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+        vocabulary = self.lm.config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise PromptError(
+                f"the prompt holds a token outside the model's vocabulary of {vocabulary}; was it "
+                "encoded by another model's tokenizer?"
+            )
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         if request.max_new_tokens > room:
@@ -246,7 +263,7 @@ class Engine:
                 return
         if generation.tokens[-1] in self.eos_ids:
             generation.finish = "eos"
-        elif len(generation.tokens) == request.max_new_tokens:
+        elif len(generation.tokens) >= request.max_new_tokens:
             generation.finish = "length"
 
     def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:

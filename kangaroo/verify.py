@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kangaroo.errors import ConfigError
 from kangaroo.sampling import Rule, Sampling, Stream, perturb, pick, uniform, warp
 from kangaroo.tree import Draft
 
@@ -83,8 +84,9 @@ def rejection(
     Source: Leviathan et al. 2023, algorithm 1.
     """
     if not draft.tree.is_chain or draft.probs_BNV is None:
-        raise ValueError(
-            "the rejection rule needs a chain with the probabilities it was drawn from"
+        raise ConfigError(
+            "sampling.rule=rejection needs a drafter of chains that keeps the probabilities it drew "
+            "from, such as kangaroo; this one does not. sampling.rule=match takes any."
         )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     q_BNV = torch.cat([draft.probs_BNV[:, 1:], torch.zeros_like(p_BNV[:, :1])], 1)

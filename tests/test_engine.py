@@ -592,3 +592,17 @@ def test_half_precision_decodes_to_the_full_length(dtype):
         done = Engine(lm, drafter, prefill_chunk=8).generate(PROMPTS, NEW_TOKENS, HOT)
         assert [len(g.tokens) for g in done] == [NEW_TOKENS] * 3
         assert all(0 <= t < VOCABULARY for g in done for t in g.tokens)
+
+
+def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
+    lm = tiny()
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)))
+    first, second = (engine.stream(prompt, 8) for prompt in random_prompts(4, 9))
+    assert len(list(second)) == 8
+    with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
+        next(first.tokens)
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(PromptError, match="outside the model's vocabulary of 64"):
+        Engine(tiny(), Vanilla()).generate([[1, 64]], 4)
