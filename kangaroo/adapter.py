@@ -40,6 +40,8 @@ class AdapterConfig:
         exit_layer: how many of the target's layers lie below the adapter.
         n_layers: how many layers the target has.
         parameters: trained parameters.
+        vocabulary: how many of the most frequent tokens to draft from unless the drafter is told
+            otherwise; None is all.
         training: provenance: data, schedule, held-out figures, versions, command.
     """
 
@@ -49,6 +51,7 @@ class AdapterConfig:
     exit_layer: int
     n_layers: int
     parameters: int
+    vocabulary: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,7 +113,9 @@ def target_hash(lm: LM) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def describe(lm: LM, adapter: Adapter, training: dict[str, Any]) -> AdapterConfig:
+def describe(
+    lm: LM, adapter: Adapter, training: dict[str, Any], vocabulary: int | None = None
+) -> AdapterConfig:
     """The config of an adapter trained for `lm`."""
     return AdapterConfig(
         target=lm.name,
@@ -119,6 +124,7 @@ def describe(lm: LM, adapter: Adapter, training: dict[str, Any]) -> AdapterConfi
         exit_layer=adapter.exit_layer,
         n_layers=lm.n_layers,
         parameters=sum(p.numel() for p in adapter.parameters()),
+        vocabulary=vocabulary,
         training=training,
     )
 

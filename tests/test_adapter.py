@@ -271,7 +271,7 @@ def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
 
 def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):
     assert draft_vocabulary(str(saved), 2).tolist() == [3, 7]
-    for size in (0, 4):
+    for size in (-1, 4):
         with pytest.raises(ConfigError, match=f"vocabulary={size} must lie in 1 to 3"):
             draft_vocabulary(str(saved), size)
 
@@ -291,3 +291,12 @@ def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
         engine.admit(batch, 0, Request([1, 2, 3], 8))
         drafted = drafter.propose(batch).tokens_BN[0, 1:].tolist()
         assert set(drafted) <= {3, 7, 60}
+
+
+def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp_path):
+    adapter = adapter_for(lm)
+    about = describe(lm, adapter, training={}, vocabulary=2)
+    folder = str(save(adapter, about, torch.tensor([7, 3, 60]), tmp_path))
+    assert KangarooConfig(adapter=folder).build(lm).vocabulary_K.tolist() == [3, 7]
+    assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).vocabulary_K.tolist() == [7]
+    assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).vocabulary_K is None

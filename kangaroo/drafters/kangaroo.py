@@ -35,7 +35,8 @@ class KangarooConfig(DrafterConfig):
         threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
             stops early.
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
-            reads that part of the head (FR-Spec, arXiv 2502.14856); null drafts from all.
+            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
+            adapter was saved with.
     """
 
     name: str = "kangaroo"
@@ -54,9 +55,8 @@ class KangarooConfig(DrafterConfig):
                 f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
-        vocabulary_K = None
-        if self.vocabulary is not None:
-            vocabulary_K = adapters.draft_vocabulary(self.adapter, self.vocabulary)
+        size = config.vocabulary if self.vocabulary is None else self.vocabulary
+        vocabulary_K = adapters.draft_vocabulary(self.adapter, size) if size else None
         return Kangaroo(lm, adapter, self.steps, self.threshold, vocabulary_K)
 
     def settings(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class TrainerConfig:
         loss_chunk: assistant positions whose logits exist at a time.
         evaluate_every, save_every: optimizer steps.
         seed: order of the samples.
+        vocabulary: saved with the adapters: how many of the most frequent tokens to draft from.
     """
 
     exit_layers: list[int] = field(default_factory=lambda: [3])
@@ -63,6 +64,7 @@ class TrainerConfig:
     evaluate_every: int = 200
     save_every: int = 50
     seed: int = 0
+    vocabulary: int | None = None
 
 
 def learning_rate(config: TrainerConfig, step: int, total: int) -> float:
@@ -203,7 +205,7 @@ def train(
     return [
         adapters.save(
             adapter,
-            adapters.describe(lm, adapter, training),
+            adapters.describe(lm, adapter, training, config.vocabulary),
             frequent_K,
             output / f"exit{adapter.exit_layer}",
         )
