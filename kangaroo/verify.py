@@ -85,8 +85,8 @@ def rejection(
     """
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
-            "sampling.rule=rejection needs a drafter of chains that keeps the probabilities it drew "
-            "from, such as kangaroo; this one does not. sampling.rule=match takes any."
+            "sampling.rule=rejection needs a drafter of chains that keeps the probabilities it "
+            "drew from, such as kangaroo; this one does not. sampling.rule=match takes any."
         )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     q_BNV = torch.cat([draft.probs_BNV[:, 1:], torch.zeros_like(p_BNV[:, :1])], 1)
