@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
 from kangaroo.cache import ATTENTION
@@ -70,6 +70,13 @@ def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_t
     assert reads.draft(length=10, drafted=2) == shallow + adapted
     deep = (LAYERS - EXIT) * (LAYER + 12 * KV)
     assert reads.verify(length=10, drafted=2) == deep + NORM + HEAD
+
+
+def test_a_draft_vocabulary_reads_its_share_of_the_head():
+    lm = tiny(num_hidden_layers=LAYERS)
+    whole, part = (Reads.of(lm, adapter_for(lm), size) for size in (None, VOCABULARY // 4))
+    assert whole.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
+    assert whole.verify(10, 2) == part.verify(10, 2)
 
 
 def test_a_round_without_draft_tokens_reads_what_a_vanilla_token_reads():

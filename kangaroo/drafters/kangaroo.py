@@ -84,6 +84,7 @@ class Kangaroo:
         self.shallow = range(adapter.exit_layer)
         self.taps: tuple[int, ...] = (adapter.exit_layer,)
         self.max_nodes = steps
+        self.vocabulary = None if vocabulary_K is None else len(vocabulary_K)
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         # rows of the target's head, gathered once: a copy of this part alone, in memory alone
         self.rows_KD = None if vocabulary_K is None else lm.head.weight[vocabulary_K].to(lm.device)

@@ -27,6 +27,7 @@ class Reads:
     Args:
         shallow, deep: the weights of the target's layers below and above the exit.
         norm, head: the target's final norm and LM head.
+        draft_head: the part of the head that a draft token reads.
         row: one token's row of the embedding table. The rest of the table is not read, unless the
             head is tied to it, and then it is the head.
         adapter: the adapter's weights.
@@ -39,6 +40,7 @@ class Reads:
     deep: int
     norm: int
     head: int
+    draft_head: int
     row: int
     adapter: int
     kv: int
@@ -46,15 +48,20 @@ class Reads:
     n_layers: int
 
     @staticmethod
-    def of(lm: LM, adapter: Adapter | None = None) -> Reads:
-        """Of decoding with an adapter, or vanilla."""
+    def of(lm: LM, adapter: Adapter | None = None, vocabulary: int | None = None) -> Reads:
+        """Of decoding with an adapter, or vanilla.
+
+        Args:
+            vocabulary: size of the draft vocabulary; None is the whole one.
+        """
         exit_layer = 0 if adapter is None else adapter.exit_layer
-        table = lm.hf.model.embed_tokens.weight
+        table, head = lm.hf.model.embed_tokens.weight, _bytes([lm.head])
         return Reads(
             shallow=_bytes(lm.layers[:exit_layer]),
             deep=_bytes(lm.layers[exit_layer:]),
             norm=_bytes([lm.hf.model.norm]),
-            head=_bytes([lm.head]),
+            head=head,
+            draft_head=head if vocabulary is None else head * vocabulary // len(table),
             row=table.shape[1] * table.element_size(),
             adapter=0 if adapter is None else _bytes([adapter]),
             kv=lm.cache_like(1, 1, [lm.device]).bytes(),
@@ -73,7 +80,7 @@ class Reads:
         below = self.row + self.shallow
         shallow = sum(below + self.exit_layer * self.kv * (length + i) for i in range(drafted + 1))
         return shallow + sum(
-            self.adapter + self.head + self.kv * (length + i) for i in range(drafted)
+            self.adapter + self.draft_head + self.kv * (length + i) for i in range(drafted)
         )
 
     def verify(self, length: int, drafted: int) -> int:
