@@ -50,6 +50,7 @@ class Block:
         )
 
     def to(self, device: torch.device) -> Block:
+        """The same block for layers that lie on another device."""
         if self.slots_RT.device == device:
             return self
         return replace(

@@ -137,6 +137,7 @@ def load_target(config: ModelConfig) -> tuple[LM, Any]:
 
 @command("train")
 def train(config: TrainCommand) -> None:
+    """Let the target write its data, train adapters on it, and save them."""
     lm, tokenizer = load_target(config.model)
     synthesise(lm, tokenizer, config.data)
     samples, about = store.load(Path(config.data.path))
@@ -156,6 +157,7 @@ def train(config: TrainCommand) -> None:
 
 @command("evaluate")
 def evaluate(config: EvaluateCommand) -> None:
+    """Measure a drafter on a bench; print the table and write the artefacts."""
     lm, tokenizer = load_target(config.model)
     drafter = config.drafter.build(lm)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -180,6 +182,7 @@ def evaluate(config: EvaluateCommand) -> None:
 
 @command("speed")
 def speed(config: SpeedCommand) -> None:
+    """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
     result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
     speed_report.write(result, Path(config.output), Console())
@@ -187,6 +190,7 @@ def speed(config: SpeedCommand) -> None:
 
 @command("chat")
 def chat(config: TalkCommand) -> None:
+    """Talk in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
     engine = Engine(lm, config.drafter.build(lm), tokenizer)
     console = Console()

@@ -106,6 +106,7 @@ class Kangaroo:
         self.previous_B1D[block.rows] = hidden_1TD[:, -1:]
 
     def propose(self, batch: Batch) -> Draft:
+        """Draft until every row's confidence has fallen to the threshold, or `steps` tokens."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
         # One block for the round: the token before the pending one, the pending one, the drafts.
         # The adapter's first pass takes the first two: after a round that was accepted whole it has

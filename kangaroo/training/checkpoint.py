@@ -74,6 +74,7 @@ class Checkpoint:
     def save(
         self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, progress: Progress
     ) -> None:
+        """Write the state beside the last one, then put it in its place."""
         state = {
             "identity": self.identity,
             "modules": [module.state_dict() for module in modules],
