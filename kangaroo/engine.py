@@ -141,10 +141,15 @@ class Engine:
         self.batch: Batch | None = None
         self.clock = Clock(lm.device)
 
+    @property
+    def spare_slots(self) -> int:
+        """Beyond the longest text: a draft's nodes, the bonus token, the place of a root at -1."""
+        return self.drafter.max_nodes + 2
+
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included."""
-        n_slots = longest + self.drafter.max_nodes + 2
+        n_slots = longest + self.spare_slots
         cache = self.lm.new_cache(batch_size, n_slots)
         batch = Batch(cache, sampling, sorted(self.eos_ids), self.lm.device)
         self.drafter.begin(batch)
@@ -158,7 +163,7 @@ class Engine:
         Errors: `PromptError` where it cannot be served, or not by a batch this small.
         """
         self.check(request)
-        longest = batch.n_slots - self.drafter.max_nodes - 2
+        longest = batch.n_slots - self.spare_slots
         if len(request.prompt) + request.max_new_tokens > longest:
             raise PromptError(
                 f"the batch was opened for texts of {longest} tokens; the prompt has "
