@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +98,17 @@ class KVCache:
         return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
 
 
+class PastKeys(Protocol):
+    """What a transformers attention layer takes as its cache."""
+
+    def update(
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take the block's keys and values; return all that its queries attend over."""
+
+
 class BlockCache:
-    """A `KVCache` seen from one block: what a transformers attention layer takes as its cache."""
+    """A `KVCache` seen from one block."""
 
     def __init__(self, cache: KVCache, block: Block):
         self.cache, self.block = cache, block

@@ -42,6 +42,7 @@ from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.training.loop import TrainerConfig
 from kangaroo.training.loop import train as train_adapters
+from kangaroo.training.recipe import AdapterRecipe
 
 CONFIGS = str(Path(__file__).parent.parent / "configs")
 
@@ -54,6 +55,8 @@ class TrainCommand:
 
     model: ModelConfig = MISSING
     data: Any = MISSING
+    adapter: AdapterRecipe = MISSING
+    more: dict[str, AdapterRecipe] = field(default_factory=dict)  # from the same frozen pass
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
     output: str = MISSING
@@ -98,6 +101,7 @@ def register() -> None:
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
+    cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)
     cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
@@ -146,7 +150,9 @@ def train(config: TrainCommand) -> None:
         about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
     )  # fmt: skip
     tracker = config.logger.start(_plain(config), Path(config.output))
-    folders = train_adapters(lm, samples, config.trainer, Path(config.output), tracker, about)
+    recipes = [config.adapter, *config.more.values()]
+    output = Path(config.output)
+    folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about)
     tracker.finish()
     for folder in folders:
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

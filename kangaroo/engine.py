@@ -143,8 +143,8 @@ class Engine:
 
     @property
     def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes, the bonus token, the place of a root at -1."""
-        return self.drafter.max_nodes + 2
+        """Beyond the longest text: a draft's nodes and as many places before a text, the bonus."""
+        return 2 * self.drafter.max_nodes + 2
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:

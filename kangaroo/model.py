@@ -96,16 +96,17 @@ class LM(nn.Module):
         n_heads = self.config.num_key_value_heads
         return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
 
-    def block(self, tree: Tree, start_B: Tensor, used: int, n_slots: int) -> Block:
+    def block(self, tree: Tree, start_B: Tensor, used: int, n_slots: int, below: int = 0) -> Block:
         """Place the nodes of `tree` in consecutive slots from `start` on, after what lies below.
 
         Args:
-            start_B: first slot, which is also the position of the root; -1 is allowed and puts the
-                root in a free slot at the end, where no other token sees it.
+            start_B: first slot, which is also the position of the root.
             used: no row has a committed token or a node at or above this slot.
+            below: how far below 0 `start` may lie: nodes there go to free slots at the end, where
+                no other token sees them.
         """
         device = start_B.device
-        extent = occupied(n_slots, used + 1)  # one more: the free slot for a root at -1
+        extent = occupied(n_slots, used + below)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
         slots_BN = offsets_BN % extent
         positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
@@ -174,10 +175,14 @@ class LM(nn.Module):
 
     def logits(self, x_BND: Tensor) -> Tensor:
         """`[B, N, V]` from the output of the last layer."""
-        return self.read_out(self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device)))
+        return self.read_out(self.norm(x_BND))
+
+    def norm(self, x_BND: Tensor) -> Tensor:
+        """The final norm, on its own device, of the output of the last layer."""
+        return self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device))
 
     def read_out(self, normed_BND: Tensor) -> Tensor:
-        """`[B, N, V]` from a normed state, the target's own or an adapter's."""
+        """`[B, N, V]` from a normed state."""
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kangaroo.adapter import Adapter
+from kangaroo.adapter import Adapter, Architecture
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.vanilla import Vanilla
@@ -51,10 +51,15 @@ def tiny(architecture: str = "llama", **overrides: object) -> LM:
     return LM(tiny_model(architecture, **overrides))
 
 
-def adapter_for(lm: LM, exit_layer: int = EXIT) -> Adapter:
+def adapter_for(
+    lm: LM, exit_layer: int = EXIT, architecture: Architecture | None = None
+) -> Adapter:
     """An adapter that is often right untrained: the layers above the exit change little."""
-    adapter = Adapter(lm, exit_layer).start_from(lm)
+    adapter = Adapter(lm, exit_layer, architecture).start_from(lm)
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())  # undamped: as sure as the target
+    if adapter.architecture.fused:  # untrained it would not look at the deep state
+        generator = torch.Generator().manual_seed(2)
+        adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
     return adapter.requires_grad_(False)
 
 

@@ -11,14 +11,15 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kangaroo.adapter import (
+from kangaroo.adapter import Adapter
+from kangaroo.adapter_files import (
     CONFIG,
     VOCABULARY,
     WEIGHTS,
-    Adapter,
     describe,
     draft_vocabulary,
     load,
+    read_config,
     save,
 )
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
@@ -49,7 +50,7 @@ def state_of(lm: LM, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
         block = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
         x_1TD = lm.embed(torch.tensor([tokens]))
         x_1TD, _ = lm.run(x_1TD, None, block, range(adapter.exit_layer))
-        return adapter(x_1TD, None, block)
+        return adapter(x_1TD, None, block, None)
 
 
 # ---- what it is --------------------------------------------------------------------------------
@@ -74,19 +75,19 @@ def test_the_adapted_state_is_f_plus_attention_of_norm_f_then_normed(lm):
         position_embeddings=lm.hf.model.rotary_emb(f_1TD, torch.arange(7)[None]),
         attention_mask=None,
     )
-    assert torch.equal(adapter(f_1TD, None, block), adapter.norm(f_1TD + attended))
+    assert torch.equal(adapter(f_1TD, None, block, None), adapter.norm(f_1TD + attended))
 
 
 @torch.no_grad()
 def test_an_adapter_with_a_cache_continues_the_text_it_has_seen(lm):
     adapter = adapter_for(lm)
     f_1TD = torch.randn(1, 9, 32)
-    whole = adapter(f_1TD, None, lm.chunk(0, 9, row=0, n_slots=9))
+    whole = adapter(f_1TD, None, lm.chunk(0, 9, row=0, n_slots=9), None)
     cache = lm.cache_like(1, 20, [lm.device])
-    parts = [
-        adapter(f_1TD[:, a:b], cache, lm.chunk(a, b, row=0, n_slots=20))
-        for a, b in ((0, 4), (4, 8), (8, 9))
-    ]
+    parts = []
+    for a, b in ((0, 4), (4, 8), (8, 9)):
+        block = lm.chunk(a, b, row=0, n_slots=20)
+        parts.append(adapter(f_1TD[:, a:b], None, block, cache.at(block)))
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)  # float32 sums
 
 
@@ -115,7 +116,7 @@ def test_rope_follows_the_target():
     states = []
     for lm in (plain, scaled):
         adapter = adapter_for(lm)
-        states.append(adapter(f_1TD, None, lm.chunk(0, 40, row=0, n_slots=40)))
+        states.append(adapter(f_1TD, None, lm.chunk(0, 40, row=0, n_slots=40), None))
     assert (states[0] - states[1]).abs().max() > 0.1
     # transformers' own layer, of which zeroing its feed-forward part leaves the attention part
     layer = scaled.layers[EXIT]
@@ -147,7 +148,8 @@ def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
 
 
 def test_what_was_saved_is_what_is_loaded(lm, saved):
-    adapter, config = load(str(saved), lm)
+    adapter, _ = load(str(saved), lm)
+    config = read_config(str(saved))
     original = adapter_for(lm)
     assert config == describe(lm, original, training={"steps": 3})
     assert (config.target, config.exit_layer, config.n_layers) == ("tiny/llama", EXIT, 4)
@@ -284,7 +286,7 @@ def test_an_adapter_without_a_vocabulary_says_so(saved):
 
 def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
     drafter = KangarooConfig(adapter=str(saved), threshold=0, vocabulary=3).build(lm)
-    assert drafter.rows_KD.shape == (3, lm.config.hidden_size)
+    assert drafter.head.weight_KD.shape == (3, lm.config.hidden_size)
     engine = Engine(lm, drafter)
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         batch = engine.open(1, 40, sampling)
@@ -297,6 +299,6 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     adapter = adapter_for(lm)
     about = describe(lm, adapter, training={}, vocabulary=2)
     folder = str(save(adapter, about, torch.tensor([7, 3, 60]), tmp_path))
-    assert KangarooConfig(adapter=folder).build(lm).vocabulary_K.tolist() == [3, 7]
-    assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).vocabulary_K.tolist() == [7]
-    assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).vocabulary_K is None
+    assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
+    assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
+    assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None

@@ -21,7 +21,7 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo.adapter import Adapter
+from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -44,14 +44,23 @@ class Case:
     texts: list[list[int]]
 
 
+def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
+    return Kangaroo(lm, adapter_for(lm, architecture=Architecture(**parts)), 4, 0.3)
+
+
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
     "kangaroo-vocabulary": lambda case: Kangaroo(
-        case.lm, case.adapter, 4, 0, torch.arange(0, 64, 2)
+        case.lm, case.adapter, 4, 0, DraftHead(case.lm, case.adapter, torch.arange(0, 64, 2))
     ),
+    "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
+    "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
+    "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
+    "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
+    "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
@@ -150,6 +159,10 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-vocabulary",
         "kangaroo-stops",
         "kangaroo-stops-early",
+        "kangaroo-layer",
+        "kangaroo-own-head",
+        "kangaroo-fused",
+        "kangaroo-fused-layer",
         "sometimes",
     ):
         assert 0.2 < accepted_share(steps[name]) < 0.9, name

@@ -36,7 +36,7 @@ def drafted_without_cache(
         f_1TD, _ = case.lm.run(
             case.lm.embed(tokens_1T), None, block, range(case.adapter.exit_layer)
         )
-        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block)[:, -1:])
+        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block, None)[:, -1:])
         token = pick(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]))
         drafted.append(int(token))
     return drafted

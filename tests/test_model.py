@@ -149,7 +149,8 @@ def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
     lm = tiny()
     tokens_1N = torch.tensor(random_prompts(4))
     cache = lm.new_cache(1, 10)
-    block = lm.block(Tree.chain(4, tokens_1N.device), torch.tensor([-1]), used=4, n_slots=10)
+    tree = Tree.chain(4, tokens_1N.device)
+    block = lm.block(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
     assert block.positions_RT.tolist() == [[0, 0, 1, 2]]
     slots = block.slots_RT[0].tolist()
     assert slots[1:] == [0, 1, 2] and slots[0] >= 4
@@ -163,10 +164,12 @@ def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
 @pytest.mark.parametrize("used", [1, BUCKET - 1, BUCKET, BUCKET + 1])
 def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
     lm = tiny()
-    # at the least, `used` slots and the free one for a root at -1
-    for n_slots, start in itertools.product((used + 1, 1000), (-1, 0)):
+    # at the least, `used` slots and a free one for each place before the text
+    for start, roomy in itertools.product((-5, -1, 0), (False, True)):
+        n_slots = 1000 if roomy else used - start
         tree = Tree.chain(used - start, lm.device)
-        slots = lm.block(tree, torch.tensor([start]), used, n_slots).slots_RT[0].tolist()
+        block = lm.block(tree, torch.tensor([start]), used, n_slots, below=-start)
+        slots = block.slots_RT[0].tolist()
         assert len(set(slots)) == len(slots)
         assert slots[-used:] == list(range(used))
         assert max(slots) < n_slots

@@ -9,7 +9,7 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file
 from torch import nn
 
-from kangaroo.adapter import WEIGHTS
+from kangaroo.adapter_files import WEIGHTS, read_config
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
@@ -17,8 +17,11 @@ from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
-from kangaroo.training.distill import distill
-from kangaroo.training.loop import TrainerConfig, learning_rate, micro_batch, train
+from kangaroo.training.loop import TrainerConfig, schedule
+from kangaroo.training.loop import train as train_all
+from kangaroo.training.losses import Loss
+from kangaroo.training.micro_batch import grade, look, teach
+from kangaroo.training.recipe import AdapterRecipe, trainees
 
 ABOUT = {"fingerprint": "test"}
 
@@ -34,19 +37,28 @@ def samples(count, length=20):
 
 def config(**changes):
     settings = {
-        "exit_layers": [EXIT], "epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7,
+        "epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7,
         "evaluate_every": 3, "save_every": 2, "warmup_steps": 2,
     }  # fmt: skip
     return TrainerConfig(**(settings | changes))
 
 
+def recipe(**changes):
+    return AdapterRecipe(**({"name": "attention", "exit_layers": [EXIT]} | changes))
+
+
+def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
+    tracker = tracker or NoTracker()
+    return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
+
+
 def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
-    settings = config(learning_rate=1.0, warmup_steps=4)
-    rates = [learning_rate(settings, step, 20) for step in range(20)]
+    settings = config(warmup_steps=4)
+    rates = [schedule(settings, step, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert math.isclose(rates[12], 0.5) and rates[-1] < 0.01
-    assert learning_rate(settings, 0, 1) == 1.0  # a run shorter than its warm-up
+    assert schedule(settings, 0, 1) == 1.0  # a run shorter than its warm-up
 
 
 def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
@@ -76,38 +88,17 @@ def test_a_sample_without_trainable_tokens_is_refused_and_shown():
         check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 
 
-def test_the_chunked_loss_and_its_gradient_equal_the_whole():
-    lm = tiny()
-    teacher, student = torch.randn(2, 11, lm.config.hidden_size).unbind()
-    whole = student.clone().requires_grad_()
-    p, log_q = lm.head(teacher).softmax(-1), lm.head(whole).log_softmax(-1)
-    loss = -(p * log_q).sum()
-    (gradient,) = torch.autograd.grad(loss, whole)
-    scores, chunked = distill(lm, teacher, student, chunk_size=4, backward=True)
-    torch.testing.assert_close(chunked, gradient)
-    assert math.isclose(scores.loss, loss.item(), rel_tol=1e-5)
-    assert scores.positions == 11
-    assert scores.agreement == (p.argmax(-1) == log_q.argmax(-1)).sum()
-    assert math.isclose(scores.acceptance, torch.minimum(p, log_q.exp()).sum().item(), rel_tol=1e-5)
-
-
-def test_logits_never_stand_whole_in_memory():
-    lm, seen = tiny(), []
-    lm.head.register_forward_hook(lambda head, inputs, out: seen.append(out.shape[:-1].numel()))
-    micro_batch(lm, [adapter_for(lm).requires_grad_()], samples(3), config(), weight=1.0)
-    assert max(seen) == 7 and sum(seen) == 2 * (15 + 16 + 17)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_training_sees_what_decoding_sees(architecture):
     """The adapter's distribution at each assistant position equals the one it drafts from."""
     lm = tiny(architecture)
-    adapter = adapter_for(lm)
+    (trainee,) = trainees(lm, [recipe()], None)
+    trainee.adapter = adapter = adapter_for(lm)
     (ids,) = random_prompts(24)
     trained = []
     handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
-    short = sample(ids[:9], 5)  # padded beside the longer one
-    micro_batch(lm, [adapter], [short, sample(ids, 5)], config(), weight=None)
+    tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
+    grade(lm, look(lm, tokens, [trainee]), [trainee], loss_chunk=7, steps=1)
     handle.remove()
     learnt_TV = lm.head(trained[0][1]).softmax(-1)
     drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
@@ -121,16 +112,22 @@ def test_training_sees_what_decoding_sees(architecture):
         torch.testing.assert_close(learnt_TV[length - 1], drafted_V, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_do_not_depend_on_how_a_step_is_split():
+def gradients(lm, batches, **changes):
+    made = trainees(lm, [recipe(**changes)], None)
+    for batch in batches:
+        teach(lm, look(lm, collate(batch, 100, lm.device), made), made, loss_chunk=7, weight=0.01)
+    return [parameter.grad for parameter in made[0].adapter.parameters()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, {"on_policy": True}],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
     lm, data = tiny(), samples(4)
-
-    def gradients(batches):
-        adapter = adapter_for(lm).requires_grad_()
-        for batch in batches:
-            micro_batch(lm, [adapter], batch, config(), weight=0.01)
-        return [parameter.grad for parameter in adapter.parameters()]
-
-    for one, split in zip(gradients([data]), gradients([data[:1], data[1:]]), strict=True):
+    whole = gradients(lm, [data], **changes)
+    for one, split in zip(whole, gradients(lm, [data[:1], data[1:]], **changes), strict=True):
         torch.testing.assert_close(one, split, rtol=1e-4, atol=1e-6)  # float32, another order
 
 
@@ -138,7 +135,7 @@ def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):
     steps = {}
     for accumulate in (1, 3):
         folder = tmp_path / str(accumulate)
-        train(tiny(), samples(11), config(accumulate=accumulate), folder, NoTracker(), ABOUT)
+        train(tiny(), samples(11), config(accumulate=accumulate), folder)
         steps[accumulate] = len((folder / METRICS).read_text().splitlines())
     assert steps[3] == math.ceil(steps[1] / 3)
 
@@ -152,23 +149,42 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     lm = tiny(deep_scale=1.0)
     before = {name: p.clone() for name, p in lm.hf.named_parameters()}
     settings = config(epochs=12, holdout=1, learning_rate=1e-2)
-    (folder,) = train(lm, samples(5), settings, tmp_path, NoTracker(), ABOUT)
+    (folder,) = train(lm, samples(5), settings, tmp_path)
     assert all(torch.equal(p, before[name]) for name, p in lm.hf.named_parameters())
     losses = [
-        json.loads(line)[f"train/exit{EXIT}/loss"]
+        json.loads(line)[f"train/attention-exit{EXIT}/loss"]
         for line in (tmp_path / METRICS).read_text().splitlines()
     ]
     assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.2  # most of the rest is the teacher's own
     saved = json.loads((folder / "config.json").read_text())
     assert saved["exit_layer"] == EXIT and saved["training"]["data"] == ABOUT
-    assert f"held_out/exit{EXIT}/agreement" in saved["training"]["held_out"]
+    assert {"agreement", "ctar6", "compression_rate"} <= set(
+        saved["training"]["progress"]["held_out"]
+    )
 
 
-def test_several_exits_train_as_if_each_were_alone(tmp_path):
-    train(tiny(), samples(8), config(exit_layers=[1, 2]), tmp_path / "both", NoTracker(), ABOUT)
-    train(tiny(), samples(8), config(exit_layers=[2]), tmp_path / "alone", NoTracker(), ABOUT)
-    both, alone = (load_file(tmp_path / run / "exit2" / WEIGHTS) for run in ("both", "alone"))
-    assert all(torch.equal(both[name], alone[name]) for name in alone)
+def test_several_adapters_train_as_if_each_were_alone(tmp_path):
+    layers = recipe(name="layer", feed_forward=True, exit_layers=[1])
+    fused = recipe(name="fused", fused=True, draft_steps=2, on_policy=True)
+    together = [recipe(exit_layers=[1, 2]), layers, fused]
+    folders = train(tiny(), samples(8), config(vocabulary=40), tmp_path / "all", recipes=together)
+    assert [f.name for f in folders] == [
+        "attention-exit1", "attention-exit2", "layer-exit1", f"fused-exit{EXIT}"
+    ]  # fmt: skip
+    for folder, alone in zip(
+        folders, [recipe(exit_layers=[1]), recipe(exit_layers=[2]), layers, fused], strict=True
+    ):
+        (single,) = train(
+            tiny(), samples(8), config(vocabulary=40), tmp_path / f"{folder.name}", recipes=[alone]
+        )
+        both, one = load_file(folder / WEIGHTS), load_file(single / WEIGHTS)
+        assert all(torch.equal(both[name], one[name]) for name in one)
+        assert read_config(str(folder)).vocabulary == 40
+
+
+def test_two_adapters_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
+        train(tiny(), samples(6), config(), tmp_path, recipes=[recipe(), recipe(loss=Loss.kl)])
 
 
 class Killed(Exception):
@@ -188,7 +204,7 @@ class KillsAt(NoTracker):
 
 def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
     def run(name, tracker):
-        return train(tiny(), samples(12), config(), tmp_path / name, tracker, ABOUT)
+        return train(tiny(), samples(12), config(), tmp_path / name, tracker)
 
     (whole,) = run("whole", NoTracker())
     for step in (1, 5, 8):
@@ -208,29 +224,29 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
 
 
 def test_a_folder_of_other_settings_or_data_is_refused_by_name(tmp_path):
-    train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
+    train(tiny(), samples(6), config(), tmp_path)
     with pytest.raises(ConfigError, match=r"learning_rate=0\.01 there, 0\.1 now"):
-        train(tiny(), samples(6), config(learning_rate=0.1), tmp_path, NoTracker(), ABOUT)
+        train(tiny(), samples(6), config(learning_rate=0.1), tmp_path)
     with pytest.raises(ConfigError, match="data='test' there, 'other' now"):
         train(tiny(), samples(6), config(), tmp_path, NoTracker(), {"fingerprint": "other"})
 
 
 def test_how_often_a_run_evaluates_and_saves_may_change_on_resuming(tmp_path):
-    train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
-    train(tiny(), samples(6), config(evaluate_every=1, save_every=1), tmp_path, NoTracker(), ABOUT)
+    train(tiny(), samples(6), config(), tmp_path)
+    train(tiny(), samples(6), config(evaluate_every=1, save_every=1), tmp_path)
 
 
 def test_a_truncated_checkpoint_is_named(tmp_path):
-    train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
+    train(tiny(), samples(6), config(), tmp_path)
     path = tmp_path / CHECKPOINT
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CorruptFile, match=r"checkpoint\.pt.*delete it"):
-        train(tiny(), samples(6), config(), tmp_path, NoTracker(), ABOUT)
+        train(tiny(), samples(6), config(), tmp_path)
 
 
 def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holdout=6"):
-        train(tiny(), samples(6), config(holdout=6), tmp_path, NoTracker(), ABOUT)
+        train(tiny(), samples(6), config(holdout=6), tmp_path)
 
 
 def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):
@@ -243,5 +259,6 @@ def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):
         return norm
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", spy)
-    train(tiny(), samples(4), config(exit_layers=[1, 2], clip=0.5), tmp_path, NoTracker(), ABOUT)
+    both = [recipe(exit_layers=[1, 2])]
+    train(tiny(), samples(4), config(clip=0.5), tmp_path, recipes=both)
     assert set(norms) == {0.5} and len(norms) % 2 == 0

@@ -21,7 +21,8 @@ class Drafter(Protocol):
 
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
-        max_nodes: the most nodes of any draft, the root aside, so that there are slots for them.
+        max_nodes: the most nodes of any draft, the root aside, so that there are slots for them,
+            and as many for places before the start of a text (`LM.block`, `below`).
     """
 
     taps: tuple[int, ...]

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo import adapter as adapters
-from kangaroo.adapter import Adapter
+from kangaroo import adapter_files
+from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig
@@ -47,90 +46,102 @@ class KangarooConfig(DrafterConfig):
     vocabulary: int | None = None
 
     def build(self, lm: LM) -> Kangaroo:
-        """Errors: `AdapterMismatch` and whatever `kangaroo.adapter.load` raises."""
-        adapter, config = adapters.load(self.adapter, lm)
+        """Errors: `AdapterMismatch` and whatever `kangaroo.adapter_files.load` raises."""
+        config = adapter_files.read_config(self.adapter)
         if self.exit_layer not in (None, config.exit_layer):
             raise AdapterMismatch(
                 f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer} of "
                 f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
-        size = config.vocabulary if self.vocabulary is None else self.vocabulary
-        vocabulary_K = adapters.draft_vocabulary(self.adapter, size) if size else None
-        return Kangaroo(lm, adapter, self.steps, self.threshold, vocabulary_K)
+        adapter, head = adapter_files.load(self.adapter, lm, self.vocabulary)
+        return Kangaroo(lm, adapter, self.steps, self.threshold, head)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"weights": adapters.weights_hash(self.adapter)}
+        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
 
 
 class Kangaroo:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
-    Args:
-        vocabulary_K: the tokens to draft from; None is all of them, by the target's head as it is.
+    The adapter's first pass of a round takes, beside the pending token, as many of the committed
+    tokens before it as may have changed: the one before, which it has not seen after a round that
+    was accepted whole; and if it is fused, all that the last round may have drafted, since their
+    deep states are known now. Writing the others again changes nothing, and shapes are static.
     """
 
     def __init__(
         self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6,
-        vocabulary_K: Tensor | None = None,
+        head: DraftHead | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
         if not 0 <= threshold < 1:
             raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
         self.lm, self.adapter = lm, adapter
+        self.head = head or DraftHead(lm, adapter, vocabulary_K=None)
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
-        self.taps: tuple[int, ...] = (adapter.exit_layer,)
+        self.fused = adapter.architecture.fused
+        self.taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
         self.max_nodes = steps
-        self.vocabulary = None if vocabulary_K is None else len(vocabulary_K)
-        self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
-        # rows of the target's head, gathered once: a copy of this part alone, in memory alone
-        self.rows_KD = None if vocabulary_K is None else lm.head.weight[vocabulary_K].to(lm.device)
+        self.window = steps if self.fused else 1
 
     def begin(self, batch: Batch) -> None:
         device = self.lm.layer_devices[self.exit_layer - 1]
         self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
-        hidden_size = self.lm.config.hidden_size
-        # the shallow state of the token before the pending one
-        self.previous_B1D = torch.zeros(
-            batch.size, 1, hidden_size, dtype=self.lm.dtype, device=device
+        size, hidden_size = batch.size, self.lm.config.hidden_size
+        # shallow states of the tokens before the pending one, W the window
+        self.shallow_BWD = torch.zeros(
+            size, self.window, hidden_size, dtype=self.lm.dtype, device=device
+        )
+        # and, for a fused adapter, the deep states that it reads with these and the pending token
+        self.deep_BUD = torch.zeros(
+            size, self.window + 1, hidden_size, dtype=self.lm.dtype, device=device
         )
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        hidden_1TD = taps[self.exit_layer]
-        self.adapter(hidden_1TD, self.cache, block.to(hidden_1TD.device))
-        self.previous_B1D[block.rows] = hidden_1TD[:, -1:]
+        f_1TD, rows = taps[self.exit_layer], block.rows
+        block, before_1TD = block.to(f_1TD.device), None
+        if self.fused:
+            known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
+            before_1TD = known[:, self.window : -1] * started(block)
+            self.deep_BUD[rows] = known[:, -self.window - 1 :]
+        self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
+        self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -self.window :]
 
     def propose(self, batch: Batch) -> Draft:
         """Draft until every row's confidence has fallen to the threshold, or `steps` tokens."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
-        # One block for the round: the token before the pending one, the pending one, the drafts.
-        # The adapter's first pass takes the first two: after a round that was accepted whole it has
-        # not seen the older one, and otherwise writing that again changes nothing.
-        tree = Tree.chain(self.steps + 2, batch.length_B.device)
-        block = self.lm.block(tree, batch.base_B - 1, batch.used + self.steps, batch.n_slots)
+        window, steps = self.window, self.steps
+        # one block for the round: the window, the pending token, the drafts
+        tree = Tree.chain(window + 1 + steps, batch.length_B.device)
+        block = self.lm.block(
+            tree, batch.base_B - window, batch.used + steps, batch.n_slots, below=window
+        )
         tokens, probs = [batch.last(1)], []
         valid = [torch.ones_like(tokens[0], dtype=torch.bool)]
-        hidden = [self._shallow(tokens[0], batch, block.narrow(1, 1))]
-        state_BND = torch.cat([self.previous_B1D, hidden[0]], 1)
+        hidden = [self._shallow(tokens[0], batch, block.narrow(window, 1))]
+        at = block.narrow(0, window + 1).to(hidden[0].device)
+        f_BND = torch.cat([self.shallow_BWD, hidden[0]], 1)
+        deep_BND = self.deep_BUD * started(at) if self.fused else None
         active_B1 = ~batch.done_B[:, None]
-        for step in range(self.steps):
-            width = state_BND.shape[1]
-            at = block.narrow(step + 2 - width, width)
-            adapted_B1D = self.adapter(state_BND, self.cache, at.to(state_BND.device))[:, -1:]
-            logits_B1V = self._read_out(adapted_B1D)
-            positions_B1 = at.positions_RT[:, -1:] + 1
+        for step in range(1, steps + 1):
+            adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
+            logits_B1V = self.head.spread(self.head(adapted_B1D[:, 0]))[:, None]
+            positions_B1 = batch.length_B[:, None] + step - 1
             tokens.append(pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B))
             valid.append(active_B1)
             if rejection:
                 probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
-            state_BND = self._shallow(tokens[-1], batch, block.narrow(step + 2, 1))
-            hidden.append(state_BND)
-            if self.threshold > 0 and step + 1 < self.steps:
+            below = block.narrow(window + step, 1)
+            f_BND, deep_BND = self._shallow(tokens[-1], batch, below), adapted_B1D
+            at = below.to(f_BND.device)
+            hidden.append(f_BND)
+            if self.threshold > 0 and step < steps:
                 active_B1 = active_B1 & (confidence(logits_B1V) > self.threshold)
                 if not active_B1.any():  # the one sync a drafted token that a threshold costs
                     break
@@ -146,21 +157,29 @@ class Kangaroo:
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
-        hidden_BND = draft.hidden_BND
-        assert hidden_BND is not None
-        index_B11 = verdict.best_B[:, None, None].to(hidden_BND.device)
-        self.previous_B1D = hidden_BND.gather(1, index_B11.expand(-1, -1, hidden_BND.shape[-1]))
-
-    def _read_out(self, adapted_B1D: Tensor) -> Tensor:
-        """Draft logits over the whole vocabulary, -inf outside the draft vocabulary."""
-        if self.vocabulary_K is None or self.rows_KD is None:
-            return self.lm.read_out(adapted_B1D)
-        part_BK = F.linear(adapted_B1D[:, 0].to(self.lm.device), self.rows_KD)
-        logits_BV = part_BK.new_full((len(part_BK), self.lm.config.vocab_size), -torch.inf)
-        return logits_BV.index_copy_(1, self.vocabulary_K, part_BK)[:, None]
+        assert draft.hidden_BND is not None
+        past_B = verdict.best_B.to(self.shallow_BWD.device) + 1
+        self.shallow_BWD = slide(self.shallow_BWD, draft.hidden_BND, past_B)
+        if self.fused:
+            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B)
 
     def _shallow(self, tokens_B1: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_B1), batch.cache, block, self.shallow)[0]
+
+    def _deep(self, taps: dict[int, Tensor]) -> Tensor:
+        return self.lm.norm(taps[self.lm.n_layers]).to(self.deep_BUD.device)
+
+
+def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
+    """A window over a text that has grown by `past` of the new states: again its last ones."""
+    known = torch.cat([window_BWD, new_BND], 1)
+    index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
+    return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
+
+
+def started(block: Block) -> Tensor:
+    """`[R, N, 1]`: false at the first token of a text, which has none before it."""
+    return (block.positions_RT > 0)[..., None]
 
 
 def confidence(logits_BNV: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Reads:
             vocabulary: size of the draft vocabulary; None is the whole one.
         """
         exit_layer = 0 if adapter is None else adapter.exit_layer
+        parts = [] if adapter is None else adapter.named_children()
         table, head = lm.hf.model.embed_tokens.weight, _bytes([lm.head])
         return Reads(
             shallow=_bytes(lm.layers[:exit_layer]),
@@ -63,7 +64,8 @@ class Reads:
             head=head,
             draft_head=head if vocabulary is None else head * vocabulary // len(table),
             row=table.shape[1] * table.element_size(),
-            adapter=0 if adapter is None else _bytes([adapter]),
+            # a head of its own counts as the draft head, which it is
+            adapter=_bytes(m for name, m in parts if name != "head"),
             kv=lm.cache_like(1, 1, [lm.device]).bytes(),
             exit_layer=exit_layer,
             n_layers=lm.n_layers,

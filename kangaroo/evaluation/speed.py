@@ -172,7 +172,7 @@ def measure(
     grown = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
 
-    plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.vocabulary)
+    plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.head.size)
     reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}
     bandwidth = max(before, after)
     figures = {name: summarise(typical(answers, name), reads[name], bandwidth) for name in methods}
@@ -191,7 +191,7 @@ def measure(
             "exit_layer": drafter.exit_layer,
             "steps": drafter.steps,
             "threshold": drafter.threshold,
-            "vocabulary": drafter.vocabulary,
+            "vocabulary": drafter.head.size,
         },
         "settings": asdict(config),
         "bandwidth": {"before": before, "after": after, "limit": bandwidth},

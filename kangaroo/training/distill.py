@@ -1,87 +1,118 @@
-"""The distillation loss, in chunks, so that full-vocabulary logits never stand whole in memory.
+"""Score adapters against the target in chunks, so that logits never stand whole in memory.
 
-Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, V vocabulary.
+Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
+V vocabulary, F figures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kangaroo.adapter import DraftHead
 from kangaroo.model import LM
+from kangaroo.training.losses import Loss, divergence, overlap
+
+FIGURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
 @dataclass
-class Scores:
-    """Sums over positions, so that batches of different size add up.
+class Student:
+    """The states of one adapter at one draft step.
 
     Args:
-        loss: soft cross-entropy in nats.
-        agreement: positions where adapter and target have the same likeliest token.
-        acceptance: sum of min(p, q), the chance that a sampled draft token is accepted.
-        positions: how many assistant positions were scored.
+        state_MD: its normed states.
+        valid_M: where it would have drafted at this step.
+        weight: of its loss.
     """
 
-    loss: float = 0.0
-    agreement: float = 0.0
-    acceptance: float = 0.0
-    positions: int = 0
-
-    def __add__(self, other: Scores) -> Scores:
-        return Scores(
-            self.loss + other.loss,
-            self.agreement + other.agreement,
-            self.acceptance + other.acceptance,
-            self.positions + other.positions,
-        )
-
-    def means(self) -> dict[str, float]:
-        """Per position, under the names used in logs and provenance."""
-        return {
-            "loss": self.loss / self.positions,
-            "agreement": self.agreement / self.positions,
-            "expected_acceptance": self.acceptance / self.positions,
-        }
+    state_MD: Tensor
+    valid_M: Tensor
+    head: DraftHead
+    loss: Loss
+    weight: float = 1.0
 
 
-def soft_cross_entropy(p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
-    """`-sum p log q` of each position (Kangaroo, arXiv 2404.18911, section 3.2)."""
-    return -(p_CV * log_q_CV).sum(-1)
+@dataclass
+class Graded:
+    """What became of a student.
+
+    Args:
+        sums_F: sums over its valid positions: loss (unweighted), positions where adapter and target
+            have the same likeliest token, `sum min(p, q)`, and their number.
+        agrees_M: where those likeliest tokens are the same.
+        gradients: of the weighted sum of losses, with respect to the student's states and, where it
+            is trained, the head's weight; empty if none were asked for.
+    """
+
+    sums_F: Tensor
+    agrees_M: Tensor
+    gradients: list[tuple[Tensor, Tensor]]
 
 
 def distill(
-    lm: LM, teacher_MD: Tensor, student_MD: Tensor, chunk_size: int, backward: bool
-) -> tuple[Scores, Tensor]:
-    """Score the adapter against the target at every position and sum the loss.
+    lm: LM, teacher_MD: Tensor, students: Sequence[Student], chunk_size: int, backward: bool
+) -> list[Graded]:
+    """Grade every student against the target, whose logits are computed once for all.
 
     Args:
         teacher_MD: the target's own normed final states.
-        student_MD: the adapter's normed states.
         chunk_size: positions whose logits exist at a time.
-        backward: also compute the gradient.
-
-    Returns the scores and the gradient of the summed loss with respect to `student_MD` (zeros
-    without `backward`): the caller passes it on to the adapter, once for all chunks.
+        backward: also compute gradients, which the caller passes on, once for all chunks.
     """
-    scores = Scores()
-    gradient_MD = torch.zeros_like(student_MD, dtype=torch.float32)
-    for start in range(0, len(student_MD), chunk_size):
+    graded = [_begin(student, backward) for student in students]
+    for start in range(0, len(teacher_MD), chunk_size):
         part = slice(start, start + chunk_size)
         with torch.no_grad():
-            p_CV = lm.head(teacher_MD[part]).float().softmax(-1)
-        with torch.set_grad_enabled(backward):
-            student_CD = student_MD[part].detach().to(lm.dtype).requires_grad_(backward)
-            log_q_CV = lm.head(student_CD).float().log_softmax(-1)
-            loss = soft_cross_entropy(p_CV, log_q_CV).sum()
-        if backward:
-            (gradient_MD[part],) = torch.autograd.grad(loss, student_CD)
-        log_q_CV = log_q_CV.detach()
-        scores += Scores(
-            loss=loss.item(),
-            agreement=(p_CV.argmax(-1) == log_q_CV.argmax(-1)).sum().item(),
-            acceptance=torch.minimum(p_CV, log_q_CV.exp_()).sum().item(),
-            positions=len(p_CV),
-        )
-    return scores, gradient_MD
+            p_CV = lm.head(teacher_MD[part]).to(lm.device).float().softmax(-1)
+            top_C = p_CV.argmax(-1)
+        for student, result in zip(students, graded, strict=True):
+            vocabulary_K = student.head.vocabulary_K
+            p_CK = p_CV if vocabulary_K is None else p_CV[:, vocabulary_K]
+            _grade(student, result, part, p_CK, top_C)
+    return graded
+
+
+def _begin(student: Student, backward: bool) -> Graded:
+    wanted = [student.state_MD]
+    if student.head.weight_KD.requires_grad:
+        wanted.append(student.head.weight_KD)
+    return Graded(
+        sums_F=torch.zeros(len(FIGURES), device=student.valid_M.device),
+        agrees_M=torch.zeros_like(student.valid_M),
+        gradients=[(x, torch.zeros_like(x, dtype=torch.float32)) for x in wanted if backward],
+    )
+
+
+def _grade(student: Student, result: Graded, part: slice, p_CK: Tensor, top_C: Tensor) -> None:
+    """One chunk of one student, added to its result."""
+    head, valid_C = student.head, student.valid_M[part]
+    backward = bool(result.gradients)
+    with torch.set_grad_enabled(backward):
+        # a leaf of its own: the adapter's graph is walked once, after the last chunk
+        state_CD = student.state_MD[part].detach().requires_grad_(backward)
+        log_q_CK = head(state_CD).float().log_softmax(-1)
+        loss_C = divergence(student.loss, p_CK, log_q_CK) * valid_C
+    if backward:
+        leaves = [state_CD] + [x for x, _ in result.gradients[1:]]
+        new = torch.autograd.grad(loss_C.sum() * student.weight, leaves)
+        result.gradients[0][1][part] = new[0]
+        for (_, total), gradient in zip(result.gradients[1:], new[1:], strict=True):
+            total += gradient
+    log_q_CK = log_q_CK.detach()
+    drafted_C = log_q_CK.argmax(-1)
+    if head.vocabulary_K is not None:
+        drafted_C = head.vocabulary_K[drafted_C]
+    agrees_C = (drafted_C == top_C) & valid_C
+    result.agrees_M[part] = agrees_C
+    result.sums_F += torch.stack(
+        [
+            loss_C.detach().sum(),
+            agrees_C.sum(),
+            (overlap(p_CK, log_q_CK) * valid_C).sum(),
+            valid_C.sum(),
+        ]
+    )

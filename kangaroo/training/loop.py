@@ -1,8 +1,7 @@
 """Train adapters on a frozen target: one forward of the target gives inputs and teacher for all.
 
-Read it top to bottom: configuration, one micro-batch, held-out evaluation, the loop, checkpoints.
-
-Shapes: B rows, T tokens, M assistant positions, D hidden size.
+Read it top to bottom: configuration, the loop, held-out figures. What a micro-batch teaches is in
+`micro_batch.py`.
 """
 
 from __future__ import annotations
@@ -10,24 +9,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from kangaroo import adapter as adapters
-from kangaroo.adapter import Adapter
+from kangaroo import adapter_files
 from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 from kangaroo.tracking import Tracker
+from kangaroo.training import figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
-from kangaroo.training.checkpoint import Checkpoint
-from kangaroo.training.distill import Scores, distill
+from kangaroo.training.checkpoint import Checkpoint, Progress
+from kangaroo.training.micro_batch import grade, look, teach
+from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 
 
 @dataclass
@@ -35,7 +35,6 @@ class TrainerConfig:
     """How adapters are trained.
 
     Args:
-        exit_layers: one adapter each, all from the same frozen forward.
         epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
@@ -46,10 +45,9 @@ class TrainerConfig:
         loss_chunk: assistant positions whose logits exist at a time.
         evaluate_every, save_every: optimizer steps.
         seed: order of the samples.
-        vocabulary: saved with the adapters: how many of the most frequent tokens to draft from.
+        vocabulary: draft from this many of the training data's most frequent tokens; None is all.
     """
 
-    exit_layers: list[int] = field(default_factory=lambda: [3])
     epochs: int = 3
     learning_rate: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
@@ -67,64 +65,23 @@ class TrainerConfig:
     vocabulary: int | None = None
 
 
-def learning_rate(config: TrainerConfig, step: int, total: int) -> float:
-    """Of optimizer step `step` of `total`: linear warm-up, then a cosine that ends at 0."""
+def schedule(config: TrainerConfig, step: int, total: int) -> float:
+    """Share of the peak learning rate at optimizer step `step` of `total`.
+
+    Linear warm-up, then a cosine that ends at 0.
+    """
     warmup = min(config.warmup_steps, total - 1)
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+        return (step + 1) / warmup
     progress = (step - warmup) / (total - warmup)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def micro_batch(
-    lm: LM, trained: Sequence[Adapter], samples: Sequence[Sample], config: TrainerConfig,
-    weight: float | None,
-) -> list[Scores]:  # fmt: skip
-    """Score one micro-batch for every adapter.
-
-    Args:
-        weight: gradients of `weight` x the summed loss are added up; None only scores.
-    """
-    tokens = collate(samples, config.max_length, lm.device)
-    block = lm.chunk(0, tokens.input_BT.shape[1], row=0, n_slots=tokens.input_BT.shape[1])
-    with torch.no_grad():
-        x_BTD, taps = lm.run(
-            lm.embed(tokens.input_BT), None, block, range(lm.n_layers), config.exit_layers
-        )
-        teacher_MD = lm.hf.model.norm(x_BTD[tokens.wanted_BT.to(x_BTD.device)])
-    results = []
-    for adapter in trained:
-        f_BTD = taps[adapter.exit_layer].to(adapter.norm.weight)
-        with torch.set_grad_enabled(weight is not None):
-            student_MD = adapter(f_BTD, None, block.to(f_BTD.device))[
-                tokens.wanted_BT.to(f_BTD.device)
-            ]
-        scores, gradient_MD = distill(
-            lm, teacher_MD, student_MD, config.loss_chunk, backward=weight is not None
-        )
-        if weight is not None:
-            student_MD.backward(gradient_MD * weight)
-        results.append(scores)
-    return results
-
-
-def evaluate(
-    lm: LM, trained: Sequence[Adapter], samples: Sequence[Sample], config: TrainerConfig
-) -> dict[str, float]:
-    """Held-out figures of every adapter: `held_out/exit<layer>/<figure>`."""
-    sums = [Scores() for _ in trained]
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0):
-        scores = micro_batch(lm, trained, [samples[i] for i in batch], config, weight=None)
-        sums = add(sums, scores)
-    return named("held_out", trained, sums)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def train(
-    lm: LM, samples: Sequence[Sample], config: TrainerConfig, output: Path, tracker: Tracker,
-    about: dict[str, Any],
+    lm: LM, samples: Sequence[Sample], recipes: Sequence[AdapterRecipe], config: TrainerConfig,
+    output: Path, tracker: Tracker, about: dict[str, Any],
 ) -> list[Path]:  # fmt: skip
-    """Train an adapter for every exit layer, each saved in its own folder under `output`.
+    """Train all adapters, each saved in its own folder under `output`.
 
     A run that was stopped at any moment goes on from its last checkpoint, and ends with the same
     weights as one that was not.
@@ -149,18 +106,21 @@ def train(
         for batch in plan(lengths, config.batch_tokens, config.seed, epoch)
     ]
     total = math.ceil(len(batches) / config.accumulate)
+    frequent_K = frequent_tokens(kept)
+    vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
-    trained = [Adapter(lm, layer).start_from(lm).float().train() for layer in config.exit_layers]
-    trained = [a.to(lm.layer_devices[a.exit_layer - 1]).requires_grad_() for a in trained]
+    trained = trainees(lm, recipes, vocabulary_K)
+    adapters = [trainee.adapter for trainee in trained]
     optimizer = torch.optim.AdamW(
-        [p for adapter in trained for p in adapter.parameters()],
+        [{"params": adapter.parameters()} for adapter in adapters],
         lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay,
     )  # fmt: skip
-    settings = asdict(config)
+    settings = asdict(config) | {"adapters": [trainee.settings() for trainee in trained]}
     del settings["evaluate_every"], settings["save_every"]  # neither moves a weight
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
-    progress = checkpoint.resume(trained, optimizer)
+    progress = checkpoint.resume(adapters, optimizer)
 
+    names = figures.step_names(trained)
     bar = tqdm(total=total, initial=progress.step, unit="step", desc="training")
     while progress.step < total:
         started = time.perf_counter()
@@ -168,14 +128,15 @@ def train(
         group = [[kept[i] for i in batch] for batch in batches[first : first + config.accumulate]]
         # weighted by all positions of the step, so that the mean does not depend on the split
         wanted = sum(sum(s["loss_mask"][1 : config.max_length]) for batch in group for s in batch)
-        sums = [Scores() for _ in trained]
+        sums_SF = torch.zeros(())
         for batch in group:
-            sums = add(sums, micro_batch(lm, trained, batch, config, weight=1 / wanted))
-        rate = learning_rate(config, progress.step, total)
-        for adapter in trained:
-            nn.utils.clip_grad_norm_(adapter.parameters(), config.clip)
-        for parameter_group in optimizer.param_groups:
-            parameter_group["lr"] = rate
+            seen = look(lm, collate(batch, config.max_length, lm.device), trained)
+            grades = teach(lm, seen, trained, config.loss_chunk, weight=1 / wanted)
+            sums_SF = sums_SF + figures.sums(grades)
+        share = schedule(config, progress.step, total)
+        for trainee, parameters in zip(trained, optimizer.param_groups, strict=True):
+            nn.utils.clip_grad_norm_(parameters["params"], config.clip)
+            parameters["lr"] = share * (trainee.recipe.learning_rate or config.learning_rate)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -183,8 +144,8 @@ def train(
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += wanted
-        metrics = named("train", trained, sums) | {
-            "learning_rate": rate,
+        metrics = figures.named("train", names, sums_SF) | {
+            "learning_rate": share * config.learning_rate,
             "tokens_per_second": tokens / (time.perf_counter() - started),
         }
         last = progress.step == total
@@ -194,34 +155,49 @@ def train(
         checkpoint.log(progress.step, metrics)
         tracker.log(metrics, progress.step)
         if last or progress.step % config.save_every == 0:
-            checkpoint.save(trained, optimizer, progress)
+            checkpoint.save(adapters, optimizer, progress)
         bar.update()
         bar.set_postfix(
-            loss=f"{sums[0].means()['loss']:.3f}", agree=f"{sums[0].means()['agreement']:.3f}"
+            loss=f"{metrics[f'train/{names[0]}/loss']:.3f}",
+            agree=f"{metrics[f'train/{names[0]}/agreement']:.3f}",
         )
     bar.close()
-    training = asdict(config) | asdict(progress) | {"data": about} | provenance()
-    frequent_K = frequent_tokens(kept)
-    return [
-        adapters.save(
-            adapter,
-            adapters.describe(lm, adapter, training, config.vocabulary),
-            frequent_K,
-            output / f"exit{adapter.exit_layer}",
+    return [_save(lm, t, config, progress, about, frequent_K, output) for t in trained]
+
+
+def evaluate(
+    lm: LM, trained: Sequence[Trainee], samples: Sequence[Sample], config: TrainerConfig
+) -> dict[str, float]:
+    """Held-out figures of every adapter: `held_out/<name>/<figure>`."""
+    sums_AF: Tensor = torch.zeros(())
+    accepted_AW: Tensor = torch.zeros(())
+    lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
+    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0):
+        tokens = collate([samples[i] for i in batch], config.max_length, lm.device)
+        seen = look(lm, tokens, trained)
+        grades = grade(lm, seen, trained, config.loss_chunk, figures.STEPS)
+        sums_AF = sums_AF + figures.sums([own[:1] for own in grades])
+        accepted_AW = accepted_AW + torch.stack(
+            [figures.accepted(own, tokens.wanted_BT) for own in grades]
         )
-        for adapter in trained
-    ]
+    names = [trainee.name for trainee in trained]
+    metrics = figures.named("held_out", names, sums_AF)
+    for name, sums_F, accepted_W in zip(names, sums_AF, accepted_AW, strict=True):
+        metrics |= figures.compression(name, accepted_W, positions=float(sums_F[-1]))
+    return metrics
 
 
-def named(prefix: str, trained: Sequence[Adapter], sums: Sequence[Scores]) -> dict[str, float]:
-    """Means under `<prefix>/exit<layer>/<figure>`."""
-    return {
-        f"{prefix}/exit{adapter.exit_layer}/{name}": value
-        for adapter, scores in zip(trained, sums, strict=True)
-        for name, value in scores.means().items()
-    }
-
-
-def add(left: Sequence[Scores], right: Sequence[Scores]) -> list[Scores]:
-    """Scores of the same adapters, added up."""
-    return [a + b for a, b in zip(left, right, strict=True)]
+def _save(
+    lm: LM, trainee: Trainee, config: TrainerConfig, progress: Progress, about: dict[str, Any],
+    frequent_K: Tensor, output: Path,
+) -> Path:  # fmt: skip
+    mine = f"held_out/{trainee.name}/"
+    held_out = {k.removeprefix(mine): v for k, v in progress.held_out.items() if k.startswith(mine)}
+    training = {
+        "adapter": trainee.settings(),
+        "trainer": asdict(config),
+        "progress": asdict(progress) | {"held_out": held_out},
+        "data": about,
+    } | provenance()
+    described = adapter_files.describe(lm, trainee.adapter, training, config.vocabulary)
+    return adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)

@@ -1,0 +1,199 @@
+"""Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kangaroo.adapter import Adapter, Architecture, DraftHead
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.model import LM
+
+WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+
+
+@dataclass
+class AdapterConfig:
+    """What an adapter was made for; saved beside its weights.
+
+    Args:
+        target: name or path of the target model.
+        target_revision: its revision on the hub, where it has one.
+        target_hash: hash of those fields of the target's config that fix its computation.
+        exit_layer: how many of the target's layers lie below the adapter.
+        n_layers: how many layers the target has.
+        parameters: trained parameters.
+        architecture: which parts it has.
+        vocabulary: how many of the most frequent tokens it was trained to draft from; None is all.
+        training: provenance: data, schedule, held-out figures, versions, command.
+    """
+
+    target: str
+    target_revision: str | None
+    target_hash: str
+    exit_layer: int
+    n_layers: int
+    parameters: int
+    architecture: Architecture = field(default_factory=Architecture)
+    vocabulary: int | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+def target_hash(lm: LM) -> str:
+    """Hash of the config fields that fix what the target computes, whatever else its file holds."""
+    config = lm.config.to_dict()
+    names = (
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
+        "tie_word_embeddings",
+    )  # fmt: skip
+    kept = {name: config.get(name) for name in names}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe(
+    lm: LM, adapter: Adapter, training: dict[str, Any], vocabulary: int | None = None
+) -> AdapterConfig:
+    """The config of an adapter trained for `lm`."""
+    return AdapterConfig(
+        target=lm.name,
+        target_revision=getattr(lm.config, "_commit_hash", None),
+        target_hash=target_hash(lm),
+        exit_layer=adapter.exit_layer,
+        n_layers=lm.n_layers,
+        parameters=sum(p.numel() for p in adapter.parameters()),
+        architecture=adapter.architecture,
+        vocabulary=vocabulary,
+        training=training,
+    )
+
+
+def save(adapter: Adapter, config: AdapterConfig, frequent_K: Tensor, folder: Path) -> Path:
+    """Write weights (bfloat16), config and vocabulary into `folder`, and return it.
+
+    Args:
+        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: t.to(torch.bfloat16).contiguous() for name, t in adapter.state_dict().items()}
+    save_file(state, folder / WEIGHTS)
+    save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
+    (folder / CONFIG).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    return folder
+
+
+def find(path: str) -> Path:
+    """The folder of an adapter: a local one, or a hub id that is downloaded.
+
+    Errors: `AdapterNotFound` names what was tried and what to do.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, VOCABULARY]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise AdapterNotFound(
+            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
+            "one (python train.py) or pass drafter.adapter= a folder or hub id."
+        ) from error
+
+
+def weights_hash(path: str) -> str:
+    """Hash of an adapter's weights, wherever `path` leads."""
+    return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
+
+
+def draft_vocabulary(path: str, size: int) -> Tensor:
+    """The `size` most frequent tokens of an adapter's training data, in ascending order.
+
+    Errors: `AdapterNotFound` where the adapter came without them, `ConfigError` where there are
+    fewer.
+    """
+    file = find(path) / VOCABULARY
+    if not file.is_file():
+        raise AdapterNotFound(
+            f"adapter '{path}' has no {VOCABULARY}, so drafter.vocabulary={size} cannot be chosen "
+            "from it. Leave it unset, or train the adapter again."
+        )
+    frequent_K = load_file(file)["frequent"].long()
+    if not 0 < size <= len(frequent_K):
+        raise ConfigError(
+            f"drafter.vocabulary={size} must lie in 1 to {len(frequent_K)}, the distinct tokens "
+            f"that adapter '{path}' was trained on."
+        )
+    return frequent_K[:size].sort().values
+
+
+def load(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Adapter, DraftHead]:
+    """Load an adapter made for `lm`, in its dtype and on the device of its exit layer.
+
+    Args:
+        vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the
+            adapter was trained for.
+
+    Errors: `AdapterNotFound`, `CorruptFile`, and `AdapterMismatch` where it was trained for another
+    model; `ConfigError` for a vocabulary that cannot be.
+    """
+    folder = find(path)
+    config = read_config(path)
+    try:
+        state = load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
+    if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
+        raise AdapterMismatch(
+            f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
+            f"{config.n_layers} layers, config {config.target_hash}); this target is "
+            f"{lm.name} ({lm.n_layers} layers, config "
+            f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
+            "python train.py model=..."
+        )
+    size = config.vocabulary or 0 if vocabulary is None else vocabulary
+    if config.architecture.own_head and size != (config.vocabulary or 0):
+        raise ConfigError(
+            f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
+            f"drafter.vocabulary={size} cannot be; leave it unset."
+        )
+    vocabulary_K = draft_vocabulary(path, size) if size else None
+    with torch.device("meta"):
+        adapter = Adapter(lm, config.exit_layer, config.architecture, vocabulary_K)
+    try:
+        adapter.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
+    device = lm.layer_devices[config.exit_layer - 1]
+    adapter = adapter.to(device, lm.dtype).eval().requires_grad_(False)
+    return adapter, DraftHead(lm, adapter, vocabulary_K)
+
+
+def read_config(path: str) -> AdapterConfig:
+    """What an adapter was made for.
+
+    Errors: `AdapterNotFound`, `CorruptFile`.
+    """
+    folder = find(path)
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise AdapterNotFound(f"'{folder}' holds no {name}; it is not an adapter's folder.")
+    try:
+        fields = json.loads((folder / CONFIG).read_text())
+        architecture = Architecture(**fields.pop("architecture", {}))
+        return AdapterConfig(**fields, architecture=architecture)
+    except (ValueError, TypeError, AttributeError) as error:  # no JSON, no text, wrong fields
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> CorruptFile:
+    return CorruptFile(f"adapter '{folder}' cannot be read ({error}); fetch it again.")

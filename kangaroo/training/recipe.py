@@ -1,0 +1,94 @@
+"""What is trained: an adapter's parts, where it sits, and what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from kangaroo.adapter import Adapter, Architecture, DraftHead
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+from kangaroo.training.losses import Loss
+
+
+@dataclass
+class AdapterRecipe(Architecture):
+    """One adapter for each exit layer, all from the same frozen pass.
+
+    Args:
+        name: with the exit layer it names the adapter's folder and figures.
+        exit_layers: how many of the target's layers lie below each adapter.
+        draft_steps: a fused adapter is trained on its own states too, as it reads them when it
+            drafts this many tokens in a row; for others every step is alike.
+        step_decay: each further step's loss weighs this much of the one before.
+        on_policy: train one more step on a token that the adapter itself would draft, at the price
+            of a second pass of the target for each adapter (after DistillSpec, arXiv 2310.08461).
+        learning_rate: peak; None takes the trainer's.
+    """
+
+    name: str = "???"
+    exit_layers: list[int] = field(default_factory=lambda: [3])
+    loss: Loss = Loss.cross_entropy
+    draft_steps: int = 1
+    step_decay: float = 0.8
+    on_policy: bool = False
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_steps < 1:
+            raise ConfigError(f"adapter.draft_steps must be 1 or more, not {self.draft_steps}.")
+        if self.draft_steps > 1 and not self.fused:
+            raise ConfigError(
+                f"adapter.draft_steps={self.draft_steps} needs adapter.fused=true: the states that "
+                "other adapters read are the same at every draft step."
+            )
+        if not self.exit_layers:
+            raise ConfigError("adapter.exit_layers is empty; name at least one layer, such as [3].")
+
+    def architecture(self) -> Architecture:
+        return Architecture(**{f.name: getattr(self, f.name) for f in fields(Architecture)})
+
+
+@dataclass
+class Trainee:
+    """An adapter in training.
+
+    Args:
+        name: of its folder and its figures, such as "attention-exit3".
+    """
+
+    name: str
+    adapter: Adapter
+    head: DraftHead
+    recipe: AdapterRecipe
+
+    def settings(self) -> dict[str, Any]:
+        """What it was asked to be, as plain values."""
+        return asdict(self.recipe) | {"loss": self.recipe.loss.value}
+
+
+def trainees(
+    lm: LM, recipes: Sequence[AdapterRecipe], vocabulary_K: Tensor | None
+) -> list[Trainee]:
+    """Untrained adapters in float32, one a recipe and exit layer.
+
+    Args:
+        vocabulary_K: the tokens to draft from, ascending; None is all of them.
+
+    Errors: `ConfigError` where two would have the same name.
+    """
+    made: dict[str, Trainee] = {}
+    for recipe in recipes:
+        for layer in recipe.exit_layers:
+            name = f"{recipe.name}-exit{layer}"
+            if name in made:
+                raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
+            adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
+            adapter = adapter.start_from(lm, vocabulary_K).float().train()
+            adapter = adapter.to(lm.layer_devices[layer - 1]).requires_grad_()
+            made[name] = Trainee(name, adapter, DraftHead(lm, adapter, vocabulary_K), recipe)
+    return list(made.values())

@@ -1,0 +1,92 @@
+"""Run an adapter over whole texts as it runs when drafting, all positions and draft steps at once.
+
+Shapes: B rows, R rows of a block (1 or B), T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kangaroo.adapter import Adapter
+from kangaroo.cache import Block
+
+
+class Unrolled:
+    """Keys and values of all draft steps so far, one step's T tokens after another's."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(
+        self, k_BKTC: Tensor, v_BKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.append(k_BKTC)
+        self.values.append(v_BKTC)
+        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+    def first(self) -> Unrolled:
+        """Those of the first step alone."""
+        other = Unrolled()
+        other.keys, other.values = self.keys[:1], self.values[:1]
+        return other
+
+
+def unroll(
+    adapter: Adapter, f_BTD: Tensor, deep_BTD: Tensor, block: Block, steps: int, past: Unrolled
+) -> list[Tensor]:
+    """The adapter's normed states `[B, T, D]` at draft steps 1 to `steps`.
+
+    The state of step k at a position is what the adapter has there when its draft began k - 1
+    tokens earlier: with the target's deep states up to then and its own after. As in decoding, the
+    keys of the tokens before the draft are those of step 1, and those within it of their own steps
+    (training-time test, EAGLE-3, arXiv 2503.01840).
+
+    Args:
+        deep_BTD: the target's normed final states.
+        past: takes the keys and values of all steps.
+    """
+    seen_RTT = sees(block)
+    states = []
+    for step in range(1, steps + 1):
+        deep_BTD = before(deep_BTD, block.positions_RT)
+        at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD)) if step > 1 else block
+        states.append(adapter(f_BTD, deep_BTD, at, past))
+        deep_BTD = states[-1]
+    return states
+
+
+def sees(block: Block) -> Tensor:
+    """`[R, T, T]`: which tokens of a text each may attend to."""
+    if block.bias_R1TE is not None:
+        return block.bias_R1TE[:, 0] == 0
+    width = block.positions_RT.shape[1]
+    return torch.ones(1, width, width, dtype=torch.bool, device=block.positions_RT.device).tril()
+
+
+def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
+    """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys.
+
+    Of step 1, what lies before the draft; of each later step, the draft's one token of that step.
+    """
+    past = [seen_RTT.tril(1 - step)]
+    for other in range(2, step + 1):
+        back = other - step
+        past.append(seen_RTT.tril(back).triu(back))
+    return torch.cat(past, -1)
+
+
+def bias(seen_RTE: Tensor, like: Tensor) -> Tensor:
+    """The additive mask `[R, 1, T, E]` of what is seen."""
+    zeros = torch.zeros(seen_RTE.shape, dtype=like.dtype, device=like.device)
+    return zeros.masked_fill_(~seen_RTE, -torch.inf)[:, None]
+
+
+def before(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:
+    """What stood one token earlier; zeros at the start of a text."""
+    shifted_BTD = F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+    return shifted_BTD * (positions_RT > 0)[..., None]

@@ -1,0 +1,95 @@
+"""What an adapter learns at a draft step is what it does there when it drafts.
+
+Shapes: T tokens, D hidden size.
+"""
+
+import pytest
+import torch
+from helpers import adapter_for, random_prompts, tiny
+from torch import Tensor
+
+from kangaroo.adapter import Adapter, Architecture
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.training.unroll import Unrolled, unroll
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["attention", "layer"])
+def fused(request) -> tuple[LM, Adapter]:
+    lm = tiny()
+    return lm, adapter_for(lm, architecture=Architecture(feed_forward=request.param, fused=True))
+
+
+def states(lm: LM, ids: list[int], layers: int) -> Tensor:
+    """The target's states `[1, T, D]` after some layers."""
+    block = lm.chunk(0, len(ids), row=0, n_slots=len(ids))
+    return lm.run(lm.embed(torch.tensor([ids])), None, block, range(layers))[0]
+
+
+@torch.no_grad()
+def last_state(lm: LM, adapter: Adapter, ids: list[int], pending: int) -> Tensor:
+    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted.
+
+    By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
+    itself excluded, and after that the adapter's own take their place.
+    """
+    deep_1TD = lm.norm(states(lm, ids, lm.n_layers))[:, :pending]  # causal: the rest is unseen
+    for end in range(pending + 1, len(ids) + 1):
+        f_1TD = states(lm, ids[:end], adapter.exit_layer)
+        before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
+        own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
+        deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)
+    return deep_1TD[0, -1]
+
+
+def test_every_draft_step_of_training_is_that_of_drafting(fused):
+    lm, adapter = fused
+    (ids,) = random_prompts(12)
+    block = lm.chunk(0, 12, 0, 12)
+    f_1TD, deep_1TD = states(lm, ids, adapter.exit_layer), lm.norm(states(lm, ids, lm.n_layers))
+    with torch.no_grad():
+        unrolled = unroll(adapter, f_1TD, deep_1TD, block, steps=3, past=Unrolled())
+    for step, state_1TD in enumerate(unrolled):
+        for position in range(step + 1, 12):
+            expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)
+            torch.testing.assert_close(state_1TD[0, position], expected, **TOLERANCE)
+
+
+def test_a_fused_adapter_reads_the_deep_state_and_its_own(fused):
+    """Else the equality above would hold for anything."""
+    lm, adapter = fused
+    (ids,) = random_prompts(12)
+    assert not torch.allclose(
+        last_state(lm, adapter, ids, pending=10), last_state(lm, adapter, ids, pending=11)
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_fused_drafter_drafts_by_that_definition(fused, monkeypatch, batch_size):
+    """Texts are right whatever is drafted, so a stale state would cost acceptance unseen."""
+    lm, adapter = fused
+    drafter = Kangaroo(lm, adapter, steps=3, threshold=0.2)
+    propose, checked = drafter.propose, []
+
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            if batch.done_B[row]:
+                continue
+            ids = batch.tokens_BS[row, : batch.lengths[row]].tolist()
+            pending = len(ids) - 1
+            for token in draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist():
+                state_D = last_state(lm, adapter, ids, pending)
+                assert token == drafter.head(state_D[None])[0].argmax()
+                ids.append(token)
+            checked.append(len(ids) - 1 - pending)
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(lm, drafter, prefill_chunk=7)
+    # one token: nothing to prefill, in a row used before; 9: two chunks
+    engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
+    assert set(checked) == {1, 2, 3}
