@@ -79,6 +79,7 @@ class Adapter(nn.Module):
             self.middle_norm = norm()
             self.feed_forward = type(layer.mlp)(lm.config)
         self.norm = norm()
+        self.head: nn.Linear | None = None
         if parts.own_head:
             size = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
             self.head = nn.Linear(hidden_size, size, bias=False)
@@ -101,7 +102,7 @@ class Adapter(nn.Module):
             self.norm.get_parameter("weight").mul_(0.3)
             if parts.fused:
                 self.fuse.weight.zero_()  # begins as if it saw the shallow state alone
-            if parts.own_head:
+            if self.head is not None:
                 rows = slice(None) if vocabulary_K is None else vocabulary_K
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
@@ -142,14 +143,15 @@ class DraftHead:
     2502.14856).
 
     Args:
+        own: an adapter's own head, over the same tokens; None is the target's.
         vocabulary_K: token ids, ascending; None is the whole vocabulary.
     """
 
-    def __init__(self, lm: LM, adapter: Adapter, vocabulary_K: Tensor | None):
+    def __init__(self, lm: LM, own: nn.Linear | None = None, vocabulary_K: Tensor | None = None):
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
-        if adapter.architecture.own_head:
-            self.weight_KD: Tensor = adapter.head.weight
+        if own is not None:
+            self.weight_KD: Tensor = own.weight
         elif vocabulary_K is None:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone

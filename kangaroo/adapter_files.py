@@ -175,7 +175,7 @@ def load(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Adapter, Dra
         raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
     device = lm.layer_devices[config.exit_layer - 1]
     adapter = adapter.to(device, lm.dtype).eval().requires_grad_(False)
-    return adapter, DraftHead(lm, adapter, vocabulary_K)
+    return adapter, DraftHead(lm, adapter.head, vocabulary_K)
 
 
 def read_config(path: str) -> AdapterConfig:

@@ -54,7 +54,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
     "kangaroo-vocabulary": lambda case: Kangaroo(
-        case.lm, case.adapter, 4, 0, DraftHead(case.lm, case.adapter, torch.arange(0, 64, 2))
+        case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
     ),
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
     "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),

@@ -79,7 +79,7 @@ class Kangaroo:
         if not 0 <= threshold < 1:
             raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
         self.lm, self.adapter = lm, adapter
-        self.head = head or DraftHead(lm, adapter, vocabulary_K=None)
+        self.head = head or DraftHead(lm, adapter.head)
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)

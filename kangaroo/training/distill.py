@@ -20,6 +20,35 @@ FIGURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
 @dataclass
+class Teacher:
+    """What the target says at every position, in so far as it takes its whole head to know.
+
+    Args:
+        state_MD: its normed final states.
+        top_M: its likeliest token.
+        total_M: the logarithm of the sum of all its exponentiated logits.
+    """
+
+    state_MD: Tensor
+    top_M: Tensor
+    total_M: Tensor
+
+    @staticmethod
+    @torch.no_grad()
+    def of(lm: LM, state_MD: Tensor, chunk_size: int) -> Teacher:
+        """
+        Args:
+            chunk_size: positions whose logits exist at a time.
+        """
+        top, total = [], []
+        for part_CD in state_MD.split(chunk_size):
+            logits_CV = lm.head(part_CD).to(lm.device).float()
+            top.append(logits_CV.argmax(-1))
+            total.append(logits_CV.logsumexp(-1))
+        return Teacher(state_MD, torch.cat(top), torch.cat(total))
+
+
+@dataclass
 class Student:
     """The states of one adapter at one draft step.
 
@@ -54,25 +83,23 @@ class Graded:
 
 
 def distill(
-    lm: LM, teacher_MD: Tensor, students: Sequence[Student], chunk_size: int, backward: bool
+    teacher: Teacher, head: DraftHead, students: Sequence[Student], chunk_size: int, backward: bool
 ) -> list[Graded]:
-    """Grade every student against the target, whose logits are computed once for all.
+    """Grade every student against the target.
 
     Args:
-        teacher_MD: the target's own normed final states.
+        head: the target's, over the students' draft vocabulary.
         chunk_size: positions whose logits exist at a time.
         backward: also compute gradients, which the caller passes on, once for all chunks.
     """
     graded = [_begin(student, backward) for student in students]
-    for start in range(0, len(teacher_MD), chunk_size):
+    for start in range(0, len(teacher.top_M), chunk_size):
         part = slice(start, start + chunk_size)
         with torch.no_grad():
-            p_CV = lm.head(teacher_MD[part]).to(lm.device).float().softmax(-1)
-            top_C = p_CV.argmax(-1)
+            logits_CK = head(teacher.state_MD[part]).float()
+            p_CK = (logits_CK - teacher.total_M[part, None]).exp_()
         for student, result in zip(students, graded, strict=True):
-            vocabulary_K = student.head.vocabulary_K
-            p_CK = p_CV if vocabulary_K is None else p_CV[:, vocabulary_K]
-            _grade(student, result, part, p_CK, top_C)
+            _grade(student, result, part, p_CK, teacher.top_M[part])
     return graded
 
 

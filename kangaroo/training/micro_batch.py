@@ -16,7 +16,7 @@ from torch import Tensor
 from kangaroo.cache import Block, KVCache
 from kangaroo.model import LM
 from kangaroo.training.batches import Tokens
-from kangaroo.training.distill import Graded, Student, distill
+from kangaroo.training.distill import Graded, Student, Teacher, distill
 from kangaroo.training.recipe import Trainee
 from kangaroo.training.unroll import Unrolled, bias, sees, unroll
 
@@ -28,6 +28,7 @@ class Seen:
     Args:
         taps: hidden states `[B, T, D]` by the number of layers below them.
         deep_BTD: normed final states.
+        teacher: what the target says at the assistant's positions.
         cache: the text's keys and values, where something is to follow it.
     """
 
@@ -35,19 +36,22 @@ class Seen:
     block: Block
     taps: dict[int, Tensor]
     deep_BTD: Tensor
+    teacher: Teacher
     cache: KVCache | None
 
 
-def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee]) -> Seen:
+@torch.no_grad()
+def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) -> Seen:
     """The one frozen forward that all adapters learn from."""
     rows, width = tokens.input_BT.shape
     block = replace(lm.chunk(0, width, row=0, n_slots=width), rows=slice(0, rows))
     followed = any(trainee.recipe.on_policy for trainee in trained)
     cache = lm.new_cache(rows, 2 * width) if followed else None
     exits = {trainee.adapter.exit_layer for trainee in trained}
-    with torch.no_grad():
-        x_BTD, taps = lm.run(lm.embed(tokens.input_BT), cache, block, range(lm.n_layers), exits)
-        return Seen(tokens, block, taps, lm.norm(x_BTD), cache)
+    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), cache, block, range(lm.n_layers), exits)
+    deep_BTD = lm.norm(x_BTD)
+    teacher = Teacher.of(lm, deep_BTD[tokens.wanted_BT.to(deep_BTD.device)], loss_chunk)
+    return Seen(tokens, block, taps, deep_BTD, teacher, cache)
 
 
 def teach(
@@ -58,14 +62,14 @@ def teach(
     Returns the grades of each adapter's draft steps, then of its own token if it is on policy.
     """
     unrolled = [_states(lm, seen, trainee, trainee.recipe.draft_steps) for trainee in trained]
-    grades = _grade(lm, seen, trained, [states for states, _ in unrolled], loss_chunk, weight)
+    grades = _grade(seen, trained, [states for states, _ in unrolled], loss_chunk, weight)
     for trainee, (states, past), own in zip(trained, unrolled, grades, strict=True):
         if trainee.recipe.on_policy:
-            state_BTD, teacher_BTD = _own_tokens(lm, seen, trainee, states[0], past.first())
+            state_BTD, deep_BTD = _own_tokens(lm, seen, trainee, states[0], past.first())
             wanted_BT = seen.tokens.wanted_BT
             student = _student(trainee, state_BTD, wanted_BT, wanted_BT, weight, step=1)
-            teacher_MD = teacher_BTD[wanted_BT.to(teacher_BTD.device)]
-            own += distill(lm, teacher_MD, [student], loss_chunk, backward=True)
+            teacher = Teacher.of(lm, deep_BTD[wanted_BT.to(deep_BTD.device)], loss_chunk)
+            own += distill(teacher, trainee.targets, [student], loss_chunk, backward=True)
         # one walk through the adapter, for all its steps and chunks
         pairs = [pair for grade in own for pair in grade.gradients]
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
@@ -79,11 +83,11 @@ def grade(
     """The grades of `steps` draft steps of each fused adapter, and of one of any other."""
     counts = [steps if trainee.recipe.fused else 1 for trainee in trained]
     states = [_states(lm, seen, t, count)[0] for t, count in zip(trained, counts, strict=True)]
-    return _grade(lm, seen, trained, states, loss_chunk, weight=None)
+    return _grade(seen, trained, states, loss_chunk, weight=None)
 
 
 def _grade(
-    lm: LM, seen: Seen, trained: Sequence[Trainee], states: Sequence[list[Tensor]], loss_chunk: int,
+    seen: Seen, trained: Sequence[Trainee], states: Sequence[list[Tensor]], loss_chunk: int,
     weight: float | None,
 ) -> list[list[Graded]]:  # fmt: skip
     students, wanted_BT = [], seen.tokens.wanted_BT
@@ -93,8 +97,8 @@ def _grade(
             students.append(_student(trainee, state_BTD, wanted_BT, valid_BT, weight or 1.0, step))
             # one step on, the draft began a token earlier, which the assistant must have written
             valid_BT = valid_BT & F.pad(valid_BT[:, :-1], (1, 0))
-    teacher_MD = seen.deep_BTD[wanted_BT.to(seen.deep_BTD.device)]
-    graded = iter(distill(lm, teacher_MD, students, loss_chunk, backward=weight is not None))
+    head = trained[0].targets
+    graded = iter(distill(seen.teacher, head, students, loss_chunk, backward=weight is not None))
     return [[next(graded) for _ in own] for own in states]
 
 
@@ -145,10 +149,10 @@ def _own_tokens(
         x_BTD, taps = lm.run(
             lm.embed(token_BT), seen.cache, block, range(lm.n_layers), (adapter.exit_layer,)
         )
-        teacher_BTD = lm.norm(x_BTD)
+        deep_BTD = lm.norm(x_BTD)
     with _precision(lm):
         f_BTD = taps[adapter.exit_layer].to(state_BTD)
-        return adapter(f_BTD, state_BTD, block.to(f_BTD.device), past), teacher_BTD
+        return adapter(f_BTD, state_BTD, block.to(f_BTD.device), past), deep_BTD
 
 
 def _precision(lm: LM) -> AbstractContextManager[object]:

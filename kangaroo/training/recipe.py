@@ -59,11 +59,13 @@ class Trainee:
 
     Args:
         name: of its folder and its figures, such as "attention-exit3".
+        targets: the target's head over the same draft vocabulary.
     """
 
     name: str
     adapter: Adapter
     head: DraftHead
+    targets: DraftHead
     recipe: AdapterRecipe
 
     def settings(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def trainees(
     Errors: `ConfigError` where two would have the same name.
     """
     made: dict[str, Trainee] = {}
+    shared = DraftHead(lm, None, vocabulary_K)
     for recipe in recipes:
         for layer in recipe.exit_layers:
             name = f"{recipe.name}-exit{layer}"
@@ -90,5 +93,7 @@ def trainees(
             adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
             adapter = adapter.start_from(lm, vocabulary_K).float().train()
             adapter = adapter.to(lm.layer_devices[layer - 1]).requires_grad_()
-            made[name] = Trainee(name, adapter, DraftHead(lm, adapter, vocabulary_K), recipe)
+            own = adapter.head
+            head = shared if own is None else DraftHead(lm, own, vocabulary_K)
+            made[name] = Trainee(name, adapter, head, shared, recipe)
     return list(made.values())

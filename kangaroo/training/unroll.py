@@ -63,7 +63,8 @@ def unroll(
 def sees(block: Block) -> Tensor:
     """`[R, T, T]`: which tokens of a text each may attend to."""
     if block.bias_R1TE is not None:
-        return block.bias_R1TE[:, 0] == 0
+        bias_RTT = block.bias_R1TE[:, 0]
+        return bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
     width = block.positions_RT.shape[1]
     return torch.ones(1, width, width, dtype=torch.bool, device=block.positions_RT.device).tril()
 
