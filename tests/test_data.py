@@ -106,7 +106,7 @@ def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     lm, tokenizer = target
-    with pytest.raises(DataError, match="no usable conversation in 2 tries"):
+    with pytest.raises(DataError, match="none of 2 conversations is usable"):
         synthesise(
             lm, tokenizer,
             settings(tmp_path / "d", shards=1, shard_size=2, max_question_tokens=1,
