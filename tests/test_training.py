@@ -15,7 +15,7 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
+from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.distill import distill
 from kangaroo.training.loop import TrainerConfig, learning_rate, micro_batch, train
@@ -60,6 +60,83 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
     assert batches != plan(lengths, 64, seed=1, epoch=0)
 
 
+def test_packed_micro_batches_fit_and_hold_every_sample_once():
+    lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
+    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=True)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        rows = rows_of([lengths[i] for i in batch])
+        width = max(lengths[i] for i in batch)
+        assert len(batch) == 1 or len(rows) * width <= 64
+        assert all(sum(lengths[batch[i]] for i in row) <= width for row in rows)
+    assert batches != plan(lengths, 64, seed=0, epoch=1, packing=True)
+    assert len(batches) <= len(plan(lengths, 64, seed=0, epoch=0))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_packing_changes_no_state_loss_or_gradient(architecture):
+    lm = tiny(architecture)
+    data = [sample(ids, 3) for ids in random_prompts(20, 5, 8, 6, 20, 11, 9, seed=1)]
+    packed = collate(data, 100, lm.device, packing=True)
+    assert len(packed.input_BT) == 4 and packed.input_BT.numel() == 80  # of 79 tokens
+
+    def run(tokens):
+        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        return x_BTD
+
+    together_BTD = run(packed)
+    for index, one in enumerate(data):
+        alone_TD = run(collate([one], 100, lm.device))[0]
+        # float32, attention summed in another order
+        torch.testing.assert_close(
+            together_BTD[packed.sample_BT == index], alone_TD, rtol=1e-4, atol=1e-5
+        )
+
+    def trained(packing):
+        adapter = adapter_for(lm).requires_grad_()
+        (scores,) = micro_batch(lm, [adapter], data, config(packing=packing), weight=0.01)
+        return scores, [parameter.grad for parameter in adapter.parameters()]
+
+    (one, gradients), (other, others) = trained(False), trained(True)
+    assert one.positions == other.positions == sum(sum(s["loss_mask"]) for s in data)
+    assert math.isclose(one.loss, other.loss, rel_tol=1e-5)
+    for gradient, packed_gradient in zip(gradients, others, strict=True):
+        torch.testing.assert_close(gradient, packed_gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_packed_token_does_not_depend_on_the_samples_before_it():
+    lm = tiny()
+    first, other, last = (sample(ids, 3) for ids in random_prompts(12, 12, 9, seed=2))
+    wide = sample(random_prompts(21)[0], 3)  # makes rows wide enough for two
+    states = []
+    for before in (first, other):
+        tokens = collate([wide, before, last], 100, lm.device, packing=True)
+        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        assert tokens.sample_BT[1].tolist() == [1] * 12 + [2] * 9
+        states.append(x_BTD[1, 12:])
+    assert torch.equal(*states)
+
+
+def test_a_float32_adapter_trains_on_packed_rows_of_a_bfloat16_target():
+    lm = tiny(dtype=torch.bfloat16)
+    adapter = adapter_for(lm).float().requires_grad_()
+    data = [*samples(3, length=9), sample(random_prompts(21)[0], 3)]
+    (scores,) = micro_batch(lm, [adapter], data, config(packing=True), weight=0.01)
+    assert math.isfinite(scores.loss) and all(p.grad is not None for p in adapter.parameters())
+
+
+def test_a_packed_run_trains_and_resumes(tmp_path):
+    def run(name, tracker):
+        settings = config(packing=True, batch_tokens=128)
+        return train(tiny(), samples(12), settings, tmp_path / name, tracker, ABOUT)
+
+    (whole,) = run("whole", NoTracker())
+    with pytest.raises(Killed):
+        run("stopped", KillsAt(3))
+    (stopped,) = run("stopped", NoTracker())
+    assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
+
+
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
@@ -71,7 +148,8 @@ def test_wanted_positions_are_those_before_a_token_of_the_assistant():
 
 def test_a_sample_without_trainable_tokens_is_refused_and_shown():
     with pytest.raises(
-        DataError, match=r"sample 1 has no trainable token among its first 5.*Why\?"
+        DataError,
+        match=r"sample 1 has no trainable token among its first 5: .* 6 to 8 .*user: 'Why\?'",
     ):
         check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 

@@ -39,6 +39,7 @@ class TrainerConfig:
         epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
+        packing: samples stand one after another in shared rows, without seeing each other.
         accumulate: micro-batches an optimizer step.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
@@ -56,6 +57,7 @@ class TrainerConfig:
     weight_decay: float = 0.0
     warmup_steps: int = 30
     batch_tokens: int = 1024
+    packing: bool = False
     accumulate: int = 1
     clip: float = 1.0
     max_length: int = 2048
@@ -85,8 +87,8 @@ def micro_batch(
     Args:
         weight: gradients of `weight` x the summed loss are added up; None only scores.
     """
-    tokens = collate(samples, config.max_length, lm.device)
-    block = lm.chunk(0, tokens.input_BT.shape[1], row=0, n_slots=tokens.input_BT.shape[1])
+    tokens = collate(samples, config.max_length, lm.device, config.packing)
+    block = tokens.block(lm)
     with torch.no_grad():
         x_BTD, taps = lm.run(
             lm.embed(tokens.input_BT), None, block, range(lm.n_layers), config.exit_layers
@@ -114,7 +116,7 @@ def evaluate(
     """Held-out figures of every adapter: `held_out/exit<layer>/<figure>`."""
     sums = [Scores() for _ in trained]
     lengths = [len(sample["input_ids"]) for sample in samples]
-    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0):
+    for batch in plan(lengths, config.batch_tokens, 0, 0, config.packing):
         scores = micro_batch(lm, trained, [samples[i] for i in batch], config, weight=None)
         sums = add(sums, scores)
     return named("held_out", trained, sums)
@@ -146,7 +148,7 @@ def train(
     batches = [
         batch
         for epoch in range(config.epochs)
-        for batch in plan(lengths, config.batch_tokens, config.seed, epoch)
+        for batch in plan(lengths, config.batch_tokens, config.seed, epoch, config.packing)
     ]
     total = math.ceil(len(batches) / config.accumulate)
 
