@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -76,8 +76,7 @@ def write_parts(
     with tqdm(total=sum(part.answers for part in missing), unit="answer", desc="writing") as bar:
         ended = 0
         for part in missing:
-            dialogues = part.write(writer, bar.update)
-            shards.write(part.name, (d.sample() for d in dialogues if d.input_ids))
+            shards.write(part.name, _samples(part, writer, bar.update))
             ended += part.answers
             bar.update(ended - bar.n)  # those that were never asked for
             bar.set_postfix(tokens_per_second=speed.written / speed.seconds)
@@ -128,6 +127,12 @@ def check_room(folder: Path, tokens: int) -> None:
             f"the dataset may take {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
             "left. Make room, pass data.path= on another disk, or ask for fewer conversations."
         )
+
+
+def _samples(part: Part, writer: Writer, done: Callable[[], object]) -> Iterator[Sample]:
+    for dialogue in part.write(writer, done):
+        if dialogue.input_ids:
+            yield dialogue.sample()
 
 
 def _expected_tokens(shards: Shards, parts: Sequence[Part], missing: Sequence[Part]) -> int:

@@ -109,7 +109,7 @@ def collate(
     """Cut samples at `max_length` tokens, place them in rows, and pad those on the right."""
     lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
     rows = rows_of(lengths) if packing else [[index] for index in range(len(samples))]
-    shape = len(rows), max(lengths)
+    shape = len(rows), max(sum(lengths[index] for index in row) for row in rows)
     input_BT = torch.zeros(shape, dtype=torch.long)
     wanted_BT = torch.zeros(shape, dtype=torch.bool)
     sample_BT = torch.full(shape, -1)
