@@ -1,7 +1,7 @@
 """Loss masks: which tokens the assistant wrote, for templates of every common form."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -77,6 +77,7 @@ def byte_level():
     """GPT-2's kind: words with their blank before them, runs of blanks and newlines merged."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -203,6 +204,17 @@ def test_a_token_across_the_beginning_of_an_answer_is_the_templates():
     header = [token for token, wanted in zip(ids, mask, strict=True) if not wanted]
     assert "assistant\n\n" in tokenizer.decode(header)  # the second newline is the answer's
     assert marked_texts(tokenizer, ids, mask) == ["Because<|im_end|>"]
+
+
+def test_a_blank_that_ends_the_header_is_the_headers():
+    """Byte-level tokenizers report it as a point at its end, where the answer begins."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = with_template(byte_level(), template)
+    ids, mask = masked_ids(tokenizer, turns("Why?", "\nBecause"))
+    assert (
+        tokenizer.decode([t for t, wanted in zip(ids, mask, strict=True) if wanted]) == "\nBecause"
+    )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():

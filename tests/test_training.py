@@ -113,6 +113,7 @@ def test_a_packed_token_does_not_depend_on_the_samples_before_it():
         tokens = collate([wide, before, last], 100, lm.device, packing=True)
         x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
         assert tokens.sample_BT[1].tolist() == [1] * 12 + [2] * 9
+        assert tokens.block(lm).positions_RT[1].tolist() == [*range(12), *range(9)]
         states.append(x_BTD[1, 12:])
     assert torch.equal(*states)
 
