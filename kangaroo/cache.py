@@ -24,8 +24,9 @@ class Block:
     Args:
         slots_RT: slot of each token within its row.
         positions_RT: position of each token, for RoPE and for the sampling noise.
-        bias_R1TE: additive attention mask in the model's dtype (0 or -inf); None is the causal fast
-            path, for a block that fills slots 0..T-1 of its rows.
+        bias_R1TE: additive attention mask in the model's dtype (0 or -inf), or a boolean one, true
+            where a token is seen; None is the causal fast path, for a block that fills slots
+            0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         rope: cosine and sine of `positions_RT`.

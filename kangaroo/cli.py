@@ -26,7 +26,8 @@ from kangaroo import models
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
-from kangaroo.data.synthesis import SynthesisConfig, synthesise
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
@@ -104,6 +105,7 @@ def register() -> None:
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)
     cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
+    cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
@@ -143,7 +145,7 @@ def load_target(config: ModelConfig) -> tuple[LM, Any]:
 def train(config: TrainCommand) -> None:
     """Let the target write its data, train adapters on it, and save them."""
     lm, tokenizer = load_target(config.model)
-    synthesise(lm, tokenizer, config.data)
+    config.data.make(lm, tokenizer)
     samples, about = store.load(Path(config.data.path))
     log.info(
         "%d conversations, %d tokens, %d of the assistant, from %s",

@@ -1,5 +1,6 @@
 """The command line: every config composes, typos are refused, errors come without a traceback."""
 
+import json
 import os
 import signal
 import subprocess
@@ -45,6 +46,12 @@ def test_every_model_composes_and_is_named_as_its_file(model):
 def test_every_drafter_composes_everywhere(command, drafter):
     config = composed(command, f"drafter={drafter}")
     assert OmegaConf.to_object(config.drafter).name == drafter
+
+
+@pytest.mark.parametrize("data", ["self_synthesis", "conversations"])
+def test_every_source_of_data_composes_and_goes_to_a_folder_of_its_own(data):
+    config = composed("train", f"data={data}")
+    assert config.data.name == data and config.data.path == f"outputs/data/{data}/smollm2-135m"
 
 
 @pytest.mark.parametrize("logger", ["none", "wandb"])
@@ -109,6 +116,26 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert run("train.py", *settings, cwd=killed).returncode == 0
     weights = Path("outputs/train/tiny/exit2") / WEIGHTS
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
+
+
+def test_training_on_conversations_from_a_file(tmp_path):
+    talks = [
+        {"conversations": [{"from": "human", "value": f"What is {i} and {i}?"},
+                           {"from": "gpt", "value": f"It is {2 * i}."}]}
+        for i in range(100, 124)
+    ]  # fmt: skip
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    for regenerate in ("true", "false"):
+        result = run(
+            "train.py", "model=tiny", "data=conversations", "data.source=talks.json",
+            f"data.regenerate={regenerate}", f"data.path=data-{regenerate}",
+            "data.max_answer_tokens=16", "data.filters.near_duplicate=1", "trainer.exit_layers=[2]",
+            "trainer.epochs=1", "trainer.holdout=4", "trainer.packing=true",
+            f"output=out-{regenerate}", cwd=tmp_path,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        saved = json.loads((tmp_path / f"out-{regenerate}/exit2/config.json").read_text())
+        assert saved["training"]["data"]["settings"]["source"] == "talks.json"
 
 
 def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):

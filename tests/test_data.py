@@ -1,23 +1,37 @@
-"""Chat templates and self-synthesis."""
+"""Self-synthesis: what it writes, how it resumes, and what it says beforehand."""
 
 import json
+import logging
 import shutil
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
 
 from kangaroo import models
-from kangaroo.data import store
-from kangaroo.data.chat import prompt_ids, user_header
+from kangaroo.data import making, store
+from kangaroo.data.chat import masked_ids, prompt_ids, user_header
+from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.synthesis import SynthesisConfig, synthesise
-from kangaroo.errors import ConfigError, DataError, PromptError
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
 def target():
     hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    return LM(hf), tokenizer
+
+
+@pytest.fixture(scope="module")
+def brief():
+    """A target that ends a turn after some ten tokens."""
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    hf.generation_config.eos_token_id = [257, *range(100, 120)]
     return LM(hf), tokenizer
 
 
@@ -70,6 +84,138 @@ def test_samples_are_prompts_with_the_answer_masked_in(target, tmp_path):
     assert about["settings"]["model"] == TINY and about["conversations"] == len(samples)
 
 
+def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
+    """The definition of a shard of one turn: any change here orphans shards that exist."""
+    lm, tokenizer = target
+    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=2, seed=5))
+    engine = Engine(lm, Vanilla(), tokenizer)
+    header, end = user_header(tokenizer)
+    for number, temperature in enumerate([0.0, 0.7]):
+        seeds = range(5 * 1_000_003 + number * 4, 5 * 1_000_003 + number * 4 + 4)
+        asked = engine.generate([header] * 4, 8, Sampling(temperature=1.0), 3, seeds, [end])
+        lines = (tmp_path / f"data.shards/{number:05d}.jsonl").read_text().splitlines()
+        assert len(lines) == 4
+        for line, question, seed in zip(lines, asked, seeds, strict=True):
+            text = tokenizer.decode(question.tokens, skip_special_tokens=True)
+            turns = [{"role": "user", "content": text.removesuffix(end).strip()}]
+            prompt = prompt_ids(tokenizer, turns)
+            sampling = Sampling(temperature=temperature)
+            (said,) = engine.generate([prompt], 12, sampling, seeds=[seed])
+            answer = tokenizer.decode(said.tokens, skip_special_tokens=True)
+            assert json.loads(line) == {
+                "messages": [*turns, {"role": "assistant", "content": answer}],
+                "input_ids": prompt + said.tokens,
+                "loss_mask": [0] * len(prompt) + [1] * len(said.tokens),
+            }
+
+
+def test_folders_from_before_turns_and_filters_go_on(target, tmp_path):
+    lm, tokenizer = target
+    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=2))
+    path = tmp_path / "data.shards/settings.json"
+    recorded = json.loads(path.read_text())
+    assert "filters" not in recorded and "shards" not in recorded
+    del recorded["turns"]
+    path.write_text(json.dumps(recorded))
+    first = tmp_path / "data.shards/00000.jsonl"
+    written = first.stat().st_mtime_ns
+    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    assert first.stat().st_mtime_ns == written
+    with pytest.raises(DataError, match=r"turns=\[1\] there, \[2\] now"):
+        synthesise(lm, tokenizer, settings(tmp_path / "data", turns=[2]))
+
+
+def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
+    lm, tokenizer = target
+    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "data.shards").glob("*.jsonl")}
+    assert store.about(tmp_path / "data")["speed"]["tokens_written"] > 0
+    strict = FilterConfig(min_answer_tokens=12)
+    synthesise(lm, tokenizer, settings(tmp_path / "data", filters=strict))
+    samples, about = store.load(tmp_path / "data")
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert all(sum(sample["loss_mask"]) >= 12 for sample in samples)
+    assert about["speed"] is None  # nothing was written, so nothing was timed
+    assert about["asked"] == 12 == len(samples) + sum(about["dropped"].values())
+
+
+def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
+    lm, tokenizer = brief
+    config = settings(
+        tmp_path / "data", shards=2, shard_size=8, turns=[1, 3], max_answer_tokens=30,
+        filters=FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
+    )  # fmt: skip
+    synthesise(lm, tokenizer, config)
+    lines = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((tmp_path / "data.shards").glob("*.jsonl"))
+    ]
+    assert {len(sample["messages"]) for sample in lines[0]} == {2}
+    assert max(len(sample["messages"]) for sample in lines[1]) == 6
+    for sample in lines[1]:
+        messages, spans = sample["messages"], answers(sample["loss_mask"])
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert len(spans) == len(messages) // 2
+        prompt, earlier = masked_ids(tokenizer, messages[:-1], add_generation_prompt=True)
+        assert prompt == prompt_ids(tokenizer, messages[:-1])  # what decoding would see
+        assert sample["input_ids"][: len(prompt)] == prompt
+        assert sample["loss_mask"] == earlier + [1] * (len(sample["input_ids"]) - len(prompt))
+        for (start, stop), said in zip(spans, messages[1::2], strict=True):
+            text = tokenizer.decode(sample["input_ids"][start:stop], skip_special_tokens=True)
+            assert text == said["content"]
+    assert store.about(tmp_path / "data")["figures"]["turns"]["1"] >= 8
+
+
+def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
+    lm, tokenizer = brief
+    context = lm.config.max_position_embeddings
+    lm.config.max_position_embeddings = 120
+    try:
+        config = settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30)
+        synthesise(lm, tokenizer, config)
+    finally:
+        lm.config.max_position_embeddings = context
+    samples, _ = store.load(tmp_path / "data")
+    assert samples and all(len(sample["input_ids"]) <= 120 for sample in samples)
+
+
+def test_a_shard_that_is_torn_is_named(target, tmp_path):
+    lm, tokenizer = target
+    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    path = tmp_path / "data.shards/00001.jsonl"
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
+        synthesise(lm, tokenizer, settings(tmp_path / "data", filters=FilterConfig(1)))
+
+
+def test_tokens_time_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog):
+    lm, tokenizer = target
+    with caplog.at_level(logging.INFO):
+        synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    announced, wrote = caplog.messages[:2]
+    assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
+    assert "tokens/s" in announced and "MB on disk" in announced
+    assert "of a plain forward's" in wrote
+    assert set(store.about(tmp_path / "data")["speed"]) == {
+        "tokens_written", "seconds", "tokens_per_second", "forward_tokens_per_second",
+        "share_of_forward",
+    }  # fmt: skip
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(target, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 100, 100))
+    with pytest.raises(DataError, match="Make room"):
+        synthesise(*target, settings(tmp_path / "data"))
+    assert not list((tmp_path / "data.shards").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("wrong", [{"turns": []}, {"turns": [0]}, {"answer_temperatures": []}])
+def test_turns_and_temperatures_that_cannot_be_are_refused(target, tmp_path, wrong):
+    with pytest.raises(ConfigError, match="at least one"):
+        synthesise(*target, settings(tmp_path / "data", **wrong))
+
+
 def test_an_interrupted_synthesis_ends_with_the_same_data(target, tmp_path):
     lm, tokenizer = target
     synthesise(lm, tokenizer, settings(tmp_path / "whole"))
@@ -106,7 +252,7 @@ def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     lm, tokenizer = target
-    with pytest.raises(DataError, match="no usable conversation in 2 tries"):
+    with pytest.raises(DataError, match="none of 2 conversations is usable"):
         synthesise(
             lm, tokenizer,
             settings(tmp_path / "d", shards=1, shard_size=2, max_question_tokens=1,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny
 
-from kangaroo.adapter import Architecture, DraftHead
+from kangaroo.adapter import DraftHead
 from kangaroo.training.batches import collate
-from kangaroo.training.distill import FIGURES, Student, distill
+from kangaroo.training.distill import FIGURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import AdapterRecipe, trainees
@@ -69,7 +69,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     if own_head:
         made = trainees(lm, [AdapterRecipe(name="x", own_head=True)], vocabulary_K)
         adapter = made[0].adapter
-    head = DraftHead(lm, adapter, vocabulary_K)
+    head = DraftHead(lm, adapter.head, vocabulary_K)
     teacher, student = torch.randn(2, 11, lm.config.hidden_size).unbind()
     valid = torch.arange(11) % 3 > 0
     whole = student.clone().requires_grad_()
@@ -80,7 +80,8 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     leaves = [whole, head.weight_KD] if own_head else [whole]
     expected = torch.autograd.grad(total, leaves)
     taught = Student(student, valid, head, loss, weight=0.5)
-    (graded,) = distill(lm, teacher, [taught], chunk_size=4, backward=True)
+    targets = DraftHead(lm, None, vocabulary_K)
+    (graded,) = distill(Teacher.of(lm, teacher, 3), targets, [taught], chunk_size=4, backward=True)
     for (_, gradient), wanted in zip(graded.gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
     figures = dict(zip(FIGURES, graded.sums_F.tolist(), strict=True))
@@ -102,6 +103,5 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once()
         for ids in random_prompts(20, 21, 22)
     ]
     tokens = collate(samples, 100, lm.device)
-    teach(lm, look(lm, tokens, made), made, loss_chunk=7, weight=1.0)
+    teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
     assert max(seen) == 7 and sum(seen) == 15 + 16 + 17
-    assert Architecture() == made[0].adapter.architecture

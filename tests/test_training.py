@@ -15,7 +15,8 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
+from kangaroo.training import figures
+from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.loop import TrainerConfig, schedule
 from kangaroo.training.loop import train as train_all
@@ -52,6 +53,16 @@ def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
     return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
 
 
+VARIANTS = [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, {"on_policy": True}]
+
+
+def taught(lm, batches, **changes):
+    """The figures of each micro-batch, and the gradients that they add up to."""
+    made = trainees(lm, [recipe(**changes)], None)
+    grades = [figures.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
+    return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
+
+
 def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
     settings = config(warmup_steps=4)
     rates = [schedule(settings, step, 20) for step in range(20)]
@@ -72,6 +83,83 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
     assert batches != plan(lengths, 64, seed=1, epoch=0)
 
 
+def test_packed_micro_batches_fit_and_hold_every_sample_once():
+    lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
+    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=True)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        rows = rows_of([lengths[i] for i in batch])
+        width = max(lengths[i] for i in batch)
+        assert len(batch) == 1 or len(rows) * width <= 64
+        assert all(sum(lengths[batch[i]] for i in row) <= width for row in rows)
+    assert batches != plan(lengths, 64, seed=0, epoch=1, packing=True)
+    assert len(batches) <= len(plan(lengths, 64, seed=0, epoch=0))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_packing_changes_no_state_loss_or_gradient(changes):
+    lm = tiny()
+    data = [sample(ids, 3) for ids in random_prompts(20, 5, 8, 6, 20, 11, 9, seed=1)]
+    packed = collate(data, 100, lm.device, packing=True)
+    assert len(packed.input_BT) == 4 and packed.input_BT.numel() == 80  # of 79 tokens
+
+    def run(tokens):
+        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        return x_BTD
+
+    together_BTD = run(packed)
+    for index, one in enumerate(data):
+        alone_TD = run(collate([one], 100, lm.device))[0]
+        # float32, attention summed in another order
+        torch.testing.assert_close(
+            together_BTD[packed.sample_BT == index], alone_TD, rtol=1e-4, atol=1e-5
+        )
+
+    grades, gradients = taught(lm, [collate(data, 100, lm.device)], **changes)
+    others, packed_gradients = taught(lm, [packed], **changes)
+    for grade_F, packed_F in zip(grades[0], others[0], strict=True):
+        torch.testing.assert_close(grade_F, packed_F, rtol=1e-5, atol=1e-4)
+    for gradient, packed_gradient in zip(gradients, packed_gradients, strict=True):
+        torch.testing.assert_close(gradient, packed_gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_packed_token_does_not_depend_on_the_samples_before_it():
+    lm = tiny()
+    first, other, last = (sample(ids, 3) for ids in random_prompts(12, 12, 9, seed=2))
+    wide = sample(random_prompts(21)[0], 3)  # makes rows wide enough for two
+    states = []
+    for before in (first, other):
+        tokens = collate([wide, before, last], 100, lm.device, packing=True)
+        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        assert tokens.sample_BT[1].tolist() == [1] * 12 + [2] * 9
+        assert tokens.block(lm).positions_RT[1].tolist() == [*range(12), *range(9)]
+        states.append(x_BTD[1, 12:])
+    assert torch.equal(*states)
+
+
+def test_a_float32_adapter_trains_on_packed_rows_of_a_bfloat16_target():
+    lm = tiny(dtype=torch.bfloat16)
+    data = [*samples(3, length=9), sample(random_prompts(21)[0], 3)]
+    for changes in VARIANTS:
+        packed = collate(data, 100, lm.device, packing=True)
+        (grades,), gradients = taught(lm, [packed], **changes)
+        assert torch.isfinite(grades).all()
+        assert all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
+@pytest.mark.parametrize("changes", [{"packing": True}, {"remember": True}], ids=str)
+def test_a_run_of_other_micro_batches_trains_and_resumes(tmp_path, changes):
+    def run(name, tracker):
+        settings = config(batch_tokens=128, **changes)
+        return train(tiny(), samples(12), settings, tmp_path / name, tracker, ABOUT)
+
+    (whole,) = run("whole", NoTracker())
+    with pytest.raises(Killed):
+        run("stopped", KillsAt(3))
+    (stopped,) = run("stopped", NoTracker())
+    assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
+
+
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
@@ -83,7 +171,8 @@ def test_wanted_positions_are_those_before_a_token_of_the_assistant():
 
 def test_a_sample_without_trainable_tokens_is_refused_and_shown():
     with pytest.raises(
-        DataError, match=r"sample 1 has no trainable token among its first 5.*Why\?"
+        DataError,
+        match=r"sample 1 has no trainable token among its first 5: .* 6 to 8 .*user: 'Why\?'",
     ):
         check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 
@@ -98,7 +187,7 @@ def test_training_sees_what_decoding_sees(architecture):
     trained = []
     handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
     tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    grade(lm, look(lm, tokens, [trainee]), [trainee], loss_chunk=7, steps=1)
+    grade(lm, look(lm, tokens, [trainee], 7), [trainee], loss_chunk=7, steps=1)
     handle.remove()
     learnt_TV = lm.head(trained[0][1]).softmax(-1)
     drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
@@ -112,23 +201,29 @@ def test_training_sees_what_decoding_sees(architecture):
         torch.testing.assert_close(learnt_TV[length - 1], drafted_V, rtol=1e-4, atol=1e-6)
 
 
-def gradients(lm, batches, **changes):
-    made = trainees(lm, [recipe(**changes)], None)
-    for batch in batches:
-        teach(lm, look(lm, collate(batch, 100, lm.device), made), made, loss_chunk=7, weight=0.01)
-    return [parameter.grad for parameter in made[0].adapter.parameters()]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, {"on_policy": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
     lm, data = tiny(), samples(4)
-    whole = gradients(lm, [data], **changes)
-    for one, split in zip(whole, gradients(lm, [data[:1], data[1:]], **changes), strict=True):
-        torch.testing.assert_close(one, split, rtol=1e-4, atol=1e-6)  # float32, another order
+    splits = [[data], [data[:1], data[1:]]]
+    whole, split = (
+        taught(lm, [collate(part, 100, lm.device) for part in parts], **changes)[1]
+        for parts in splits
+    )
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # float32, another order
+
+
+def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothing(tmp_path):
+    lm, runs = tiny(), []
+    data = samples(6)
+    settings = config(holdout=1, batch_tokens=1000, evaluate_every=1000)  # one micro-batch an epoch
+    lm.layers[0].register_forward_hook(lambda *_: runs.append(1))
+    (plain,) = train(lm, data, settings, tmp_path / "plain")
+    looked = len(runs)
+    settings.remember = True
+    (kept,) = train(lm, data, settings, tmp_path / "kept")
+    assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
+    assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
 
 
 def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypedDict
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.errors import ConfigError, PromptError
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
 
 
 class Message(TypedDict):
@@ -35,7 +38,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     The template writes BOS itself where the model wants one, so none is added.
 
-    Errors: `PromptError` for an empty user turn.
+    Errors: `PromptError` for an empty user turn, or one that the template refuses.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -43,15 +46,99 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """What stands before a first user turn, as tokens, and the text that ends one.
+def user_header(
+    tokenizer: PreTrainedTokenizerBase, history: list[Message] | None = None
+) -> tuple[list[int], str]:
+    """What stands before the user's next turn, as tokens, and the text that ends a user turn.
 
-    Fed the header alone, an aligned model writes a question itself (Magpie, arXiv 2406.08464).
+    Fed the header alone, an aligned model writes a question itself; fed a conversation and the
+    header, it writes what the user says next (Magpie, arXiv 2406.08464).
+
+    Args:
+        history: the conversation so far, which ends with the assistant; None at its start.
     """
-    text = _render(tokenizer, [Message(role="user", content=_SENTINEL)], add_generation_prompt=True)
-    before, _, after = text.partition(_SENTINEL)
+    turns = [*(history or []), Message(role="user", content=_SENTINEL)]
+    before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]
+
+
+def masked_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of a conversation that is already written.
+
+    What the assistant wrote runs from where it would begin to write to the end of its turn: the
+    end-of-turn token counts, white space that the template puts after it does not. A token that
+    spans the beginning counts as the template's, since no model writes it after that prompt. A
+    template with `{% generation %}` markers says itself what counts.
+
+    Before a last answer the ids are those of `prompt_ids`, as they are when decoding: some
+    tokenizers read the end of a prompt in another way once text follows. (Only where a token spans
+    the beginning of that answer is there no such place to join the two.)
+
+    Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
+    not show which part is the assistant's.
+    """
+    ids, mask = _masked_text(tokenizer, messages, add_generation_prompt)
+    if messages[-1]["role"] == "assistant" and any(mask):
+        prompt, earlier = _masked_text(tokenizer, messages[:-1], add_generation_prompt=True)
+        end = len(mask) - mask[::-1].index(1)
+        begin = end - [*mask[:end][::-1], 0].index(0)
+        if tokenizer.decode(ids[:begin]) == tokenizer.decode(prompt):
+            return prompt + ids[begin:], earlier + mask[begin:]
+    return ids, mask
+
+
+def _masked_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool
+) -> tuple[list[int], list[int]]:
+    """`masked_ids` of the rendered text as a whole."""
+    if not any(message["role"] == "assistant" for message in messages):
+        ids = prompt_ids(tokenizer, messages)
+        return ids, [0] * len(ids)
+    if _GENERATION.search(str(tokenizer.chat_template)):
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            add_generation_prompt=add_generation_prompt,
+        )  # fmt: skip
+        return encoded["input_ids"], encoded["assistant_masks"]
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"the tokenizer of '{tokenizer.name_or_path}' does not tell where its tokens lie in a "
+            "text, which the loss mask needs. Install one that `tokenizers` can load."
+        )
+    text = _render(tokenizer, messages, add_generation_prompt)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [0] * len(encoded["input_ids"])
+    for start, stop in _assistant_spans(tokenizer, messages, text):
+        for index, (first, last) in enumerate(encoded["offset_mapping"]):
+            # `last`: byte-level tokenizers report a trimmed blank as a point, here the header's
+            if start <= first < stop and last > start:
+                mask[index] = 1
+    return encoded["input_ids"], mask
+
+
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
+) -> list[tuple[int, int]]:
+    """Where in `text`, the rendered conversation, the assistant's turns lie."""
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:index], add_generation_prompt=True)
+        after = _render(tokenizer, messages[: index + 1], add_generation_prompt=False).rstrip()
+        if not (text.startswith(after) and after.startswith(before.rstrip())):
+            raise ConfigError(
+                f"the chat template of '{tokenizer.name_or_path}' writes turn {index + 1} of a "
+                "conversation in another way once it goes on, so its text does not show what the "
+                "assistant wrote. Mark that with {% generation %} in the template, pass "
+                "model.chat_template= another one, or use conversations of one turn."
+            )
+        start = before if after.startswith(before) else before.rstrip()
+        spans.append((len(start), len(after)))
+    return spans
 
 
 def _render(
@@ -62,8 +149,15 @@ def _render(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
             "model.chat_template= one of ours (vicuna)."
         )
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise PromptError(
+            f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
+            f"({error}). If it is the system turn, leave that out."
+        ) from error
     assert isinstance(text, str)
     return text

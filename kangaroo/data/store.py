@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,36 @@ from kangaroo.provenance import provenance
 PROVENANCE = "provenance.json"
 
 
-def save(samples: list[Sample], path: Path, settings: dict[str, Any]) -> None:
-    """Write samples and where they come from; the provenance comes last and marks it complete."""
+def save(
+    samples: list[Sample], path: Path, settings: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    """Write samples and where they come from; the provenance comes last and marks it complete.
+
+    Args:
+        settings: what the dataset is a function of.
+        facts: what is known of it besides, as JSON values.
+    """
+    (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     Dataset.from_list(samples).save_to_disk(path)
-    facts = {
+    recorded = {
         "settings": settings,
         "fingerprint": fingerprint(samples),
         "conversations": len(samples),
         "tokens": sum(len(sample["input_ids"]) for sample in samples),
         "assistant_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
-    }
-    (path / PROVENANCE).write_text(json.dumps(facts | provenance(), indent=2) + "\n")
+    } | facts  # fmt: skip
+    part = (path / PROVENANCE).with_suffix(".part")
+    part.write_text(json.dumps(recorded | provenance(), indent=2) + "\n")
+    os.replace(part, path / PROVENANCE)
 
 
 def is_complete(path: Path) -> bool:
     return (path / PROVENANCE).is_file()
+
+
+def is_of(path: Path, settings: dict[str, Any]) -> bool:
+    """Whether a complete dataset of just these settings lies there."""
+    return is_complete(path) and about(path)["settings"] == settings
 
 
 def about(path: Path) -> dict[str, Any]:

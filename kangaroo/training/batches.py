@@ -1,4 +1,7 @@
-"""Which samples make up each micro-batch: a pure function of the data, the seed and the epoch."""
+"""Which samples make up each micro-batch: a pure function of the data, the seed and the epoch.
+
+Shapes: B rows, T tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,64 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kangaroo.cache import Block
 from kangaroo.data.chat import Sample
+from kangaroo.data.filters import answers
 from kangaroo.errors import DataError
+from kangaroo.model import LM
 
 
 @dataclass
 class Tokens:
-    """A padded micro-batch.
+    """A micro-batch of rows that hold one sample each, or several one after another.
 
     Args:
-        input_BT: token ids, padded on the right, which a causal mask hides from real tokens.
+        input_BT: token ids, padded on the right.
         wanted_BT: true where the *next* token was written by the assistant: there, and only there,
             the adapter would have drafted.
+        sample_BT: which sample of the micro-batch a token belongs to, -1 for padding; None where a
+            row is one sample, whose padding a causal mask hides.
+        position_BT: place within the sample; None likewise.
     """
 
     input_BT: Tensor
     wanted_BT: Tensor
+    sample_BT: Tensor | None = None
+    position_BT: Tensor | None = None
+
+    def block(self, lm: LM) -> Block:
+        """Where the tokens sit: no token sees another sample, and positions restart with each."""
+        width = self.input_BT.shape[1]
+        if self.sample_BT is None or self.position_BT is None:
+            return lm.chunk(0, width, row=0, n_slots=width)
+        slots_BT = torch.arange(width, device=self.input_BT.device).expand_as(self.input_BT)
+        same_BTT = self.sample_BT[:, :, None] == self.sample_BT[:, None, :]
+        seen_BTT = same_BTT & (slots_BT[:, :, None] >= slots_BT[:, None, :])
+        rows, rope = slice(0, len(slots_BT)), lm.rope(self.position_BT)
+        # boolean: the target and the adapter, which trains in float32, share it
+        return Block(slots_BT, self.position_BT, seen_BTT[:, None], width, rows, rope)
 
 
-def plan(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, packing: bool = False,
+    same: bool = False,
+) -> list[list[int]]:  # fmt: skip
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample), in shuffled order.
 
-    Samples of similar length go together, so that little is padding.
+    Without packing samples of similar length go together, so that little is padding; with it any
+    samples do, as many as fit into the rows that `rows_of` makes of them.
+
+    Args:
+        same: the micro-batches of epoch 0 in another order.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    if same and epoch:
+        batches = plan(lengths, batch_tokens, seed, 0, packing)
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
     # the order within one length is random, else the same samples would meet every epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
+    if packing:
+        return _packed(shuffled, lengths, batch_tokens)
     batches: list[list[int]] = [[]]
     for index in sorted(shuffled, key=lambda i: lengths[i]):
         if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > batch_tokens:
@@ -44,16 +79,63 @@ def plan(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> li
     return [batches[i] for i in order]
 
 
-def collate(samples: Sequence[Sample], max_length: int, device: torch.device) -> Tokens:
-    """Pad samples, cut at `max_length` tokens."""
-    width = min(max_length, max(len(sample["input_ids"]) for sample in samples))
-    input_BT = torch.zeros(len(samples), width, dtype=torch.long)
-    wanted_BT = torch.zeros(len(samples), width, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        ids, mask = sample["input_ids"][:width], sample["loss_mask"][:width]
-        input_BT[row, : len(ids)] = torch.tensor(ids)
-        wanted_BT[row, : len(ids) - 1] = torch.tensor(mask[1:], dtype=torch.bool)
-    return Tokens(input_BT.to(device), wanted_BT.to(device))
+def _packed(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = [[]]
+    for index in order:
+        together = [lengths[i] for i in (*batches[-1], index)]
+        if batches[-1] and len(rows_of(together)) * max(together) > batch_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def rows_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Which samples share a row as wide as the longest: best fit, the longest first.
+
+    Wider rows would hold a little less padding and cost more, since attention computes the whole
+    square of a row, whatever the mask.
+    """
+    width = max(lengths)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [row for row in range(len(rows)) if room[row] >= lengths[index]]
+        if fitting:
+            best = min(fitting, key=lambda row: room[row])
+            rows[best].append(index)
+            room[best] -= lengths[index]
+        else:
+            rows.append([index])
+            room.append(width - lengths[index])
+    return rows
+
+
+def collate(
+    samples: Sequence[Sample], max_length: int, device: torch.device, packing: bool = False
+) -> Tokens:
+    """Cut samples at `max_length` tokens, place them in rows, and pad those on the right."""
+    lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
+    rows = rows_of(lengths) if packing else [[index] for index in range(len(samples))]
+    shape = len(rows), max(sum(lengths[index] for index in row) for row in rows)
+    input_BT = torch.zeros(shape, dtype=torch.long)
+    wanted_BT = torch.zeros(shape, dtype=torch.bool)
+    sample_BT = torch.full(shape, -1)
+    position_BT = torch.zeros(shape, dtype=torch.long)
+    for row, indices in enumerate(rows):
+        start = 0
+        for index in indices:
+            stop = start + lengths[index]
+            ids, mask = samples[index]["input_ids"], samples[index]["loss_mask"]
+            input_BT[row, start:stop] = torch.tensor(ids[: lengths[index]])
+            # the last token of a sample has no next one to learn
+            wanted_BT[row, start : stop - 1] = torch.tensor(mask[1 : lengths[index]]).bool()
+            sample_BT[row, start:stop] = index
+            position_BT[row, start:stop] = torch.arange(lengths[index])
+            start = stop
+    tokens = Tokens(input_BT.to(device), wanted_BT.to(device))
+    if packing:
+        tokens.sample_BT, tokens.position_BT = sample_BT.to(device), position_BT.to(device)
+    return tokens
 
 
 def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
@@ -70,10 +152,13 @@ def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
 def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
     """Raise `DataError` where a sample has no token to learn from: it would pass in silence."""
     for index, sample in enumerate(samples):
-        if not any(sample["loss_mask"][1:max_length]):
-            start = " ".join(str(m["content"]) for m in sample["messages"])[:200]
-            raise DataError(
-                f"sample {index} has no trainable token among its first {max_length}: no "
-                "assistant turn lies there. Raise trainer.max_length or drop the sample. It "
-                f"begins: {start!r}"
-            )
+        if any(sample["loss_mask"][1:max_length]):
+            continue
+        spans = ", ".join(f"{start} to {stop - 1}" for start, stop in answers(sample["loss_mask"]))
+        text = "; ".join(f"{m['role']}: {m['content'][:200]!r}" for m in sample["messages"])
+        raise DataError(
+            f"sample {index} has no trainable token among its first {max_length}: of its "
+            f"{len(sample['input_ids'])} tokens the loss mask has {spans or 'none'} as the "
+            "assistant's, and the first of all has nothing to be predicted from. Raise "
+            f"trainer.max_length or drop the sample. It reads: {text}"
+        )

@@ -26,7 +26,7 @@ from kangaroo.tracking import Tracker
 from kangaroo.training import figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress
-from kangaroo.training.micro_batch import grade, look, teach
+from kangaroo.training.micro_batch import Seen, grade, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 
 
@@ -38,6 +38,9 @@ class TrainerConfig:
         epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
+        packing: samples stand one after another in shared rows, without seeing each other.
+        remember: keep what the target computes of each micro-batch, in memory: only the first epoch
+            runs it. Micro-batches then stay the same, and come in another order every epoch.
         accumulate: micro-batches an optimizer step.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
@@ -54,6 +57,8 @@ class TrainerConfig:
     weight_decay: float = 0.0
     warmup_steps: int = 30
     batch_tokens: int = 1024
+    packing: bool = False
+    remember: bool = False
     accumulate: int = 1
     clip: float = 1.0
     max_length: int = 2048
@@ -103,8 +108,11 @@ def train(
     batches = [
         batch
         for epoch in range(config.epochs)
-        for batch in plan(lengths, config.batch_tokens, config.seed, epoch)
+        for batch in plan(
+            lengths, config.batch_tokens, config.seed, epoch, config.packing, config.remember
+        )
     ]
+    positions = [sum(sample["loss_mask"][1 : config.max_length]) for sample in kept]
     total = math.ceil(len(batches) / config.accumulate)
     frequent_K = frequent_tokens(kept)
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
@@ -121,16 +129,19 @@ def train(
     progress = checkpoint.resume(adapters, optimizer)
 
     names = figures.step_names(trained)
+    remembered: dict[tuple[int, ...], Seen] = {}
     bar = tqdm(total=total, initial=progress.step, unit="step", desc="training")
     while progress.step < total:
         started = time.perf_counter()
         first = progress.step * config.accumulate
-        group = [[kept[i] for i in batch] for batch in batches[first : first + config.accumulate]]
+        group = batches[first : first + config.accumulate]
         # weighted by all positions of the step, so that the mean does not depend on the split
-        wanted = sum(sum(s["loss_mask"][1 : config.max_length]) for batch in group for s in batch)
+        wanted = sum(positions[i] for batch in group for i in batch)
         sums_SF = torch.zeros(())
         for batch in group:
-            seen = look(lm, collate(batch, config.max_length, lm.device), trained)
+            seen = remembered.get(tuple(batch)) or _look(lm, kept, batch, config, trained)
+            if config.remember:
+                remembered[tuple(batch)] = seen
             grades = teach(lm, seen, trained, config.loss_chunk, weight=1 / wanted)
             sums_SF = sums_SF + figures.sums(grades)
         share = schedule(config, progress.step, total)
@@ -140,7 +151,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
-        tokens = sum(len(s["input_ids"]) for batch in group for s in batch)
+        tokens = sum(lengths[i] for batch in group for i in batch)
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += wanted
@@ -172,19 +183,27 @@ def evaluate(
     sums_AF: Tensor = torch.zeros(())
     accepted_AW: Tensor = torch.zeros(())
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
-    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0):
-        tokens = collate([samples[i] for i in batch], config.max_length, lm.device)
-        seen = look(lm, tokens, trained)
+    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing):
+        seen = _look(lm, samples, batch, config, trained)
         grades = grade(lm, seen, trained, config.loss_chunk, figures.STEPS)
         sums_AF = sums_AF + figures.sums([own[:1] for own in grades])
         accepted_AW = accepted_AW + torch.stack(
-            [figures.accepted(own, tokens.wanted_BT) for own in grades]
+            [figures.accepted(own, seen.tokens.wanted_BT) for own in grades]
         )
     names = [trainee.name for trainee in trained]
     metrics = figures.named("held_out", names, sums_AF)
     for name, sums_F, accepted_W in zip(names, sums_AF, accepted_AW, strict=True):
         metrics |= figures.compression(name, accepted_W, positions=float(sums_F[-1]))
     return metrics
+
+
+def _look(
+    lm: LM, samples: Sequence[Sample], batch: list[int], config: TrainerConfig,
+    trained: Sequence[Trainee],
+) -> Seen:  # fmt: skip
+    chosen = [samples[i] for i in batch]
+    tokens = collate(chosen, config.max_length, lm.device, config.packing)
+    return look(lm, tokens, trained, config.loss_chunk)
 
 
 def _save(

@@ -44,7 +44,7 @@ class Seen:
 def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) -> Seen:
     """The one frozen forward that all adapters learn from."""
     rows, width = tokens.input_BT.shape
-    block = replace(lm.chunk(0, width, row=0, n_slots=width), rows=slice(0, rows))
+    block = replace(tokens.block(lm), rows=slice(0, rows))
     followed = any(trainee.recipe.on_policy for trainee in trained)
     cache = lm.new_cache(rows, 2 * width) if followed else None
     exits = {trainee.adapter.exit_layer for trainee in trained}

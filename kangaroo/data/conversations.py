@@ -1,0 +1,199 @@
+"""Conversations that others wrote, answered anew by the target or taken as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.data import store
+from kangaroo.data.chat import Message, Sample, masked_ids
+from kangaroo.data.filters import FilterConfig, answers, cut
+from kangaroo.data.making import Part, check_room, finish, write_parts
+from kangaroo.data.reading import Source, read, regular
+from kangaroo.data.shards import Shards
+from kangaroo.data.writing import Dialogue, Writer
+from kangaroo.errors import ConfigError, DataError
+from kangaroo.model import LM
+
+log = logging.getLogger(__name__)
+
+CHARACTERS = 3  # a token; most texts have more
+
+
+@dataclass
+class ConversationsConfig:
+    """Conversations to train on.
+
+    Args:
+        path: folder of the finished dataset; work in progress lies in `<path>.shards`.
+        source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
+            reads, or a dataset's id on the hub.
+        subset, split, revision: of a dataset on the hub or in a folder.
+        column: that holds the conversation; None finds the usual names.
+        limit: conversations read, from the first on; None reads all.
+        max_length: tokens; a conversation ends before the turn that goes beyond.
+        keep_system: false leaves out system turns, which some templates refuse.
+        regenerate: the target answers every user turn itself, with its own earlier answers before
+            it, so that the adapter learns what the target says; false keeps the text as it is.
+        max_answer_tokens: of a regenerated answer; one that reaches it ends its conversation.
+        answer_temperatures: shards take them in turn; 0 is greedy.
+        batch_size: rows decoded at a time.
+        shard_size: conversations a shard; a killed run loses at most the shard at hand.
+        seed: with the model, these settings and the source it fixes the data.
+        filters: what is left out of the finished dataset; shards do not depend on it.
+    """
+
+    name: str = "conversations"
+    path: str = "???"
+    source: str = "???"
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    column: str | None = None
+    limit: int | None = None
+    max_length: int = 2048
+    keep_system: bool = True
+    regenerate: bool = True
+    max_answer_tokens: int = 320
+    answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    batch_size: int = 64
+    shard_size: int = 512
+    seed: int = 0
+    filters: FilterConfig = field(default_factory=FilterConfig)
+
+    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
+        convert(lm, tokenizer, self)
+
+
+# Settings that change no shard: which conversations it answers is in its name.
+_NOT_IN_SHARDS = (
+    "source", "subset", "split", "revision", "column", "limit", "keep_system", "regenerate",
+    "filters",
+)  # fmt: skip
+
+
+def convert(lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig) -> None:
+    """Make a dataset of a source's conversations, or what is still missing of it.
+
+    With `regenerate`, every shard is a pure function of model, settings, its number and the
+    questions it answers, and is renamed into place when complete: a run that was killed goes on,
+    and where the source has changed or grown, the shards concerned are written anew.
+
+    Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
+    `ConfigError` for a template that does not show which part is the assistant's.
+    """
+    if not config.answer_temperatures:
+        raise ConfigError("data.answer_temperatures must name at least one temperature.")
+    source = Source(config.source, config.subset, config.split, config.revision, config.column)
+    conversations = [_shown(turns, config) for turns in read(source, config.limit)]
+    asked = len(conversations)
+    conversations = [turns for turns in conversations if turns]
+    if not conversations:
+        raise DataError(
+            f"none of the {asked} conversations in {config.source} has a user turn"
+            f"{'' if config.regenerate else ' with an answer'}."
+        )
+    log.info("%d of %d conversations in %s are usable", len(conversations), asked, config.source)
+    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
+    settings["conversations"] = _hash(conversations)
+    del settings["path"]
+    if store.is_of(Path(config.path), settings):
+        return
+    make = _regenerated if config.regenerate else _as_they_are
+    raw, speed = make(lm, tokenizer, config, conversations)
+    finish(Path(config.path), settings, raw, asked, config.filters, speed)
+
+
+def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message]:
+    """What of a conversation is used; empty if that has nothing to learn from."""
+    turns = regular(messages)
+    if not config.keep_system:
+        turns = [turn for turn in turns if turn["role"] != "system"]
+    if config.regenerate:
+        turns = [turn for turn in turns if turn["role"] != "assistant"]
+    wanted = "user" if config.regenerate else "assistant"
+    while turns and turns[-1]["role"] != wanted:
+        turns = turns[:-1]
+    return turns
+
+
+def _as_they_are(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
+    conversations: Sequence[list[Message]],
+) -> tuple[list[Sample], None]:  # fmt: skip
+    """Tokenised by the chat template, up to the last answer that ends within `max_length`."""
+    folder = Path(config.path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    characters = sum(len(turn["content"]) for turns in conversations for turn in turns)
+    check_room(folder, characters // CHARACTERS)
+    samples = []
+    for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
+        ids, mask = masked_ids(tokenizer, messages)
+        whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
+        fitting = sum(stop <= config.max_length for _, stop in answers(mask))
+        if fitting:
+            samples.append(cut(whole, fitting))
+    return samples, None
+
+
+def _regenerated(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
+    conversations: Sequence[list[Message]],
+) -> tuple[list[Sample], dict[str, float] | None]:  # fmt: skip
+    settings = {"model": lm.name} | asdict(config)
+    fixed = {k: v for k, v in settings.items() if k not in ("path", *_NOT_IN_SHARDS)}
+    shards = Shards(Path(config.path + ".shards"), fixed)
+    parts = []
+    for first in range(0, len(conversations), config.shard_size):
+        asked = conversations[first : first + config.shard_size]
+        number = first // config.shard_size
+        questions = sum(turn["role"] == "user" for turns in asked for turn in turns)
+        characters = sum(len(turn["content"]) for turns in asked for turn in turns)
+        tokens = characters // CHARACTERS + questions * config.max_answer_tokens
+        write = partial(_answer, config, number, asked)
+        parts.append(Part(f"{number:05d}-{_hash(asked)}", questions, tokens, write))
+    speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, config.max_length)
+    return [sample for part in parts for sample in shards.read(part.name)], speed
+
+
+def _answer(
+    config: ConversationsConfig, number: int, asked: Sequence[list[Message]], writer: Writer,
+    done: Callable[[], object],
+) -> list[Dialogue]:  # fmt: skip
+    """One shard's conversations, turn by turn: everybody's first answer, then the second ones."""
+    first = config.seed * 1_000_003 + number * config.shard_size
+    dialogues = [Dialogue(first + index) for index in range(len(asked))]
+    temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
+    waiting = [iter(turns) for turns in asked]
+    while any(dialogue.open for dialogue in dialogues):
+        for dialogue, turns in zip(dialogues, waiting, strict=True):
+            if dialogue.open:
+                _put_question(dialogue, turns)
+        writer.answer(dialogues, config.max_answer_tokens, temperature, done)
+    return dialogues
+
+
+def _put_question(dialogue: Dialogue, turns: Iterator[Message]) -> None:
+    """Take the next user turn, with a system turn before it; where none is left, close."""
+    for turn in turns:
+        dialogue.messages.append(turn)
+        if turn["role"] == "user":
+            return
+    dialogue.open = False
+
+
+def _hash(conversations: Sequence[list[Message]]) -> str:
+    """Of their text, in order."""
+    digest = hashlib.sha256()
+    for messages in conversations:
+        digest.update(json.dumps(messages).encode())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,50 @@
+"""What a dataset is like, in figures that stand in its provenance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kangaroo.data.chat import Sample
+from kangaroo.data.filters import NGRAM, answers
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Turns, lengths in tokens, and variety of what the assistant wrote.
+
+    `prompt_tokens` are those that stand between one answer and the next: template and user turn.
+    `distinct_4grams` is a share: of all 4-grams of tokens in answers, those that differ.
+    """
+    turns: Counter[int] = Counter()
+    prompts, lengths, grams = [], [], Counter[tuple[int, ...]]()
+    distinct: set[int] = set()
+    for sample in samples:
+        ids, spans = sample["input_ids"], answers(sample["loss_mask"])
+        turns[len(spans)] += 1
+        before = 0
+        for start, stop in spans:
+            prompts.append(start - before)
+            lengths.append(stop - start)
+            distinct.update(ids[start:stop])
+            grams.update(tuple(ids[i : i + NGRAM]) for i in range(start, stop - NGRAM + 1))
+            before = stop
+    return {
+        "turns": {str(count): turns[count] for count in sorted(turns)},
+        "prompt_tokens": _distribution(prompts),
+        "answer_tokens": _distribution(lengths),
+        "distinct_tokens": len(distinct),
+        "distinct_4grams": round(len(grams) / max(grams.total(), 1), 4),
+    }
+
+
+def _distribution(lengths: Sequence[int]) -> dict[str, float]:
+    p50, p95 = np.percentile(lengths, [50, 95])
+    return {
+        "mean": round(float(np.mean(lengths)), 1),
+        "p50": float(p50),
+        "p95": float(p95),
+        "max": float(max(lengths)),
+    }

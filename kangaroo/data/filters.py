@@ -1,0 +1,151 @@
+"""What of the raw conversations goes into a dataset: no degenerate text, nothing twice."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kangaroo.data.chat import Sample
+
+NGRAM = 4  # a phrase; shorter ones come again in any text
+SHINGLE = 5  # characters, so that it works for languages without blanks between words
+BANDS, ROWS = 16, 4  # of the MinHash; a pair with similarity 0.7 meets in a band with 98.8 %
+_PRIME = (1 << 31) - 1
+
+
+@dataclass
+class FilterConfig:
+    """What is dropped when the dataset is put together; shards stay as they were written.
+
+    Args:
+        min_answer_tokens: shorter answers are degenerate; their end-of-turn token counts.
+        max_repetition: so are answers, and questions, of which a larger share of the 4-grams (of
+            tokens, and of words) came before in the same text; 1 keeps all.
+        near_duplicate: a conversation is dropped if its first question is this similar to an
+            earlier one (estimated Jaccard similarity of their 5-character shingles); 1 drops only
+            those that are equal but for case and punctuation.
+    """
+
+    min_answer_tokens: int = 4
+    max_repetition: float = 0.7
+    near_duplicate: float = 0.7
+
+
+def select(
+    samples: Iterable[Sample], config: FilterConfig, dropped: Counter[str]
+) -> Iterator[Sample]:
+    """Samples in order, cut before their first degenerate turn, or dropped.
+
+    What is dropped depends on earlier samples alone, so that data that grows keeps what it had, and
+    no question stands in both the training part and the held-out part at the end.
+
+    Args:
+        dropped: counts each dropped or cut conversation by its reason.
+    """
+    earlier = Questions(config.near_duplicate)
+    for sample in samples:
+        keep, reason = healthy_turns(sample, config)
+        if keep == 0:
+            dropped[reason] += 1
+        elif again := earlier.met(_first_question(sample)):
+            dropped[again] += 1
+        elif reason:
+            dropped[f"later turns: {reason}"] += 1
+            yield cut(sample, keep)
+        else:
+            yield sample
+
+
+def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
+    """How many answers from the first on are fit for use, and what is wrong with the next."""
+    asked = [m["content"] for m in sample["messages"] if m["role"] == "user"]
+    said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+    for turn, (start, stop) in enumerate(answers(sample["loss_mask"])):
+        if repetition(asked[turn].split()) > config.max_repetition:
+            return turn, "repetitive question"
+        if not said[turn].strip():
+            return turn, "empty answer"
+        if stop - start < config.min_answer_tokens:
+            return turn, "short answer"
+        if repetition(sample["input_ids"][start:stop]) > config.max_repetition:
+            return turn, "repetitive answer"
+    return len(said), ""
+
+
+def answers(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Each answer's tokens, from first to beyond its last: the runs of ones in a loss mask."""
+    steps = np.diff([0, *mask, 0])
+    starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+    return [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def cut(sample: Sample, turns: int) -> Sample:
+    """The conversation up to its `turns`-th answer."""
+    _, end = answers(sample["loss_mask"])[turns - 1]
+    said = [i for i, m in enumerate(sample["messages"]) if m["role"] == "assistant"]
+    return Sample(
+        messages=sample["messages"][: said[turns - 1] + 1],
+        input_ids=sample["input_ids"][:end],
+        loss_mask=sample["loss_mask"][:end],
+    )
+
+
+def repetition(items: Sequence[object]) -> float:
+    """The share of 4-grams that came before in the same text: 0 to nearly 1 (a loop)."""
+    grams = [tuple(items[i : i + NGRAM]) for i in range(len(items) - NGRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+class Questions:
+    """The questions met so far, and whether another one was among them.
+
+    Near duplicates are found by MinHash with banding (Broder 1997; Leskovec et al., Mining of
+    Massive Datasets, chapter 3): only questions that share a band are compared.
+
+    Args:
+        similarity: from this one on, two questions count as the same.
+    """
+
+    def __init__(self, similarity: float):
+        self.similarity = similarity
+        self.exact: set[str] = set()
+        self.signatures: list[np.ndarray] = []
+        self.bands: dict[bytes, list[int]] = {}
+        generator = np.random.default_rng(0)
+        self.factor_H, self.offset_H = generator.integers(1, _PRIME, (2, BANDS * ROWS, 1))
+
+    def met(self, question: str) -> str:
+        """Why the question is not new, or an empty string; a new one is remembered."""
+        text = re.sub(r"\W+", " ", question.casefold()).strip() or question.strip()
+        if text in self.exact:
+            return "duplicate"
+        signature_H = self._signature(text)
+        keys = [
+            bytes([band]) + signature_H[band * ROWS : (band + 1) * ROWS].tobytes()
+            for band in range(BANDS)
+        ]
+        if self.similarity < 1:
+            for index in {i for key in keys for i in self.bands.get(key, ())}:
+                if (self.signatures[index] == signature_H).mean() >= self.similarity:
+                    return "near duplicate"
+        self.exact.add(text)
+        for key in keys:
+            self.bands.setdefault(key, []).append(len(self.signatures))
+        self.signatures.append(signature_H)
+        return ""
+
+    def _signature(self, text: str) -> np.ndarray:
+        last = max(len(text) - SHINGLE, 0)
+        # crc32: Python's own hash of a string differs from run to run
+        shingles = {zlib.crc32(text[i : i + SHINGLE].encode()) % _PRIME for i in range(last + 1)}
+        hashes_HS = (self.factor_H * np.array(sorted(shingles)) + self.offset_H) % _PRIME
+        return hashes_HS.min(1).astype(np.uint32)
+
+
+def _first_question(sample: Sample) -> str:
+    return next(m["content"] for m in sample["messages"] if m["role"] == "user")

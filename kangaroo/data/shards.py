@@ -1,0 +1,66 @@
+"""A dataset in the making: numbered files of samples, each written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kangaroo.data.chat import Sample
+from kangaroo.errors import CorruptFile, DataError
+from kangaroo.provenance import changes
+
+SETTINGS = "settings.json"
+
+
+class Shards:
+    """A folder of shards, each a pure function of the folder's settings and of its own name.
+
+    Args:
+        settings: all that a shard's content depends on; a folder begun with others is refused.
+        since: settings that came later, with the value that older folders were written with.
+
+    Errors: `DataError` for a folder begun with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], since: dict[str, Any] | None = None):
+        self.folder = folder
+        path = folder / SETTINGS
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(settings, indent=2) + "\n")
+            os.replace(part, path)
+        if changed := changes((since or {}) | _json(path, path.read_text()), settings):
+            raise DataError(
+                f"{folder} was begun with other settings ({changed}). Go on with the same ones, "
+                "pass data.path= another folder, or delete it."
+            )
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+    def write(self, name: str, samples: Iterable[Sample]) -> None:
+        """Write a shard; a process killed on the way leaves at most a `.part` file."""
+        part = self.path(name).with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps(sample) + "\n")
+        os.replace(part, self.path(name))
+
+    def read(self, name: str) -> Iterator[Sample]:
+        """Errors: `CorruptFile` for a shard that is not as it was written."""
+        with self.path(name).open(encoding="utf-8") as file:
+            for line in file:
+                yield _json(self.path(name), line)
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CorruptFile(
+            f"{path} cannot be read ({error}); delete it, so that it is written anew."
+        ) from error

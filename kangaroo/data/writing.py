@@ -1,0 +1,188 @@
+"""The target writes: user turns and answers, for many conversations at a time, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.data.chat import Message, Sample, masked_ids, user_header
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Generation, Request
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+TRIAL_SECONDS = 0.5  # a forward this long is timed well enough and fills the device
+TRIAL_STEPS, TRIAL_LENGTH = 8, 512  # tokens a row, decoded and read
+
+
+@dataclass
+class Dialogue:
+    """A conversation as it grows.
+
+    Args:
+        seed: with model and sampling it fixes what is written.
+        open: whether another turn may follow.
+        input_ids, loss_mask: up to the last answer; empty before the first.
+    """
+
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    open: bool = True
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+
+    def sample(self) -> Sample:
+        """The conversation up to its last answer, of which there must be one."""
+        unanswered = self.messages[-1]["role"] == "user"
+        messages = self.messages[: len(self.messages) - unanswered]
+        return Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
+
+
+@dataclass
+class Speed:
+    """How fast text was written.
+
+    Args:
+        written, read: tokens decoded, and tokens of the prompts.
+        seconds: that took.
+        trial: tokens a second of the first steps of a full batch, before anything was written.
+        forward: tokens a second of a plain forward over full rows, LM head included.
+    """
+
+    written: int = 0
+    read: int = 0
+    seconds: float = 0.0
+    trial: float = 0.0
+    forward: float = 0.0
+
+    def facts(self) -> dict[str, float]:
+        """As they stand in provenance; the share is of a plain forward over the same tokens."""
+        return {
+            "tokens_written": self.written,
+            "seconds": round(self.seconds, 1),
+            "tokens_per_second": round(self.written / self.seconds, 1),
+            "forward_tokens_per_second": round(self.forward, 1),
+            "share_of_forward": round(
+                (self.written + self.read) / self.forward / self.seconds, 4
+            ),
+        }  # fmt: skip
+
+
+class Writer:
+    """Lets the target write turns of dialogues.
+
+    Args:
+        longest: no conversation grows beyond this many tokens, nor beyond the model's context; a
+            turn that might do so is not begun, and closes its dialogue.
+    """
+
+    def __init__(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, batch_size: int, longest: int
+    ):  # fmt: skip
+        self.lm, self.tokenizer, self.batch_size = lm, tokenizer, batch_size
+        self.engine = Engine(lm, Vanilla(), tokenizer)
+        self.longest = min(longest, lm.context)
+        self.speed = Speed()
+
+    def ask(
+        self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float,
+        keep_unfinished: bool,
+    ) -> None:  # fmt: skip
+        """Let the target write the next user turn of every open dialogue; an empty one closes it.
+
+        Args:
+            keep_unfinished: go on with a turn that reached `max_tokens`; else that closes it too.
+        """
+        going, requests = [], []
+        for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
+            header, end = user_header(self.tokenizer, dialogue.messages)
+            dialogue.open = len(header) + max_tokens <= self.longest
+            if dialogue.open:
+                going.append(dialogue)
+                requests.append(Request(header, max_tokens, dialogue.seed, [end]))
+        generations = self._decode(requests, temperature)
+        for dialogue, request, asked in zip(going, requests, generations, strict=True):
+            text = self.tokenizer.decode(asked.tokens, skip_special_tokens=True)
+            text = text.removesuffix(request.stop[0]).strip()
+            dialogue.open = bool(text) and (asked.finish != "length" or keep_unfinished)
+            if dialogue.open:
+                dialogue.messages.append(Message(role="user", content=text))
+
+    def answer(
+        self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float,
+        done: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Let the target answer the user turn that ends every open dialogue.
+
+        The prompt is what decoding sees: earlier answers are tokenised from their text. An answer
+        that reaches `max_tokens` is kept, and closes its dialogue.
+
+        Args:
+            done: called after every answer.
+        """
+        going, masks, requests = [], [], []
+        for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
+            prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)
+            dialogue.open = len(prompt) + max_tokens <= self.longest
+            if dialogue.open:
+                going.append(dialogue)
+                masks.append(mask)
+                requests.append(Request(prompt, max_tokens, dialogue.seed))
+        generations = self._decode(requests, temperature, done)
+        for dialogue, request, mask, said in zip(going, requests, masks, generations, strict=True):
+            text = self.tokenizer.decode(said.tokens, skip_special_tokens=True)
+            dialogue.messages.append(Message(role="assistant", content=text))
+            dialogue.input_ids = [*request.prompt, *said.tokens]
+            dialogue.loss_mask = mask + [1] * len(said.tokens)
+            dialogue.open = said.finish != "length"
+
+    def time_trials(self) -> None:
+        """Measure, in a few seconds, how fast a full batch decodes and a plain forward runs."""
+        length = min(self.longest, TRIAL_LENGTH)
+        requests = [Request([0], TRIAL_STEPS, seed) for seed in range(self.batch_size)]
+        for _ in range(2):  # the first one warms up
+            self.speed = Speed()
+            self._decode(requests, temperature=1.0)
+        rows, seconds = 1, self._forward(1, length)
+        while seconds < TRIAL_SECONDS and rows < self.batch_size:
+            rows = min(2 * rows, self.batch_size)
+            self._forward(rows, length)
+            seconds = self._forward(rows, length)
+        self.speed = Speed(
+            trial=self.speed.written / self.speed.seconds, forward=rows * length / seconds
+        )
+
+    @torch.no_grad()
+    def _forward(self, rows: int, length: int) -> float:
+        """Seconds of a plain causal forward, LM head included."""
+        tokens_BT = torch.arange(rows * length, device=self.lm.device).view(rows, length)
+        start = time.perf_counter()
+        x_BTD, _ = self.lm.run(
+            self.lm.embed(tokens_BT % self.lm.config.vocab_size), None,
+            self.lm.chunk(0, length, row=0, n_slots=length), range(self.lm.n_layers),
+        )  # fmt: skip
+        for x_TD in x_BTD:  # by row: logits of all of them need not fit
+            self.lm.logits(x_TD[None])
+        if self.lm.device.type == "cuda":
+            torch.cuda.synchronize(self.lm.device)
+        return time.perf_counter() - start
+
+    def _decode(
+        self, requests: Sequence[Request], temperature: float,
+        done: Callable[[], object] = lambda: None,
+    ) -> list[Generation]:  # fmt: skip
+        """A generation for each request, in their order."""
+        start = time.perf_counter()
+        finished = {}
+        sampling = Sampling(temperature=temperature)
+        for index, generation in self.engine.completions(requests, sampling, self.batch_size):
+            finished[index] = generation
+            self.speed.written += len(generation.tokens)
+            self.speed.read += len(requests[index].prompt)
+            done()
+        self.speed.seconds += time.perf_counter() - start
+        return [finished[index] for index in range(len(requests))]

@@ -1,0 +1,231 @@
+"""Loss masks: which tokens the assistant wrote, for templates of every common form."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from kangaroo.data.chat import masked_ids, prompt_ids, user_header
+from kangaroo.errors import ConfigError, PromptError
+from kangaroo.models import chat_template
+
+# Forms of templates in the wild, in our own words: (template, end of turn).
+TEMPLATES = {
+    "vicuna": (chat_template("vicuna"), "</s>"),
+    "chatml": (chat_template("chatml"), "<|im_end|>"),
+    "inst": (  # Llama 2: BOS and EOS around every exchange, the system turn inside the first
+        "{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.system = '<<SYS>>' + m.content + '<</SYS>>\\n' %}"
+        "{% elif m.role == 'user' %}{{ bos_token + '[INST] ' + ns.system + m.content.strip()"
+        " + ' [/INST]' }}{% set ns.system = '' %}"
+        "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "headers": (  # Llama 3
+        "{{ bos_token }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n'"
+        " + m.content.strip() + '<|eot|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}",
+        "<|eot|>",
+    ),
+    "strict": (  # Mistral: refuses a system turn and turns that do not alternate
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}"
+        "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "default_system": (  # Qwen 2.5
+        "{% if messages[0].role != 'system' %}"
+        "{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "pipes": (  # Zephyr
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+        "</s>",
+    ),
+    "model_turns": (  # Gemma: the assistant is called model, no system turn
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        "{{ '<|head|>' + ('model' if m.role == 'assistant' else m.role) + '\\n'"
+        " + m.content | trim + '<|eot|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|head|>model\\n' }}{% endif %}",
+        "<|eot|>",
+    ),
+    "marked": (  # says itself what the assistant wrote
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ 'A:\n' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.role + ': ' + m.content + '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}",
+        "</s>",
+    ),
+}  # fmt: skip
+NO_SYSTEM = {"strict", "model_turns"}
+BOS_ONCE = {"vicuna", "headers", "strict", "model_turns", "marked"}
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+TEXT = [
+    "Why is the sky blue? Because of Rayleigh scattering, which favours short waves.\n",
+    "system user assistant USER: ASSISTANT: [INST] [/INST] You help. 1 2 3 \n\n  \n# A title\n",
+    "Größe, naïve café, 日本語のテキスト, и русский; 🦘 jumps.\n",
+]
+
+
+def byte_level():
+    """GPT-2's kind: words with their blank before them, runs of blanks and newlines merged."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT * 5, trainer)
+    return tokenizer
+
+
+def metaspace():
+    """Llama 2's kind: a blank is a character of its own, one is put before the text."""
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<unk>", *SPECIAL, *octets], show_progress=False
+    )
+    tokenizer.train_from_iterator([line for text in TEXT for line in text.split("\n")], trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=[byte_level, metaspace])
+def backend(request):
+    return request.param()
+
+
+def with_template(backend, template):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=SPECIAL,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns(*contents):
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
+
+
+ANSWERS = ["Because of scattering, 日本語 🦘.", "No: café\n\nnaïve", "3"]
+CONVERSATION = turns("Why?", ANSWERS[0], "Is that  so?\n", ANSWERS[1], "1 2", ANSWERS[2])
+
+
+def marked_texts(tokenizer, ids, mask):
+    """The runs of masked tokens, decoded."""
+    runs, last = [], 0
+    for token, wanted in zip(ids, mask, strict=True):
+        if wanted and not last:
+            runs.append([])
+        if wanted:
+            runs[-1].append(token)
+        last = wanted
+    return [tokenizer.decode(run).strip() for run in runs]
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_exactly_the_answers_and_their_ends_are_marked(backend, name, system):
+    template, end = TEMPLATES[name]
+    tokenizer = with_template(backend, template)
+    before = [{"role": "system", "content": "You help."}] if system else []
+    if system and name in NO_SYSTEM:
+        with pytest.raises(PromptError, match="refuses a conversation of system, user"):
+            masked_ids(tokenizer, before + CONVERSATION)
+        return
+    ids, mask = masked_ids(tokenizer, before + CONVERSATION)
+    gap = " " if name == "inst" else ""
+    assert marked_texts(tokenizer, ids, mask) == [answer + gap + end for answer in ANSWERS]
+    if name in BOS_ONCE:
+        assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    rendered = tokenizer.apply_chat_template(before + CONVERSATION, return_dict=False)
+    assert tokenizer.decode(ids) == tokenizer.decode(rendered)
+
+
+@pytest.mark.parametrize("length", [2, 4, 6])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_prompt_at_inference_is_a_prefix_of_the_sample(backend, name, length):
+    """And what follows it, up to the end of the turn, is all that is marked there."""
+    tokenizer = with_template(backend, TEMPLATES[name][0])
+    ids, mask = masked_ids(tokenizer, CONVERSATION[:length])
+    prompt = prompt_ids(tokenizer, CONVERSATION[: length - 1])
+    assert ids[: len(prompt)] == prompt
+    written = sum(mask[len(prompt) :])
+    assert mask[len(prompt) :][:written] == [1] * written and not mask[len(prompt) - 1]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_written_and_read_conversations_are_the_same_sample(backend, name):
+    """Prompt and answer, as self-synthesis joins them, are what reading the text gives."""
+    tokenizer = with_template(backend, TEMPLATES[name][0])
+    ids, mask = masked_ids(tokenizer, CONVERSATION)
+    prompt, earlier = masked_ids(tokenizer, CONVERSATION[:5], add_generation_prompt=True)
+    answer = [token for token, wanted in zip(ids, mask, strict=True) if wanted][sum(earlier) :]
+    end = len(prompt) + len(answer)
+    assert ids[:end] == prompt + answer and mask[:end] == earlier + [1] * len(answer)
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == ANSWERS[-1]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_next_user_turn_begins_where_the_header_ends(backend, name):
+    tokenizer = with_template(backend, TEMPLATES[name][0])
+    header, end = user_header(tokenizer, CONVERSATION[:2])
+
+    def text(ids):  # without blanks, of which this decoder adds some
+        return "".join(tokenizer.decode(ids).split())
+
+    rest = text(prompt_ids(tokenizer, CONVERSATION[:3])).removeprefix(text(header))
+    assert rest.startswith("Isthatso?" + "".join(end.split())) and end
+
+
+def test_a_token_across_the_beginning_of_an_answer_is_the_templates():
+    tokenizer = with_template(byte_level(), TEMPLATES["chatml"][0])
+    ids, mask = masked_ids(tokenizer, turns("Why?", "\n\nBecause"))
+    header = [token for token, wanted in zip(ids, mask, strict=True) if not wanted]
+    assert "assistant\n\n" in tokenizer.decode(header)  # the second newline is the answer's
+    assert marked_texts(tokenizer, ids, mask) == ["Because<|im_end|>"]
+
+
+def test_a_blank_that_ends_the_header_is_the_headers():
+    """Byte-level tokenizers report it as a point at its end, where the answer begins."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = with_template(byte_level(), template)
+    ids, mask = masked_ids(tokenizer, turns("Why?", "\nBecause"))
+    assert (
+        tokenizer.decode([t for t, wanted in zip(ids, mask, strict=True) if wanted]) == "\nBecause"
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
+    thinking = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' and loop.last %}"
+        "{{ '<think></think>' }}{% endif %}{{ m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer = with_template(byte_level(), thinking)
+    tokenizer.name_or_path = "some/model"
+    with pytest.raises(ConfigError, match=r"some/model.*turn 2.*generation"):
+        masked_ids(tokenizer, CONVERSATION)
+    _, mask = masked_ids(tokenizer, CONVERSATION[:2])
+    assert any(mask)

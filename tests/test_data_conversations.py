@@ -1,0 +1,254 @@
+"""Conversations that others wrote: reading them, answering them anew, and what is refused."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from kangaroo import models
+from kangaroo.data import store
+from kangaroo.data.chat import masked_ids, prompt_ids
+from kangaroo.data.conversations import ConversationsConfig, convert
+from kangaroo.data.filters import FilterConfig, answers
+from kangaroo.data.reading import Source, read, regular
+from kangaroo.errors import ConfigError, DataError
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.training.batches import check_trainable
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target that ends a turn after some ten tokens."""
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    hf.generation_config.eos_token_id = [257, *range(100, 120)]
+    return LM(hf), tokenizer
+
+
+QUESTIONS = [
+    "Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?",
+    "What does a compiler do?", "Name a dish with lentils.",
+]  # fmt: skip
+
+
+def chat(*contents, system=None):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def sharegpt(messages):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+
+
+TALKS = [chat(q, f"An answer to: {q}", f"And why {i}?", "So.") for i, q in enumerate(QUESTIONS)]
+
+
+def config(tmp_path, source, **changes):
+    fields = {
+        "shard_size": 2, "batch_size": 3, "max_answer_tokens": 20, "answer_temperatures": [0.7],
+        "filters": FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
+    }  # fmt: skip
+    return ConversationsConfig(
+        path=str(tmp_path / "data"), source=str(source), **(fields | changes)
+    )
+
+
+def written(tmp_path, talks=TALKS, name="talks.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return path
+
+
+def test_every_form_gives_the_same_conversations(tmp_path):
+    records = [{"id": str(i), "conversations": sharegpt(talk)} for i, talk in enumerate(TALKS)]
+    table = Dataset.from_list([{"messages": talk} for talk in TALKS])
+    (tmp_path / "list.json").write_text("\n " + json.dumps(records, indent=1))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "mark.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, records)).encode() + b"\n\n"
+    )
+    table.to_parquet(tmp_path / "table.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "splits")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    table.to_parquet(folder / "train-00000.parquet")
+    Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS]).to_csv(
+        tmp_path / "cells.csv"
+    )
+    for name in (
+        "list.json", "lines.json", "mark.jsonl", "table.parquet", "saved", "splits", "folder",
+        "cells.csv",
+    ):  # fmt: skip
+        assert read(Source(str(tmp_path / name)), None) == TALKS, name
+    assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
+    assert read(Source(str(tmp_path / "splits"), split="test"), None) == TALKS[:1]
+    with pytest.raises(DataError, match="its splits are train, test"):
+        read(Source(str(tmp_path / "splits"), split="tset"), None)
+
+
+def test_a_column_of_another_name_is_found_when_named(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))
+    assert read(Source(str(path), column="talk"), None) == [chat("Why?", "So.")]
+    with pytest.raises(
+        DataError, match=r"record 1: it has no conversation .*\(prompt, talk\).*data\.column"
+    ):
+        read(Source(str(path)), None)
+    with pytest.raises(DataError, match="no 'text' among its fields"):
+        read(Source(str(path), column="text"), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no conversations"),
+        ("[]", "holds no conversations"),
+        ("[{}]", r"record 1: it has no conversation among its fields \(none\)"),
+        ("[1]", "record 1: it is a int, not an object"),
+        ('{"messages": []', "line 1 is not JSON"),
+        ('[{"messages": []}', "is not JSON"),
+        ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
+        ('{"messages": {"role": "user"}}', "'messages' is a dict, not a list"),
+        ('{"messages": ["hello"]}', "turn 1 is a str, not an object"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*known are system"),
+        ('{"messages": [{"speaker": "user", "content": "x"}]}', "turn 1 has the role None"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "no text in 'content'.*list"),
+        ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1 has no text"),
+    ],
+)  # fmt: skip
+def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
+    path = tmp_path / "talks.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"talks\.json.*{message}"):
+        read(Source(str(path)), None)
+
+
+def test_other_encodings_and_missing_files_are_refused(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    path.write_bytes('{"messages": "größe"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        read(Source(str(path)), None)
+    with pytest.raises(DataError, match=r"there is no .*none.jsonl"):
+        read(Source(str(tmp_path / "none.jsonl")), None)
+    (tmp_path / "talks.xml").write_text("<a/>")
+    with pytest.raises(DataError, match=r"nothing reads files that end in '.xml'"):
+        read(Source(str(tmp_path / "talks.xml")), None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        read(Source(str(tmp_path / "empty")), None)
+
+
+def test_a_hub_that_is_not_there_is_said_with_the_mend():
+    with pytest.raises(DataError, match=r"data\.source=some/talks .*Pass a \.json.*network"):
+        read(Source("some/talks", subset="en"), None)
+
+
+def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path, target):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
+    ((turn,),) = read(Source(str(path)), None)
+    assert prompt_ids(target[1], [turn])
+
+
+@pytest.mark.parametrize(
+    ("roles", "kept"),
+    [("ua", "ua"), ("au", "u"), ("sua", "sua"), ("saua", "sua"), ("uau", "uau"), ("uua", "u"),
+     ("uaa", "ua"), ("s", "s"), ("a", ""), ("", ""), ("suas", "sua"), ("uaeua", "ua"),
+     ("ue", "u"), ("eua", "")],
+)  # fmt: skip
+def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
+    names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
+    messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
+    assert [m["role"][0] for m in regular(messages)] == list(kept)
+
+
+def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
+    lm, tokenizer = target
+    convert(lm, tokenizer, config(tmp_path, written(tmp_path), regenerate=False))
+    samples, about = store.load(tmp_path / "data")
+    assert [sample["messages"] for sample in samples] == TALKS
+    for sample in samples:
+        ids, mask = masked_ids(tokenizer, sample["messages"])
+        end = len(mask) - mask[::-1].index(1)  # after it stands the template's newline
+        assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
+    check_trainable(samples, 2048)
+    assert about["figures"]["turns"] == {"2": 5} and about["speed"] is None
+
+
+def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
+    lm, tokenizer = target
+    lengths = [len(masked_ids(tokenizer, talk[:2])[0]) for talk in TALKS]
+    limit = sorted(lengths)[2]
+    source = written(tmp_path)
+    convert(lm, tokenizer, config(tmp_path, source, regenerate=False, max_length=limit))
+    samples, about = store.load(tmp_path / "data")
+    assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
+    assert about["dropped"] == {"unfinished": 5 - len(samples)}
+
+
+def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
+    lm, tokenizer = target
+    talks = [*TALKS, chat("A last question?", system="You are brief.")]
+    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    samples, about = store.load(tmp_path / "data")
+    assert len(samples) == 6 == about["asked"]
+    assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
+    lengths = set()
+    for sample, talk in zip(samples, talks, strict=True):
+        asked = [m["content"] for m in talk if m["role"] == "user"]
+        said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+        assert not set(said) & {m["content"] for m in talk}
+        questions = [m["content"] for m in sample["messages"] if m["role"] == "user"]
+        assert questions == asked[: len(said)]
+        prompt = prompt_ids(tokenizer, sample["messages"][:-1])
+        assert sample["input_ids"][: len(prompt)] == prompt
+        assert len(answers(sample["loss_mask"])) == len(said)
+        lengths.add(len(said))
+    assert lengths == {1, 2}  # some first answers reach their limit, which ends a conversation
+
+
+def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
+    lm, tokenizer = target
+    source = written(tmp_path)
+    convert(lm, tokenizer, config(tmp_path, source, limit=4))
+    shards = sorted((tmp_path / "data.shards").glob("*.jsonl"))
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    few, _ = store.load(tmp_path / "data")
+    shards[1].with_suffix(".part").write_text(shards[1].read_text()[:50])
+    shards[1].unlink()
+    convert(lm, tokenizer, config(tmp_path, source))
+    more, _ = store.load(tmp_path / "data")
+    assert more[:4] == few and len(more) == 5
+    assert shards[0].stat().st_mtime_ns == before[shards[0]]
+    talks = [*TALKS[:4], chat("Something else?", "No.")]
+    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    changed, _ = store.load(tmp_path / "data")
+    assert changed[:4] == few and changed[4]["messages"][0]["content"] == "Something else?"
+
+
+def test_other_settings_are_refused_by_name(target, tmp_path):
+    source = written(tmp_path)
+    convert(*target, config(tmp_path, source))
+    with pytest.raises(DataError, match="max_answer_tokens=20 there, 21 now"):
+        convert(*target, config(tmp_path, source, max_answer_tokens=21))
+
+
+def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
+    only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
+    with pytest.raises(DataError, match=r"none of the 1 conversations.*with an answer"):
+        convert(*target, config(tmp_path, only_questions, regenerate=False))
+    with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
+        convert(*target, config(tmp_path, written(tmp_path, [[]], "e.jsonl")))
+    with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 unfinished\)"):
+        convert(*target, config(tmp_path, written(tmp_path), max_length=10))
+    with pytest.raises(ConfigError, match="at least one temperature"):
+        convert(*target, config(tmp_path, only_questions, answer_temperatures=[]))
+
+
+def test_system_turns_can_be_left_out(target, tmp_path):
+    source = written(tmp_path, [chat("Why?", "So.", system="Rhyme.")])
+    convert(*target, config(tmp_path, source, regenerate=False, keep_system=False))
+    (sample,), _ = store.load(tmp_path / "data")
+    assert sample["messages"] == chat("Why?", "So.")

@@ -1,0 +1,113 @@
+"""What goes into a dataset: degenerate text and repeated questions stay out, and are counted."""
+
+from collections import Counter
+
+import pytest
+
+from kangaroo.data.figures import figures
+from kangaroo.data.filters import FilterConfig, Questions, answers, cut, repetition, select
+
+
+def conversation(*turns):
+    """A sample of (question, answer tokens) pairs; a question takes two tokens."""
+    messages, ids, mask = [], [], []
+    for question, answer in turns:
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": " ".join(map(str, answer))},
+        ]
+        ids += [0, 0, *answer]
+        mask += [0, 0] + [1] * len(answer)
+    return {"messages": messages, "input_ids": ids, "loss_mask": mask}
+
+
+GOOD, LOOP = list(range(20)), [1, 2, 3] * 20
+QUESTIONS = [
+    "How do I bake a sourdough loaf with a crisp crust in a small oven at home?",
+    "How do I bake a sourdough loaf with a crisp crust in my small oven at home?",
+    "Which three books on the history of the Baltic would you give to a student?",
+]
+
+
+def kept(*samples, **settings):
+    dropped = Counter()
+    return list(select(samples, FilterConfig(**settings), dropped)), dict(dropped)
+
+
+@pytest.mark.parametrize(
+    ("items", "share"), [([], 0), ([1, 2, 3], 0), (GOOD, 0), ([7] * 8, 0.8), (LOOP, 54 / 57)]
+)
+def test_repetition_is_the_share_of_phrases_that_came_before(items, share):
+    assert repetition(items) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (("Why is it so?", LOOP), "repetitive answer"),
+        (("Why is it so?", [5, 6]), "short answer"),
+        (("Tell me " + "more and " * 40, GOOD), "repetitive question"),
+    ],
+)
+def test_degenerate_turns_are_dropped_or_cut_off_and_counted(bad, reason):
+    fine = (QUESTIONS[2], GOOD)
+    assert kept(conversation(bad)) == ([], {reason: 1})
+    samples, dropped = kept(conversation(fine, bad, fine))
+    assert samples == [conversation(fine)] and dropped == {f"later turns: {reason}": 1}
+    healthy = conversation(fine, ("And then?", GOOD))
+    assert kept(healthy) == ([healthy], {})
+
+
+def test_an_answer_of_blanks_is_empty_however_many_tokens_it_has():
+    sample = conversation(("Why?", GOOD))
+    sample["messages"][1]["content"] = " \n"
+    assert kept(sample) == ([], {"empty answer": 1})
+
+
+def test_limits_can_be_lifted():
+    samples = [conversation(("Why?", LOOP)), conversation(("How?", [5]))]
+    assert kept(*samples, min_answer_tokens=0, max_repetition=1) == (samples, {})
+
+
+def test_the_first_of_several_like_questions_is_kept():
+    one, near, other = (conversation((question, GOOD)) for question in QUESTIONS)
+    shouted = conversation((QUESTIONS[0].upper() + "!!", GOOD))
+    assert kept(one, near, other, shouted) == ([one, other], {"near duplicate": 1, "duplicate": 1})
+    assert kept(one, near, other, shouted, near_duplicate=1.0)[0] == [one, near, other]
+
+
+def test_what_comes_later_changes_nothing_before():
+    """So a dataset that grows by shards keeps what it had, in order."""
+    samples = [conversation((question, GOOD)) for question in QUESTIONS]
+    for count in range(1, 4):
+        few, _ = kept(*samples[:count])
+        assert kept(*samples)[0][: len(few)] == few
+
+
+@pytest.mark.parametrize("text", ["?", "???", "", "日本", "🦘🦘", "a" * 100_000])
+def test_any_question_meets_itself_alone(text):
+    questions = Questions(0.7)
+    assert questions.met(text) == "" and questions.met(text) == "duplicate"
+    assert questions.met(QUESTIONS[2]) == ""
+
+
+def test_near_duplicates_are_found_in_text_without_blanks():
+    questions = Questions(0.7)
+    text = "東京の天気は明日どうなりますか、詳しく教えてください。それから大阪の天気もお願いします"
+    assert questions.met(text) == "" and questions.met(text + "ね") == "near duplicate"
+
+
+def test_cutting_keeps_text_tokens_and_mask_together():
+    whole = conversation(("a?", GOOD), ("b?", [1, 2, 3, 4, 5]), ("c?", GOOD))
+    assert answers(whole["loss_mask"]) == [(2, 22), (24, 29), (31, 51)]
+    assert cut(whole, 2) == conversation(("a?", GOOD), ("b?", [1, 2, 3, 4, 5]))
+    assert cut(whole, 3) == whole
+
+
+def test_figures_tell_turns_lengths_and_variety():
+    about = figures([conversation(("a?", GOOD), ("b?", [1] * 8)), conversation(("c?", GOOD))])
+    assert about["turns"] == {"1": 1, "2": 1}
+    assert about["answer_tokens"] == {"mean": 16.0, "p50": 20.0, "p95": 20.0, "max": 20.0}
+    assert about["prompt_tokens"]["mean"] == 2.0
+    assert about["distinct_tokens"] == 20
+    assert about["distinct_4grams"] == round((17 + 1) / (17 + 5 + 17), 4)
