@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from kangaroo import adapter as adapters
@@ -24,9 +23,11 @@ from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
+from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
+from kangaroo.training import backend as backends
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
-from kangaroo.training.checkpoint import Checkpoint
+from kangaroo.training.checkpoint import Checkpoint, Progress
 from kangaroo.training.distill import Scores, distill
 
 
@@ -39,7 +40,7 @@ class TrainerConfig:
         epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        accumulate: micro-batches an optimizer step.
+        accumulate: micro-batches an optimizer step, in all processes together.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
@@ -47,6 +48,9 @@ class TrainerConfig:
         evaluate_every, save_every: optimizer steps.
         seed: order of the samples.
         vocabulary: saved with the adapters: how many of the most frequent tokens to draft from.
+        bf16: compute adapters in bfloat16; weights, gradients and moments stay float32.
+        zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
+        shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
     exit_layers: list[int] = field(default_factory=lambda: [3])
@@ -65,6 +69,9 @@ class TrainerConfig:
     save_every: int = 50
     seed: int = 0
     vocabulary: int | None = None
+    bf16: bool = False
+    zero_stage: int = 0
+    shard_target: bool = False
 
 
 def learning_rate(config: TrainerConfig, step: int, total: int) -> float:
@@ -95,7 +102,8 @@ def micro_batch(
     results = []
     for adapter in trained:
         f_BTD = taps[adapter.exit_layer].to(adapter.norm.weight)
-        with torch.set_grad_enabled(weight is not None):
+        computing = torch.autocast(f_BTD.device.type, torch.bfloat16, enabled=config.bf16)
+        with torch.set_grad_enabled(weight is not None), computing:
             student_MD = adapter(f_BTD, None, block.to(f_BTD.device))[
                 tokens.wanted_BT.to(f_BTD.device)
             ]
@@ -109,32 +117,37 @@ def micro_batch(
 
 
 def evaluate(
-    lm: LM, trained: Sequence[Adapter], samples: Sequence[Sample], config: TrainerConfig
-) -> dict[str, float]:
+    lm: LM, trained: Sequence[Adapter], samples: Sequence[Sample], config: TrainerConfig,
+    ranks: Ranks,
+) -> dict[str, float]:  # fmt: skip
     """Held-out figures of every adapter: `held_out/exit<layer>/<figure>`."""
-    sums = [Scores() for _ in trained]
     lengths = [len(sample["input_ids"]) for sample in samples]
-    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0):
-        scores = micro_batch(lm, trained, [samples[i] for i in batch], config, weight=None)
-        sums = add(sums, scores)
-    return named("held_out", trained, sums)
+    batches = plan(lengths, config.batch_tokens, seed=0, epoch=0)
+    scores = [
+        micro_batch(lm, trained, [samples[i] for i in batch], config, weight=None)
+        for batch, _ in ranks.deal(batches)
+    ]
+    return named("held_out", trained, add_up(ranks.merge(scores, len(batches))))
 
 
 def train(
     lm: LM, samples: Sequence[Sample], config: TrainerConfig, output: Path, tracker: Tracker,
-    about: dict[str, Any],
+    about: dict[str, Any], ranks: Ranks | None = None,
 ) -> list[Path]:  # fmt: skip
     """Train an adapter for every exit layer, each saved in its own folder under `output`.
 
     A run that was stopped at any moment goes on from its last checkpoint, and ends with the same
-    weights as one that was not.
+    weights as one that was not, whatever the number of processes before and after.
 
     Args:
         about: provenance of the data, saved with the adapters.
+        ranks: the processes that share the work, all with these arguments; the first one alone
+            writes files. None: there is only this one.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
     """
+    ranks = ranks or Ranks()
     check_trainable(samples, config.max_length)
     if not 0 < config.holdout < len(samples):
         raise ConfigError(
@@ -151,33 +164,37 @@ def train(
     total = math.ceil(len(batches) / config.accumulate)
 
     trained = [Adapter(lm, layer).start_from(lm).float().train() for layer in config.exit_layers]
+    if config.shard_target:
+        lm.shard(ranks.device)
     trained = [a.to(lm.layer_devices[a.exit_layer - 1]).requires_grad_() for a in trained]
-    optimizer = torch.optim.AdamW(
-        [p for adapter in trained for p in adapter.parameters()],
-        lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay,
-    )  # fmt: skip
+    backend = backends.begin(
+        trained, config.betas, config.weight_decay, config.clip, config.zero_stage
+    )
     settings = asdict(config)
-    del settings["evaluate_every"], settings["save_every"]  # neither moves a weight
+    for name in ("evaluate_every", "save_every", "zero_stage", "shard_target"):
+        del settings[name]  # none of them moves a weight
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
-    progress = checkpoint.resume(trained, optimizer)
+    progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
+    if state is not None:
+        backend.load_state(state)
 
-    bar = tqdm(total=total, initial=progress.step, unit="step", desc="training")
+    bar = tqdm(
+        total=total, initial=progress.step, unit="step", desc="training",
+        disable=not ranks.is_first,
+    )  # fmt: skip
     while progress.step < total:
         started = time.perf_counter()
         first = progress.step * config.accumulate
         group = [[kept[i] for i in batch] for batch in batches[first : first + config.accumulate]]
         # weighted by all positions of the step, so that the mean does not depend on the split
         wanted = sum(sum(s["loss_mask"][1 : config.max_length]) for batch in group for s in batch)
-        sums = [Scores() for _ in trained]
-        for batch in group:
-            sums = add(sums, micro_batch(lm, trained, batch, config, weight=1 / wanted))
+        scores = []
+        for batch, counts in ranks.deal(group):
+            scores.append(micro_batch(lm, trained, batch, config, weight=counts / wanted))
+            backend.collect()
+        sums = add_up(ranks.merge(scores, len(group)))
         rate = learning_rate(config, progress.step, total)
-        for adapter in trained:
-            nn.utils.clip_grad_norm_(adapter.parameters(), config.clip)
-        for parameter_group in optimizer.param_groups:
-            parameter_group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        backend.step(rate)
 
         tokens = sum(len(s["input_ids"]) for batch in group for s in batch)
         progress.step += 1
@@ -189,28 +206,29 @@ def train(
         }
         last = progress.step == total
         if last or progress.step % config.evaluate_every == 0:
-            progress.held_out = evaluate(lm, trained, held_out, config)
+            progress.held_out = evaluate(lm, trained, held_out, config, ranks)
             metrics |= progress.held_out
-        checkpoint.log(progress.step, metrics)
-        tracker.log(metrics, progress.step)
+        if ranks.is_first:
+            checkpoint.log(progress.step, metrics)
+            tracker.log(metrics, progress.step)
         if last or progress.step % config.save_every == 0:
-            checkpoint.save(trained, optimizer, progress)
+            state = backend.state()
+            if ranks.is_first:
+                checkpoint.save(state, progress)
         bar.update()
         bar.set_postfix(
             loss=f"{sums[0].means()['loss']:.3f}", agree=f"{sums[0].means()['agreement']:.3f}"
         )
     bar.close()
-    training = asdict(config) | asdict(progress) | {"data": about} | provenance()
-    frequent_K = frequent_tokens(kept)
-    return [
-        adapters.save(
-            adapter,
-            adapters.describe(lm, adapter, training, config.vocabulary),
-            frequent_K,
-            output / f"exit{adapter.exit_layer}",
-        )
-        for adapter in trained
-    ]
+    folders = [output / f"exit{adapter.exit_layer}" for adapter in trained]
+    if ranks.is_first:
+        processes = {"processes": ranks.world}
+        training = asdict(config) | asdict(progress) | {"data": about} | processes | provenance()
+        frequent_K = frequent_tokens(kept)
+        for adapter, folder in zip(trained, folders, strict=True):
+            about_adapter = adapters.describe(lm, adapter, training, config.vocabulary)
+            adapters.save(adapter, about_adapter, frequent_K, folder)
+    return folders
 
 
 def named(prefix: str, trained: Sequence[Adapter], sums: Sequence[Scores]) -> dict[str, float]:
@@ -222,6 +240,6 @@ def named(prefix: str, trained: Sequence[Adapter], sums: Sequence[Scores]) -> di
     }
 
 
-def add(left: Sequence[Scores], right: Sequence[Scores]) -> list[Scores]:
-    """Scores of the same adapters, added up."""
-    return [a + b for a, b in zip(left, right, strict=True)]
+def add_up(batches: Sequence[Sequence[Scores]]) -> list[Scores]:
+    """The scores of every adapter over some micro-batches."""
+    return [sum(scores, Scores()) for scores in zip(*batches, strict=True)]
