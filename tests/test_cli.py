@@ -53,6 +53,11 @@ def test_every_logger_composes(command, logger):
     assert composed(command, f"logger={logger}").logger.name == logger
 
 
+@pytest.mark.parametrize("trainer, stage", [("default", 0), ("deepspeed", 1)])
+def test_every_trainer_composes(trainer, stage):
+    assert composed("train", f"trainer={trainer}").trainer.zero_stage == stage
+
+
 def test_yaml_holds_only_differences():
     """A YAML file that repeats a dataclass default would drift from it."""
     for path in (ROOT / "configs/trainer").glob("*.yaml"):
