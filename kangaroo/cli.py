@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
-from kangaroo import models
+from kangaroo import models, ranks
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
@@ -41,6 +41,7 @@ from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.training import backend
 from kangaroo.training.loop import TrainerConfig
 from kangaroo.training.loop import train as train_adapters
 from kangaroo.training.recipe import AdapterRecipe
@@ -144,18 +145,29 @@ def load_target(config: ModelConfig) -> tuple[LM, Any]:
 @command("train")
 def train(config: TrainCommand) -> None:
     """Let the target write its data, train adapters on it, and save them."""
-    lm, tokenizer = load_target(config.model)
-    config.data.make(lm, tokenizer)
-    samples, about = store.load(Path(config.data.path))
-    log.info(
-        "%d conversations, %d tokens, %d of the assistant, from %s",
-        about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
-    )  # fmt: skip
-    tracker = config.logger.start(_plain(config), Path(config.output))
-    recipes = [config.adapter, *config.more.values()]
-    output = Path(config.output)
-    folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about)
-    tracker.finish()
+    with ranks.join() as own:
+        if not own.is_first:
+            logging.disable(logging.INFO)  # one process's word is enough
+        backend.check(config.trainer, own)
+        # a sharded target goes to the GPUs part by part, just before training
+        whole = not config.trainer.shard_target
+        lm, tokenizer = load_target(
+            config.model if whole else replace(config.model, device="cpu", device_map=None)
+        )
+        if own.is_first:
+            config.data.make(lm, tokenizer)
+        own.wait()
+        samples, about = store.load(Path(config.data.path))
+        log.info(
+            "%d conversations, %d tokens, %d of the assistant, from %s",
+            about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
+        )  # fmt: skip
+        logger = config.logger if own.is_first else NoTrackerConfig()
+        output = Path(config.output)
+        tracker = logger.start(_plain(config), output)
+        recipes = [config.adapter, *config.more.values()]
+        folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about, own)
+        tracker.finish()
     for folder in folders:
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         log.info(

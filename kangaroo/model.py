@@ -81,6 +81,27 @@ class LM(nn.Module):
         """The most positions that the model was made for."""
         return self.config.max_position_embeddings
 
+    def shard(self, device: torch.device) -> None:
+        """Spread the layers' weights over all processes; a layer is whole only while it runs.
+
+        All processes then have to run the same layers in the same order. Embedding, final norm and
+        head stay whole: the loss reads the head far more often than once a batch.
+
+        Args:
+            device: where this process computes; its part of each layer moves there.
+        """
+        # imported here: it takes most of a second, and only training at scale needs it
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for module in (self.hf.model.embed_tokens, self.hf.model.rotary_emb, self.hf.model.norm):
+            module.to(device)
+        self.head.to(device)
+        self.device, self.layer_devices = device, [device] * self.n_layers
+
     def eos_ids(self) -> list[int]:
         """Every token that ends a text: Llama 3 has several, named by the generation config."""
         eos = self.hf.generation_config.eos_token_id

@@ -56,7 +56,8 @@ class ModelConfig:
         path: hub id, local folder, `embedded:smollm2-135m`, or `random:tiny`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `auto` (the first GPU, else the CPU), `cpu`, or one GPU such as `cuda:1`.
+        device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
+            one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device`; None: one device.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
     """
@@ -81,7 +82,8 @@ def load(
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        cuda = torch.cuda.is_available()
+        device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
     model: Any
     tokenizer: PreTrainedTokenizerBase

@@ -19,9 +19,9 @@ read -ra EVALUATE <<< "${EVALUATE:-}"
 read -ra SPEED <<< "${SPEED:-}"
 
 "$PYTHON" train.py "model=$MODEL" "output=$OUT" "data.path=$OUT/data" \
-  "trainer.exit_layers=[$EXITS]" "${TRAIN[@]}"
+  "adapter.exit_layers=[$EXITS]" "${TRAIN[@]}"
 for exit in ${EXITS//,/ }; do
-  adapter="drafter.adapter=\"$OUT/exit$exit\""
+  adapter="drafter.adapter=\"$OUT/attention-exit$exit\""
   "$PYTHON" evaluate.py "model=$MODEL" "$adapter" "output=$OUT/evaluate-exit$exit" "${EVALUATE[@]}"
   "$PYTHON" scripts/bench.py "model=$MODEL" "$adapter" "output=$OUT/speed-exit$exit" "${SPEED[@]}"
 done

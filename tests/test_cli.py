@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.adapter import WEIGHTS
+from kangaroo.adapter_files import WEIGHTS
 from kangaroo.models import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +58,11 @@ def test_every_source_of_data_composes_and_goes_to_a_folder_of_its_own(data):
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_every_logger_composes(command, logger):
     assert composed(command, f"logger={logger}").logger.name == logger
+
+
+@pytest.mark.parametrize("trainer, stage", [("default", 0), ("deepspeed", 1)])
+def test_every_trainer_composes(trainer, stage):
+    assert composed("train", f"trainer={trainer}").trainer.zero_stage == stage
 
 
 def test_yaml_holds_only_differences():
@@ -112,9 +117,9 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     kill_when(shards / "00001.part", "train.py", *settings, cwd=killed)
     assert not (killed / "outputs/data/self_synthesis/tiny").exists()
     kill_when(killed / "outputs/train/tiny/checkpoint.pt", "train.py", *settings, cwd=killed)
-    assert not (killed / "outputs/train/tiny/exit2").exists()
+    assert not (killed / "outputs/train/tiny/attention-exit2").exists()
     assert run("train.py", *settings, cwd=killed).returncode == 0
-    weights = Path("outputs/train/tiny/exit2") / WEIGHTS
+    weights = Path("outputs/train/tiny/attention-exit2") / WEIGHTS
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
 
 
@@ -129,12 +134,12 @@ def test_training_on_conversations_from_a_file(tmp_path):
         result = run(
             "train.py", "model=tiny", "data=conversations", "data.source=talks.json",
             f"data.regenerate={regenerate}", f"data.path=data-{regenerate}",
-            "data.max_answer_tokens=16", "data.filters.near_duplicate=1", "trainer.exit_layers=[2]",
+            "data.max_answer_tokens=16", "data.filters.near_duplicate=1", "adapter.exit_layers=[2]",
             "trainer.epochs=1", "trainer.holdout=4", "trainer.packing=true",
             f"output=out-{regenerate}", cwd=tmp_path,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
-        saved = json.loads((tmp_path / f"out-{regenerate}/exit2/config.json").read_text())
+        saved = json.loads((tmp_path / f"out-{regenerate}/attention-exit2/config.json").read_text())
         assert saved["training"]["data"]["settings"]["source"] == "talks.json"
 
 
@@ -143,8 +148,8 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)
     assert train.returncode == 0, train.stderr
     evaluate = run(
-        "evaluate.py", "model=tiny", "drafter.adapter=outputs/train/tiny/exit2", "question_end=1",
-        "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
+        "evaluate.py", "model=tiny", "drafter.adapter=outputs/train/tiny/attention-exit2",
+        "question_end=1", "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
     )  # fmt: skip
     assert evaluate.returncode == 0, evaluate.stderr
     assert len(list((tmp_path / "outputs/train").rglob("*.wandb"))) == 1

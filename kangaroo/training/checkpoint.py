@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.provenance import changes
@@ -36,7 +34,9 @@ class Progress:
 
 
 class Checkpoint:
-    """Weights, optimizer, progress and metrics (one JSON line a step) of a run, in one folder.
+    """Weights, moments, progress and metrics (one JSON line a step) of a run, in one folder.
+
+    The state is whole whatever number of processes wrote it; one of them reads and writes.
 
     Args:
         settings: what the run was asked to do; a folder begun with other settings is refused.
@@ -48,9 +48,9 @@ class Checkpoint:
         self.folder, self.path = folder, folder / CHECKPOINT
         self.identity = json.loads(json.dumps(settings | {"data": data}))
 
-    def resume(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Progress:
-        """Load the last checkpoint into `modules` and `optimizer`, or start anew."""
-        progress = Progress()
+    def resume(self) -> tuple[Progress, dict[str, Any] | None]:
+        """The last checkpoint's progress and a backend's `state()`; None where there is none."""
+        progress, backend = Progress(), None
         if self.path.exists():
             try:
                 state = torch.load(self.path, weights_only=True)
@@ -64,21 +64,15 @@ class Checkpoint:
                     f"'{self.folder}' holds a run with other settings ({changed}). Go on with the "
                     "same ones, pass output= another folder, or delete it."
                 )
-            for module, weights in zip(modules, state["modules"], strict=True):
-                module.load_state_dict(weights)
-            optimizer.load_state_dict(state["optimizer"])
-            progress = Progress(**state["progress"])
+            progress, backend = Progress(**state["progress"]), state["backend"]
         self._forget_metrics_after(progress.step)
-        return progress
+        return progress, backend
 
-    def save(
-        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, progress: Progress
-    ) -> None:
+    def save(self, backend: dict[str, Any], progress: Progress) -> None:
         """Write the state beside the last one, then put it in its place."""
         state = {
             "identity": self.identity,
-            "modules": [module.state_dict() for module in modules],
-            "optimizer": optimizer.state_dict(),
+            "backend": backend,
             "progress": asdict(progress),
         }
         part = self.path.with_suffix(".part")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo import adapter_files
@@ -22,7 +22,9 @@ from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
+from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
+from kangaroo.training import backend as backends
 from kangaroo.training import figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress
@@ -41,7 +43,7 @@ class TrainerConfig:
         packing: samples stand one after another in shared rows, without seeing each other.
         remember: keep what the target computes of each micro-batch, in memory: only the first epoch
             runs it. Micro-batches then stay the same, and come in another order every epoch.
-        accumulate: micro-batches an optimizer step.
+        accumulate: micro-batches an optimizer step, in all processes together.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
@@ -49,6 +51,8 @@ class TrainerConfig:
         evaluate_every, save_every: optimizer steps.
         seed: order of the samples.
         vocabulary: draft from this many of the training data's most frequent tokens; None is all.
+        zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
+        shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
     epochs: int = 3
@@ -68,6 +72,8 @@ class TrainerConfig:
     save_every: int = 50
     seed: int = 0
     vocabulary: int | None = None
+    zero_stage: int = 0
+    shard_target: bool = False
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:
@@ -84,19 +90,22 @@ def schedule(config: TrainerConfig, step: int, total: int) -> float:
 
 def train(
     lm: LM, samples: Sequence[Sample], recipes: Sequence[AdapterRecipe], config: TrainerConfig,
-    output: Path, tracker: Tracker, about: dict[str, Any],
+    output: Path, tracker: Tracker, about: dict[str, Any], ranks: Ranks | None = None,
 ) -> list[Path]:  # fmt: skip
     """Train all adapters, each saved in its own folder under `output`.
 
     A run that was stopped at any moment goes on from its last checkpoint, and ends with the same
-    weights as one that was not.
+    weights as one that was not, whatever the number of processes before and after.
 
     Args:
         about: provenance of the data, saved with the adapters.
+        ranks: the processes that share the work, all with these arguments; the first one alone
+            writes files. None: there is only this one.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
     """
+    ranks = ranks or Ranks()
     check_trainable(samples, config.max_length)
     if not 0 < config.holdout < len(samples):
         raise ConfigError(
@@ -118,38 +127,42 @@ def train(
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
     trained = trainees(lm, recipes, vocabulary_K)
-    adapters = [trainee.adapter for trainee in trained]
-    optimizer = torch.optim.AdamW(
-        [{"params": adapter.parameters()} for adapter in adapters],
-        lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay,
-    )  # fmt: skip
+    if config.shard_target:
+        lm.shard(ranks.device)
+    adapters = [t.adapter.to(lm.layer_devices[t.adapter.exit_layer - 1]) for t in trained]
+    rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
+    backend = backends.begin(adapters, config)
     settings = asdict(config) | {"adapters": [trainee.settings() for trainee in trained]}
-    del settings["evaluate_every"], settings["save_every"]  # neither moves a weight
+    for name in ("evaluate_every", "save_every", "zero_stage", "shard_target"):
+        del settings[name]  # none of them moves a weight
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
-    progress = checkpoint.resume(adapters, optimizer)
+    progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
+    if state is not None:
+        backend.load_state(state)
 
     names = figures.step_names(trained)
     remembered: dict[tuple[int, ...], Seen] = {}
-    bar = tqdm(total=total, initial=progress.step, unit="step", desc="training")
+    bar = tqdm(
+        total=total, initial=progress.step, unit="step", desc="training",
+        disable=not ranks.is_first,
+    )  # fmt: skip
     while progress.step < total:
         started = time.perf_counter()
         first = progress.step * config.accumulate
         group = batches[first : first + config.accumulate]
         # weighted by all positions of the step, so that the mean does not depend on the split
         wanted = sum(positions[i] for batch in group for i in batch)
-        sums_SF = torch.zeros(())
-        for batch in group:
+        sums = []
+        for batch, counts in ranks.deal(group):
             seen = remembered.get(tuple(batch)) or _look(lm, kept, batch, config, trained)
             if config.remember:
                 remembered[tuple(batch)] = seen
-            grades = teach(lm, seen, trained, config.loss_chunk, weight=1 / wanted)
-            sums_SF = sums_SF + figures.sums(grades)
+            grades = teach(lm, seen, trained, config.loss_chunk, weight=counts / wanted)
+            sums.append(figures.sums(grades))
+            backend.collect()
+        sums_SF = torch.stack(ranks.merge(sums, len(group))).sum(0)
         share = schedule(config, progress.step, total)
-        for trainee, parameters in zip(trained, optimizer.param_groups, strict=True):
-            nn.utils.clip_grad_norm_(parameters["params"], config.clip)
-            parameters["lr"] = share * (trainee.recipe.learning_rate or config.learning_rate)
-        optimizer.step()
-        optimizer.zero_grad()
+        backend.step([share * rate for rate in rates])
 
         tokens = sum(lengths[i] for batch in group for i in batch)
         progress.step += 1
@@ -161,35 +174,42 @@ def train(
         }
         last = progress.step == total
         if last or progress.step % config.evaluate_every == 0:
-            progress.held_out = evaluate(lm, trained, held_out, config)
+            progress.held_out = evaluate(lm, trained, held_out, config, ranks)
             metrics |= progress.held_out
-        checkpoint.log(progress.step, metrics)
-        tracker.log(metrics, progress.step)
+        if ranks.is_first:
+            checkpoint.log(progress.step, metrics)
+            tracker.log(metrics, progress.step)
         if last or progress.step % config.save_every == 0:
-            checkpoint.save(adapters, optimizer, progress)
+            state = backend.state()
+            if ranks.is_first:
+                checkpoint.save(state, progress)
         bar.update()
         bar.set_postfix(
             loss=f"{metrics[f'train/{names[0]}/loss']:.3f}",
             agree=f"{metrics[f'train/{names[0]}/agreement']:.3f}",
         )
     bar.close()
-    return [_save(lm, t, config, progress, about, frequent_K, output) for t in trained]
+    if ranks.is_first:
+        for trainee in trained:
+            _save(lm, trainee, config, progress, about, frequent_K, output, ranks)
+    return [output / trainee.name for trainee in trained]
 
 
 def evaluate(
-    lm: LM, trained: Sequence[Trainee], samples: Sequence[Sample], config: TrainerConfig
-) -> dict[str, float]:
+    lm: LM, trained: Sequence[Trainee], samples: Sequence[Sample], config: TrainerConfig,
+    ranks: Ranks,
+) -> dict[str, float]:  # fmt: skip
     """Held-out figures of every adapter: `held_out/<name>/<figure>`."""
-    sums_AF: Tensor = torch.zeros(())
-    accepted_AW: Tensor = torch.zeros(())
+    results = []
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
-    for batch in plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing):
+    batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
+    for batch, _ in ranks.deal(batches):
         seen = _look(lm, samples, batch, config, trained)
         grades = grade(lm, seen, trained, config.loss_chunk, figures.STEPS)
-        sums_AF = sums_AF + figures.sums([own[:1] for own in grades])
-        accepted_AW = accepted_AW + torch.stack(
-            [figures.accepted(own, seen.tokens.wanted_BT) for own in grades]
-        )
+        accepted = [figures.accepted(own, seen.tokens.wanted_BT) for own in grades]
+        results.append((figures.sums([own[:1] for own in grades]), torch.stack(accepted).cpu()))
+    all_sums, all_accepted = zip(*ranks.merge(results, len(batches)), strict=True)
+    sums_AF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
     names = [trainee.name for trainee in trained]
     metrics = figures.named("held_out", names, sums_AF)
     for name, sums_F, accepted_W in zip(names, sums_AF, accepted_AW, strict=True):
@@ -208,8 +228,8 @@ def _look(
 
 def _save(
     lm: LM, trainee: Trainee, config: TrainerConfig, progress: Progress, about: dict[str, Any],
-    frequent_K: Tensor, output: Path,
-) -> Path:  # fmt: skip
+    frequent_K: Tensor, output: Path, ranks: Ranks,
+) -> None:  # fmt: skip
     mine = f"held_out/{trainee.name}/"
     held_out = {k.removeprefix(mine): v for k, v in progress.held_out.items() if k.startswith(mine)}
     training = {
@@ -217,6 +237,7 @@ def _save(
         "trainer": asdict(config),
         "progress": asdict(progress) | {"held_out": held_out},
         "data": about,
+        "processes": ranks.world,
     } | provenance()
     described = adapter_files.describe(lm, trainee.adapter, training, config.vocabulary)
-    return adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)
+    adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)

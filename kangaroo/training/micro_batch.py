@@ -94,7 +94,11 @@ def _grade(
     for trainee, own in zip(trained, states, strict=True):
         valid_BT = wanted_BT
         for step, state_BTD in enumerate(own):
-            students.append(_student(trainee, state_BTD, wanted_BT, valid_BT, weight or 1.0, step))
+            students.append(
+                _student(
+                    trainee, state_BTD, wanted_BT, valid_BT, 1.0 if weight is None else weight, step
+                )
+            )
             # one step on, the draft began a token earlier, which the assistant must have written
             valid_BT = valid_BT & F.pad(valid_BT[:, :-1], (1, 0))
     head = trained[0].targets

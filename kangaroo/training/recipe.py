@@ -91,8 +91,7 @@ def trainees(
             if name in made:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
             adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
-            adapter = adapter.start_from(lm, vocabulary_K).float().train()
-            adapter = adapter.to(lm.layer_devices[layer - 1]).requires_grad_()
+            adapter = adapter.start_from(lm, vocabulary_K).float().train().requires_grad_()
             own = adapter.head
             head = shared if own is None else DraftHead(lm, own, vocabulary_K)
             made[name] = Trainee(name, adapter, head, shared, recipe)

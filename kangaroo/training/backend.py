@@ -1,0 +1,253 @@
+"""Sums gradients over micro-batches and processes, and moves the adapters: torch or DeepSpeed.
+
+The sum is exact, so it does not matter which process computed which micro-batch, or in what order:
+a run ends with the same weights at any number of processes, also where that changed on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kangaroo.errors import ConfigError
+from kangaroo.ranks import Ranks
+
+# Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. Multiples of
+# it add up without rounding in float64 as long as sums stay below 2^9, far above any gradient of a
+# mean loss; beyond that they round as any sum does.
+GRID = 2.0**44
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
+
+
+class Options(Protocol):
+    """The options of a run that a backend reads."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    accumulate: int
+    remember: bool
+    zero_stage: int
+    shard_target: bool
+
+
+def check(config: Options, ranks: Ranks) -> None:
+    """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
+    if config.zero_stage not in (0, 1, 2):
+        raise ConfigError(
+            f"trainer.zero_stage={config.zero_stage} must be 1 or 2, or 0 for plain torch."
+        )
+    if config.zero_stage and find_spec("deepspeed") is None:
+        raise ConfigError(
+            "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
+            "Without it, train in one process: trainer=default."
+        )
+    if ranks.world > 1 and not config.zero_stage:
+        raise ConfigError(
+            f"plain torch trains in one process, and torchrun started {ranks.world}. Pass "
+            "trainer=deepspeed, or start one."
+        )
+    if config.accumulate < ranks.world:
+        raise ConfigError(
+            f"trainer.accumulate={config.accumulate} micro-batches a step leave some of the "
+            f"{ranks.world} processes without any. Pass trainer.accumulate={ranks.world} or more "
+            "(it is the number of all processes together), or start fewer."
+        )
+    if config.shard_target and ranks.world == 1:
+        raise ConfigError(
+            "trainer.shard_target=true spreads the target over processes, and there is one. Start "
+            "more (torchrun --nproc-per-node=N train.py trainer=deepspeed ...), or leave it out."
+        )
+    if config.shard_target and config.remember:
+        raise ConfigError(
+            "trainer.remember=true and trainer.shard_target=true exclude each other: all processes "
+            "run a sharded target at once, and one that remembers a micro-batch would not."
+        )
+
+
+def begin(adapters: Sequence[nn.Module], options: Options) -> TorchBackend:
+    """The backend that `zero_stage` asks for; 0 is plain torch."""
+    return (DeepSpeedBackend if options.zero_stage else TorchBackend)(adapters, options)
+
+
+class TorchBackend:
+    """AdamW in one process.
+
+    Args:
+        adapters: each is clipped by itself, and has its own learning rate.
+    """
+
+    def __init__(self, adapters: Sequence[nn.Module], options: Options):
+        self.adapters, self.options = adapters, options
+        self.parameters = dict(nn.ModuleList(adapters).named_parameters())
+        # the gradient of a step's only micro-batch is that of the step as it is
+        summed = self.parameters.values() if options.accumulate > 1 else ()
+        self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
+        self.steps = 0
+        self._begin()
+
+    def collect(self) -> None:
+        """Add the gradients of the micro-batch just done to the step's, and clear them."""
+        for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
+            assert parameter.grad is not None
+            total += (parameter.grad.double() * GRID).round_()
+            parameter.grad = None
+
+    def step(self, rates: Sequence[float]) -> None:
+        """One optimizer step with all gradients collected since the last, clipped.
+
+        Args:
+            rates: the learning rate of each adapter in this step.
+        """
+        for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
+            self._add_up(total)
+            parameter.grad = (total / GRID).to(parameter.dtype)
+            total.zero_()
+        for adapter in self.adapters:
+            nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
+        self._update(rates)
+        self.steps += 1
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """Weights and AdamW's moments in float32 on the CPU, by name: whole, whoever holds them.
+
+        Every process has to call this. Before the first step there are no moments.
+        """
+        weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
+        return {"steps": self.steps, "weights": weights} | self._moments()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from the `state()` of any backend at any number of processes."""
+        self.steps = state["steps"]
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["weights"][name])
+        self._load_moments(state)
+
+    def _begin(self) -> None:
+        self.optimizer = self._adamw([list(adapter.parameters()) for adapter in self.adapters])
+
+    def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            [{"params": group} for group in groups],
+            betas=self.options.betas,
+            weight_decay=self.options.weight_decay,
+        )
+
+    def _add_up(self, total: Tensor) -> None:
+        """Sum over processes, in place."""
+
+    def _update(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.optimizer.step()
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        moments = self.optimizer.state_dict()["state"].values()
+        return {
+            key: {
+                name: moment[key].cpu().clone()
+                for name, moment in zip(self.parameters, moments, strict=True)
+            }
+            for key in MOMENTS
+        }
+
+    def _load_moments(self, state: dict[str, Any]) -> None:
+        moments = {}
+        for i, name in enumerate(self.parameters):
+            moments[i] = {key: state[key][name] for key in MOMENTS}
+            moments[i]["step"] = torch.tensor(float(self.steps))
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+class DeepSpeedBackend(TorchBackend):
+    """The same step with AdamW's state spread over processes by DeepSpeed ZeRO.
+
+    DeepSpeed never sees a micro-batch: it is handed the step's sum. So each adapter is clipped by
+    itself, and the sum stays exact.
+    """
+
+    def _begin(self) -> None:
+        device = next(iter(self.parameters.values())).device
+        # else DeepSpeed takes the first kind that the machine has
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+        # imported, DeepSpeed tries the machine's compiler; run, it calls what torch renamed
+        logging.getLogger("compilers").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        import deepspeed
+
+        if device.type == "cpu":
+            # compiled for a minute at its first use, to do what gloo does
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if not dist.is_initialized():  # started without torchrun
+            os.environ.setdefault("LOCAL_RANK", "0")
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        # DeepSpeed acts on every backward pass through its parameters. It gets twins, which share
+        # their memory with the adapters' but not their gradients.
+        self.twins = nn.ParameterList(p.detach().clone() for p in self.parameters.values())
+        twins = iter(self.twins)
+        groups = [[next(twins) for _ in adapter.parameters()] for adapter in self.adapters]
+        self.engine, *_ = deepspeed.initialize(
+            model=self.twins,
+            optimizer=self._adamw(groups),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": self.options.zero_stage},
+                "gradient_clipping": 0.0,
+                "steps_per_print": None,
+            },
+            dist_init_required=False,
+        )
+        for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
+            parameter.data = twin.data
+
+    def _add_up(self, total: Tensor) -> None:
+        dist.all_reduce(total)
+
+    def _update(self, rates: Sequence[float]) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        for group, rate in zip(self.engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        # A backward pass makes room for gradients. The right ones are put there afterwards, since
+        # DeepSpeed's average over three processes would round them.
+        self.engine.backward(torch.stack([twin.sum() for twin in self.twins]).sum())
+        for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
+            safe_set_full_grad(twin, parameter.grad)
+        self.engine.step()
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return {
+            key: {
+                name: safe_get_full_optimizer_state(twin, key).cpu().clone()
+                for name, twin in zip(self.parameters, self.twins, strict=True)
+            }
+            for key in MOMENTS
+        }
+
+    def _load_moments(self, state: dict[str, Any]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        self.engine.optimizer.refresh_fp32_params()
+        # AdamW makes its moments in its first step; with no gradient and no rate it moves nothing
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self._update([0.0] * len(self.adapters))
+        for key in MOMENTS:
+            for name, twin in zip(self.parameters, self.twins, strict=True):
+                safe_set_full_optimizer_state(twin, state[key][name], key)
+        for moments in self.engine.optimizer.state.values():
+            moments["step"].fill_(self.steps)

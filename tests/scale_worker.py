@@ -1,0 +1,88 @@
+"""Training runs on the tiny model, in this process or in each of those that torchrun starts:
+
+torchrun --nproc-per-node=2 tests/scale_worker.py FOLDER CASE...
+"""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import random_prompts, tiny
+
+from kangaroo.ranks import join
+from kangaroo.tracking import NoTracker
+from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.recipe import AdapterRecipe
+
+
+@dataclass
+class Case:
+    """Settings that differ from those of all cases, and the step at which rank 0 is killed."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    killed_at: int | None = None
+
+
+CASES = {
+    "stage1": Case({"zero_stage": 1}),
+    "stage2": Case({"zero_stage": 2, "accumulate": 3}),
+    "sharded": Case({"zero_stage": 1, "shard_target": True}),
+    "one_to_two": Case({"zero_stage": 1}),
+    "killed": Case({"zero_stage": 2}, killed_at=5),
+    "two_again": Case({"zero_stage": 2}),
+}
+
+
+class KillsAt(NoTracker):
+    """Kills this process, without a chance to clean up, after a step that no checkpoint holds."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_tiny(output, settings, tracker=None, ranks=None, lm=None):
+    """Three adapters on a random four-layer model, in 6 steps (accumulate=3) or 9."""
+    samples = [
+        {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
+        for ids in random_prompts(*range(20, 35))
+    ]
+    shared = {
+        "epochs": 3, "batch_tokens": 64, "accumulate": 2, "holdout": 3,
+        "loss_chunk": 7, "evaluate_every": 3, "save_every": 2, "warmup_steps": 2, "clip": 0.05,
+    }  # fmt: skip
+    config = TrainerConfig(**(shared | settings))
+    about = {"fingerprint": "test"}
+    recipes = [
+        AdapterRecipe(name="attention", exit_layers=[1, 2]),
+        AdapterRecipe(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
+    ]
+    train(lm or tiny(), samples, recipes, config, output, tracker or NoTracker(), about, ranks)
+
+
+def share_of_layers(lm):
+    """The part of the layers' weights that this process holds."""
+    weights = list(lm.layers.parameters())
+    held = sum(w.to_local().numel() if isinstance(w, DTensor) else w.numel() for w in weights)
+    return held / sum(w.numel() for w in weights)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with join() as own:
+        for name in sys.argv[2:]:
+            case = CASES[name]
+            killer = None if case.killed_at is None else KillsAt(case.killed_at)
+            lm = tiny()
+            train_tiny(Path(sys.argv[1]) / name, case.settings, killer, own, lm)
+            assert share_of_layers(lm) == (0.5 if case.settings.get("shard_target") else 1)

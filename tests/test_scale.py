@@ -1,0 +1,179 @@
+"""Training at scale: the same figures and weights whatever the number of processes."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from scale_worker import CASES, train_tiny
+from torch import nn
+
+from kangaroo.errors import ConfigError
+from kangaroo.ranks import Ranks
+from kangaroo.tracking import NoTracker
+from kangaroo.training import backend
+from kangaroo.training.backend import TorchBackend
+from kangaroo.training.checkpoint import CHECKPOINT, METRICS
+from kangaroo.training.loop import TrainerConfig
+
+WORKER = Path(__file__).parent / "scale_worker.py"
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install kangaroo[deepspeed]"
+)
+
+
+def plain(settings):
+    """The settings of one process in plain torch."""
+    return {k: v for k, v in settings.items() if k not in ("zero_stage", "shard_target")}
+
+
+def state(folder):
+    """Weights and moments of a run's checkpoint, by name."""
+    saved = torch.load(folder / CHECKPOINT, weights_only=True)["backend"]
+    return {
+        (part, name): tensor
+        for part in ("weights", "exp_avg", "exp_avg_sq")
+        for name, tensor in saved[part].items()
+    }
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def curve(folder):
+    """The metrics of every step, time apart."""
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+class Stopped(Exception):
+    pass
+
+
+class StopsAt(NoTracker):
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step:
+            raise Stopped
+
+
+def launch(folder, *cases):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*torchrun, WORKER, folder, *cases],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The cases in one process and plain torch, each run once."""
+    folder, runs = tmp_path_factory.mktemp("alone"), {}
+
+    def run(name):
+        settings = plain(CASES[name].settings)
+        key = json.dumps(settings)
+        if key not in runs:
+            runs[key] = folder / name
+            train_tiny(runs[key], settings)
+        return runs[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The cases in two processes; the last of them was killed."""
+    folder = tmp_path_factory.mktemp("two")
+    with pytest.raises(Stopped):
+        train_tiny(folder / "one_to_two", {}, StopsAt(5))
+    result = launch(folder, "stage1", "stage2", "sharded", "one_to_two", "killed")
+    assert "SIGKILL" in result.stderr, result.stderr
+    return folder
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("case", ["stage1", "stage2", "sharded", "one_to_two"])
+def test_two_processes_train_as_one_does(case, two, alone):
+    """Every metric of every step, every weight and every moment, to the last bit."""
+    assert curve(two / case) == curve(alone(case))
+    assert same(state(two / case), state(alone(case)))
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_killed_in_two_processes_ends_the_same_in_two_or_one(two, alone):
+    assert len(curve(two / "killed")) == 5  # and the checkpoint holds four
+    for name in ("two_again", "one_again"):
+        shutil.copytree(two / "killed", two / name)
+    result = launch(two, "two_again")
+    assert result.returncode == 0, result.stderr
+    train_tiny(two / "one_again", {})
+    for name in ("two_again", "one_again"):
+        assert curve(two / name) == curve(alone("killed"))
+        assert same(state(two / name), state(alone("killed")))
+
+
+def adapters():
+    torch.manual_seed(0)
+    return [nn.Linear(4, 3), nn.Linear(3, 2)]
+
+
+def test_the_sum_of_gradients_does_not_depend_on_their_order():
+    scales = [1e-9, 0.3, -7.0, 1e4 / 3]
+    ends = []
+    for order in itertools.permutations(scales):
+        own = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9))
+        for scale in order:
+            for adapter in own.adapters:
+                (adapter.weight.sin().sum() * scale / 9 + adapter.bias.sum() * scale).backward()
+            own.collect()
+        own.step([0.1, 0.2])
+        ends.append(own.state()["exp_avg"])
+    assert all(same(ends[0], end) for end in ends)
+
+
+def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monkeypatch):
+    items = list("abcde")
+    shares = [Ranks(rank, 3).deal(items) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert sorted(item for share in shares for item, counts in share if counts) == items
+    results = [[item for item, _ in share] for share in shares]
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: results)
+    assert Ranks(0, 3).merge(results[0], len(items)) == items
+
+
+@pytest.mark.parametrize(
+    "settings, world, message",
+    [
+        ({}, 2, "torchrun started 2. Pass trainer=deepspeed"),
+        ({"zero_stage": 1, "accumulate": 3}, 4, "accumulate=3.*4 processes.*accumulate=4 or more"),
+        ({"zero_stage": 3}, 2, "zero_stage=3 must be 1 or 2"),
+        ({"shard_target": True}, 1, "shard_target=true.*there is one"),
+        (
+            {"zero_stage": 1, "accumulate": 2, "shard_target": True, "remember": True},
+            2,
+            "remember=true and trainer.shard_target=true exclude",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_processes_are_refused(settings, world, message, monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=message):
+        backend.check(TrainerConfig(**settings), Ranks(0, world))
+
+
+def test_a_missing_deepspeed_is_named(monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install kangaroo\[deepspeed\]"):
+        backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
