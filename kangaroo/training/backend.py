@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -195,12 +195,20 @@ class DeepSpeedBackend(TorchBackend):
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         # DeepSpeed acts on every backward pass through its parameters. It gets twins, which share
         # their memory with the adapters' but not their gradients.
-        self.twins = nn.ParameterList(p.detach().clone() for p in self.parameters.values())
-        twins = iter(self.twins)
-        groups = [[next(twins) for _ in adapter.parameters()] for adapter in self.adapters]
-        self.engine, *_ = deepspeed.initialize(
-            model=self.twins,
-            optimizer=self._adamw(groups),
+        twins = [
+            nn.ParameterList(p.detach().clone() for p in a.parameters()) for a in self.adapters
+        ]
+        # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
+        # moments of the first alone
+        self.engines = [self._engine(deepspeed.initialize, own) for own in twins]
+        self.twins = [twin for own in twins for twin in own]
+        for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
+            parameter.data = twin.data
+
+    def _engine(self, initialize: Callable[..., Any], twins: nn.ParameterList) -> Any:
+        engine, *_ = initialize(
+            model=twins,
+            optimizer=self._adamw([list(twins)]),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_optimization": {"stage": self.options.zero_stage},
@@ -209,8 +217,7 @@ class DeepSpeedBackend(TorchBackend):
             },
             dist_init_required=False,
         )
-        for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
-            parameter.data = twin.data
+        return engine
 
     def _add_up(self, total: Tensor) -> None:
         dist.all_reduce(total)
@@ -218,14 +225,19 @@ class DeepSpeedBackend(TorchBackend):
     def _update(self, rates: Sequence[float]) -> None:
         from deepspeed.utils import safe_set_full_grad
 
-        for group, rate in zip(self.engine.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        # A backward pass makes room for gradients. The right ones are put there afterwards, since
-        # DeepSpeed's average over three processes would round them.
-        self.engine.backward(torch.stack([twin.sum() for twin in self.twins]).sum())
-        for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
-            safe_set_full_grad(twin, parameter.grad)
-        self.engine.step()
+        gradients = {
+            id(twin): parameter.grad
+            for parameter, twin in zip(self.parameters.values(), self.twins, strict=True)
+        }
+        for engine, rate in zip(self.engines, rates, strict=True):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate
+            # A backward pass makes room for gradients. The right ones are put there afterwards,
+            # since DeepSpeed's average over three processes would round them.
+            engine.backward(torch.stack([twin.sum() for twin in engine.module]).sum())
+            for twin in engine.module:
+                safe_set_full_grad(twin, gradients[id(twin)])
+            engine.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -241,7 +253,8 @@ class DeepSpeedBackend(TorchBackend):
     def _load_moments(self, state: dict[str, Any]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        self.engine.optimizer.refresh_fp32_params()
+        for engine in self.engines:
+            engine.optimizer.refresh_fp32_params()
         # AdamW makes its moments in its first step; with no gradient and no rate it moves nothing
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -249,5 +262,6 @@ class DeepSpeedBackend(TorchBackend):
         for key in MOMENTS:
             for name, twin in zip(self.parameters, self.twins, strict=True):
                 safe_set_full_optimizer_state(twin, state[key][name], key)
-        for moments in self.engine.optimizer.state.values():
-            moments["step"].fill_(self.steps)
+        for engine in self.engines:
+            for moments in engine.optimizer.state.values():
+                moments["step"].fill_(self.steps)
