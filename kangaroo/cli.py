@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -39,9 +40,12 @@ from kangaroo.evaluation.run import evaluate as run_evaluation
 from kangaroo.evaluation.speed import SpeedConfig, measure
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
+from kangaroo.provenance import provenance
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.training import backend
+from kangaroo.training.compare import CompareConfig, markdown
+from kangaroo.training.compare import compare as compare_adapters
 from kangaroo.training.loop import TrainerConfig
 from kangaroo.training.loop import train as train_adapters
 from kangaroo.training.recipe import AdapterRecipe
@@ -85,6 +89,16 @@ class SpeedCommand:
 
 
 @dataclass
+class CompareCommand:
+    """`python scripts/compare.py`: finished adapters on text that they were not trained on."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -101,6 +115,7 @@ def register() -> None:
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
+    cs.store(name="compare_schema", node=CompareCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
@@ -206,6 +221,20 @@ def speed(config: SpeedCommand) -> None:
     lm, tokenizer = load_target(config.model)
     result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
     speed_report.write(result, Path(config.output), Console())
+
+
+@command("compare")
+def compare(config: CompareCommand) -> None:
+    """Measure finished adapters on the data's held-out part; write the table."""
+    lm, tokenizer = load_target(config.model)
+    config.data.make(lm, tokenizer)
+    samples, about = store.load(Path(config.data.path))
+    rows = compare_adapters(lm, samples, config.compare)
+    output, table = Path(config.output), markdown(rows)
+    facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
+    (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (output / "compare.md").write_text(table)
+    log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
 @command("chat")

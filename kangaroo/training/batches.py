@@ -64,8 +64,8 @@ def plan(
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
-        batches = plan(lengths, batch_tokens, seed, 0, packing)
-        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        first = plan(lengths, batch_tokens, seed, 0, packing)
+        return [first[i] for i in torch.randperm(len(first), generator=generator).tolist()]
     # the order within one length is random, else the same samples would meet every epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
     if packing:

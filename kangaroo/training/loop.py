@@ -56,11 +56,11 @@ class TrainerConfig:
     """
 
     epochs: int = 3
-    learning_rate: float = 1e-2
+    learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup_steps: int = 30
-    batch_tokens: int = 1024
+    batch_tokens: int = 512
     packing: bool = False
     remember: bool = False
     accumulate: int = 1

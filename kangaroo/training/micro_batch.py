@@ -121,7 +121,7 @@ def _student(
 
 def _states(lm: LM, seen: Seen, trainee: Trainee, steps: int) -> tuple[list[Tensor], Unrolled]:
     adapter, past = trainee.adapter, Unrolled()
-    weight = adapter.norm.weight
+    weight = adapter.norm.get_parameter("weight")
     f_BTD = seen.taps[adapter.exit_layer].to(weight)
     deep_BTD, block = seen.deep_BTD.to(weight), seen.block.to(weight.device)
     with _precision(lm):

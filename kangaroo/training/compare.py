@@ -1,0 +1,94 @@
+"""Measure finished adapters side by side on texts that none of them was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kangaroo import adapter_files
+from kangaroo.adapter import DraftHead
+from kangaroo.data.chat import Sample
+from kangaroo.model import LM
+from kangaroo.ranks import Ranks
+from kangaroo.training.decode import decode, prompts_of
+from kangaroo.training.figures import STEPS
+from kangaroo.training.loop import TrainerConfig, evaluate
+from kangaroo.training.recipe import AdapterRecipe, Trainee
+
+
+@dataclass
+class CompareConfig:
+    """Which adapters are compared, and on how much.
+
+    Args:
+        adapters: their folders or hub ids.
+        holdout: conversations at the end of the data: no more than the adapters' runs held out.
+        prompts: how many of them are decoded too.
+        new_tokens: of each text.
+    """
+
+    adapters: list[str] = field(default_factory=list)
+    holdout: int = 128
+    prompts: int = 24
+    new_tokens: int = 96
+
+
+def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:
+    """A row for each adapter: what it is, its held-out figures, and those of decoding.
+
+    Errors: those of `kangaroo.adapter_files.load`.
+    """
+    held_out = samples[-config.holdout :]
+    prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)
+    rows = []
+    for path in config.adapters:
+        trainee, about = _trainee(lm, path)
+        figures = evaluate(lm, [trainee], held_out, TrainerConfig(), Ranks())
+        decoded = decode(lm, [trainee], prompts, config.new_tokens)
+        rows.append(about | {"held_out": _own(figures), "decoded": _own(decoded)})
+    return rows
+
+
+def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
+    """A finished adapter as training sees one, graded by the paper's loss whatever it learnt by."""
+    saved = adapter_files.read_config(path)
+    adapter, head = adapter_files.load(path, lm)
+    parts = asdict(saved.architecture)
+    recipe = AdapterRecipe(**parts, name=path, exit_layers=[saved.exit_layer])
+    targets = DraftHead(lm, None, head.vocabulary_K)
+    learnt = saved.training
+    about = {
+        "adapter": Path(path).name,
+        "exit_layer": saved.exit_layer,
+        "parameters": saved.parameters,
+        "loss": learnt["adapter"]["loss"],
+        "draft_steps": learnt["adapter"]["draft_steps"],
+        "positions": learnt["progress"]["assistant_tokens"],
+    }
+    return Trainee(path, adapter, head, targets, recipe), about
+
+
+def _own(figures: dict[str, float]) -> dict[str, float]:
+    """`ctar1` of `held_out/<path>/ctar1`."""
+    return {name.rsplit("/", 1)[1]: value for name, value in figures.items()}
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, the best decoding compression rate first."""
+    heads = ["adapter", "exit", "M parameters", "loss", "k positions", "agreement"]
+    heads += ["expected acceptance", "CR", *(f"CTAR({w})" for w in range(1, STEPS + 1))]
+    heads += ["decoded: CR", "CTAR(1)", "acceptance"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in sorted(rows, key=lambda row: -row["decoded"]["compression_rate"]):
+        held_out, decoded = row["held_out"], row["decoded"]
+        cells = [row["adapter"], str(row["exit_layer"]), f"{row['parameters'] / 1e6:.2f}"]
+        cells += [row["loss"], f"{row['positions'] / 1e3:.0f}"]
+        cells += [f"{held_out[name]:.3f}" for name in ("agreement", "expected_acceptance")]
+        cells += [f"{held_out['compression_rate']:.2f}"]
+        cells += [f"{held_out[f'ctar{w}']:.3f}" for w in range(1, STEPS + 1)]
+        cells += [f"{decoded['compression_rate']:.2f}", f"{decoded['ctar1']:.3f}"]
+        cells += [f"{decoded['sampled_acceptance']:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
