@@ -277,6 +277,11 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
         assert read_config(str(folder)).vocabulary == 40
 
 
+def test_remembering_keys_and_values_of_all_texts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"on_policy=true.*trainer\.remember=false"):
+        train(tiny(), samples(6), config(remember=True), tmp_path, recipes=[recipe(on_policy=True)])
+
+
 def test_two_adapters_of_one_name_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
         train(tiny(), samples(6), config(), tmp_path, recipes=[recipe(), recipe(loss=Loss.kl)])
@@ -320,7 +325,7 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
 
 def test_a_folder_of_other_settings_or_data_is_refused_by_name(tmp_path):
     train(tiny(), samples(6), config(), tmp_path)
-    with pytest.raises(ConfigError, match=r"learning_rate=0\.01 there, 0\.1 now"):
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.005 there, 0\.1 now"):
         train(tiny(), samples(6), config(learning_rate=0.1), tmp_path)
     with pytest.raises(ConfigError, match="data='test' there, 'other' now"):
         train(tiny(), samples(6), config(), tmp_path, NoTracker(), {"fingerprint": "other"})

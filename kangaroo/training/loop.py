@@ -112,6 +112,11 @@ def train(
             f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples to "
             "train on, and hold at least one out."
         )
+    if config.remember and any(recipe.on_policy for recipe in recipes):
+        raise ConfigError(
+            "adapter.on_policy=true goes on from the target's keys and values, which are too many "
+            "to keep of all texts; pass trainer.remember=false."
+        )
     kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
     batches = [
