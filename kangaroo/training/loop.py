@@ -131,12 +131,10 @@ def train(
     frequent_K = frequent_tokens(kept)
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
-    trained = trainees(lm, recipes, vocabulary_K)
-    if config.shard_target:
-        lm.shard(ranks.device)
-    adapters = [t.adapter.to(lm.layer_devices[t.adapter.exit_layer - 1]) for t in trained]
+    shard_on = ranks.device if config.shard_target else None
+    trained = trainees(lm, recipes, vocabulary_K, shard_on)
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
-    backend = backends.begin(adapters, config)
+    backend = backends.begin([trainee.adapter for trainee in trained], config)
     settings = asdict(config) | {"adapters": [trainee.settings() for trainee in trained]}
     for name in ("evaluate_every", "save_every", "zero_stage", "shard_target"):
         del settings[name]  # none of them moves a weight

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kangaroo.adapter import Adapter, Architecture, DraftHead
@@ -74,25 +75,32 @@ class Trainee:
 
 
 def trainees(
-    lm: LM, recipes: Sequence[AdapterRecipe], vocabulary_K: Tensor | None
-) -> list[Trainee]:
+    lm: LM, recipes: Sequence[AdapterRecipe], vocabulary_K: Tensor | None,
+    shard_on: torch.device | None = None,
+) -> list[Trainee]:  # fmt: skip
     """Untrained adapters in float32, one a recipe and exit layer.
 
     Args:
         vocabulary_K: the tokens to draft from, ascending; None is all of them.
+        shard_on: spread the target over all processes, each computing here.
 
     Errors: `ConfigError` where two would have the same name.
     """
-    made: dict[str, Trainee] = {}
-    shared = DraftHead(lm, None, vocabulary_K)
+    made: dict[str, tuple[AdapterRecipe, Adapter]] = {}
     for recipe in recipes:
         for layer in recipe.exit_layers:
             name = f"{recipe.name}-exit{layer}"
             if name in made:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
             adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
-            adapter = adapter.start_from(lm, vocabulary_K).float().train().requires_grad_()
-            own = adapter.head
-            head = shared if own is None else DraftHead(lm, own, vocabulary_K)
-            made[name] = Trainee(name, adapter, head, shared, recipe)
-    return list(made.values())
+            made[name] = recipe, adapter.start_from(lm, vocabulary_K).float()
+    if shard_on is not None:
+        lm.shard(shard_on)  # the layers that adapters start from had to be whole
+    targets = DraftHead(lm, None, vocabulary_K)
+    trained = []
+    for name, (recipe, adapter) in made.items():
+        adapter = adapter.to(lm.layer_devices[adapter.exit_layer - 1]).train().requires_grad_()
+        own = adapter.head
+        head = targets if own is None else DraftHead(lm, own, vocabulary_K)
+        trained.append(Trainee(name, adapter, head, targets, recipe))
+    return trained
