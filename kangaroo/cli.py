@@ -23,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
-from kangaroo import models, ranks
+from kangaroo import adapter_files, models, ranks
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
@@ -179,9 +179,17 @@ def train(config: TrainCommand) -> None:
         )  # fmt: skip
         logger = config.logger if own.is_first else NoTrackerConfig()
         output = Path(config.output)
-        tracker = logger.start(_plain(config), output)
+        known = {"dataset": about, "provenance": provenance()}
+        tracker = logger.start(_plain(config) | known, output)
         recipes = [config.adapter, *config.more.values()]
         folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about, own)
+        for folder in folders:
+            if own.is_first:
+                described = asdict(adapter_files.read_config(str(folder)))
+                # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+                figures = described.pop("training")["progress"]
+                name = f"{config.model.name}-{folder.name}"
+                tracker.save(folder, name, "adapter", described | figures)
         tracker.finish()
     for folder in folders:
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -197,7 +205,8 @@ def evaluate(config: EvaluateCommand) -> None:
     drafter = config.drafter.build(lm)
     first_rank = os.environ.get("RANK", "0") == "0"
     logger = config.logger if first_rank else NoTrackerConfig()
-    tracker = logger.start(_plain(config), Path(config.output))
+    known = {"provenance": provenance()}
+    tracker = logger.start(_plain(config) | known, Path(config.output))
     steps = itertools.count(1)
     result = run_evaluation(
         lm,

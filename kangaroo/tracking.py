@@ -1,10 +1,11 @@
-"""Where metrics go besides the files of a run: nowhere, or Weights & Biases.
+"""Where metrics and results go besides the files of a run: nowhere, or Weights & Biases.
 
 The only module that imports wandb, and only when it is asked for.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,18 @@ from kangaroo.errors import ConfigError
 
 
 class Tracker(Protocol):
-    """Takes metrics by name."""
+    """Takes metrics by name, and folders."""
 
     def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
+        """Keep a folder's files as version of what `name` names.
+
+        Args:
+            kind: such as "adapter".
+            about: what a reader wants to know before fetching it.
+        """
+        ...
 
     def finish(self) -> None: ...
 
@@ -25,6 +35,9 @@ class NoTracker:
     """For runs whose files are enough."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        pass
+
+    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
         pass
 
     def finish(self) -> None:
@@ -71,13 +84,26 @@ class Wandb:
         known = output / "wandb_id"
         if not known.exists():
             known.write_text(secrets.token_hex(4))
+        self.artifact = wandb.Artifact
         self.run = wandb.init(
             project=config.project, entity=config.entity, group=config.group, mode=config.mode,
             dir=output, config=settings, id=known.read_text(), resume="allow",
         )  # fmt: skip
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.run.log(metrics, step=step)
+        """Steps done again since the last checkpoint are known there, with the same figures; W&B
+        would warn of each that it does not go back.
+        """
+        if step >= self.run.starting_step:
+            self.run.log(metrics, step=step)
+
+    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
+        # its names may hold letters, digits and these three
+        artifact = self.artifact(
+            re.sub(r"[^\w.-]", "-", name, flags=re.ASCII), kind, metadata=about
+        )
+        artifact.add_dir(str(folder))
+        self.run.log_artifact(artifact)
 
     def finish(self) -> None:
         self.run.finish()

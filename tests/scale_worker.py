@@ -60,6 +60,7 @@ def train_tiny(output, settings, tracker=None, ranks=None, lm=None):
     shared = {
         "epochs": 3, "batch_tokens": 64, "accumulate": 2, "holdout": 3,
         "loss_chunk": 7, "evaluate_every": 3, "save_every": 2, "warmup_steps": 2, "clip": 0.05,
+        "decode_every": 4, "decode_prompts": 2, "decode_tokens": 8,
     }  # fmt: skip
     config = TrainerConfig(**(shared | settings))
     about = {"fingerprint": "test"}

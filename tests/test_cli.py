@@ -152,5 +152,11 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
         "question_end=1", "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
     )  # fmt: skip
     assert evaluate.returncode == 0, evaluate.stderr
-    assert len(list((tmp_path / "outputs/train").rglob("*.wandb"))) == 1
+    (kept,) = (tmp_path / "outputs/train").rglob("*.wandb")
+    for known in (b"git_revision", b"fingerprint", b"tiny-attention-exit2", b"peak_memory_gib"):
+        assert known in kept.read_bytes()
+    again = run("train.py", "experiment=debug", *logger, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    parts = list((tmp_path / "outputs/train").rglob("*.wandb"))
+    assert {part.name for part in parts} == {kept.name}  # the id of the same run
     assert len(list((tmp_path / "outputs/evaluate").rglob("*.wandb"))) == 1

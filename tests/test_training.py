@@ -15,7 +15,7 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.training import figures
+from kangaroo.training import curves, figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.loop import TrainerConfig, schedule
@@ -25,6 +25,12 @@ from kangaroo.training.micro_batch import grade, look, teach
 from kangaroo.training.recipe import AdapterRecipe, trainees
 
 ABOUT = {"fingerprint": "test"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    """Half a second for each of many runs; see test_observability.py."""
+    monkeypatch.setattr(curves, "write", lambda folder: None)
 
 
 def sample(ids, prompt_length):
@@ -40,6 +46,7 @@ def config(**changes):
     settings = {
         "epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7,
         "evaluate_every": 3, "save_every": 2, "warmup_steps": 2,
+        "decode_prompts": 0,  # see test_observability.py
     }  # fmt: skip
     return TrainerConfig(**(settings | changes))
 
@@ -318,7 +325,8 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
 
     def metrics(name):
         rows = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+        own = ("tokens_per_second", "peak_memory_gib")  # of the process, not of the run
+        return [{k: v for k, v in row.items() if k not in own} for row in rows]
 
     assert metrics("whole") == metrics("stopped")
 

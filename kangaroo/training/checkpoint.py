@@ -25,12 +25,14 @@ class Progress:
         tokens: tokens that the frozen target has read.
         assistant_tokens: positions that entered the loss.
         held_out: figures of the last held-out evaluation.
+        decoded: figures of the last decoding of held-out prompts.
     """
 
     step: int = 0
     tokens: int = 0
     assistant_tokens: int = 0
     held_out: dict[str, float] = field(default_factory=dict)
+    decoded: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpoint:

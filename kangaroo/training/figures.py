@@ -1,10 +1,12 @@
-"""What training reports of every adapter, by name.
+"""What training reports, of every adapter and besides, by name.
 
 Shapes: B rows, T tokens, M assistant positions, W draft tokens, F figures.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -23,25 +25,53 @@ def sums(grades: Sequence[Sequence[Graded]]) -> Tensor:
 
 
 def named(prefix: str, names: Sequence[str], sums_SF: Tensor) -> dict[str, float]:
-    """Means per position under `<prefix>/<name>/<figure>`."""
+    """Means per position under `<prefix>/<name>/<figure>`, where there was a position."""
     count = FIGURES.index("positions")
     return {
         f"{prefix}/{name}/{figure}": value / row[count]
         for name, row in zip(names, sums_SF.tolist(), strict=True)
         for figure, value in zip(FIGURES, row, strict=True)
-        if figure != "positions"
+        if figure != "positions" and row[count]  # no answer may be long enough for a late step
     }
+
+
+def draft_step_names(name: str, count: int) -> list[str]:
+    """`<name>` for the first draft token, `<name>/step2` for the second, ..."""
+    return [name] + [f"{name}/step{k}" for k in range(2, count + 1)]
 
 
 def step_names(trained: Sequence[Trainee]) -> list[str]:
     """A name for each row of `sums` in training."""
     names = []
     for trainee in trained:
-        names.append(trainee.name)
-        names += [f"{trainee.name}/step{k}" for k in range(2, trainee.recipe.draft_steps + 1)]
+        names += draft_step_names(trainee.name, trainee.recipe.draft_steps)
         if trainee.recipe.on_policy:
             names.append(f"{trainee.name}/own_token")
     return names
+
+
+def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -> dict[str, float]:
+    """Means per position, also for the later draft tokens of fused adapters, CTAR, and with it the
+    compression rate `1 + sum CTAR` of the paper, section 4.1.
+
+    Args:
+        sums_SF: of all draft steps of all adapters.
+        accepted_AW: of each adapter, see `accepted`.
+    """
+    counts = [STEPS if trainee.recipe.fused else 1 for trainee in trained]
+    names = [
+        name
+        for trainee, count in zip(trained, counts, strict=True)
+        for name in draft_step_names(trainee.name, count)
+    ]
+    metrics = named("held_out", names, sums_SF)
+    for trainee, own_SF, accepted_W in zip(
+        trained, sums_SF.split(counts), accepted_AW, strict=True
+    ):
+        positions = float(own_SF[0, FIGURES.index("positions")])
+        ctar = [count / positions for count in accepted_W.tolist()]
+        metrics |= compression(f"held_out/{trainee.name}", ctar, 1 + sum(ctar))
+    return metrics
 
 
 def accepted(own: Sequence[Graded], wanted_BT: Tensor) -> Tensor:
@@ -60,8 +90,20 @@ def accepted(own: Sequence[Graded], wanted_BT: Tensor) -> Tensor:
     return torch.stack(counts)
 
 
-def compression(name: str, accepted_W: Tensor, positions: float) -> dict[str, float]:
-    """CTAR(1), CTAR(2), ... and the compression rate `1 + sum CTAR` of the paper, section 4.1."""
-    ctar = [count / positions for count in accepted_W.tolist()]
-    figures = {f"held_out/{name}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
-    return figures | {f"held_out/{name}/compression_rate": 1 + sum(ctar)}
+def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, float]:
+    """CTAR(1), CTAR(2), ... and the compression rate, by name."""
+    figures = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
+    return figures | {f"{prefix}/compression_rate": rate}
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory that this process has held so far, in GiB.
+
+    On a GPU what torch allocated on the fullest one; else the resident set, the target's weights
+    included.
+    """
+    if device.type == "cuda":
+        held = max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+        return held / 2**30
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere

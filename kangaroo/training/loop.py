@@ -25,9 +25,10 @@ from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
 from kangaroo.training import backend as backends
-from kangaroo.training import figures
+from kangaroo.training import curves, figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress
+from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.micro_batch import Seen, grade, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 
@@ -48,7 +49,10 @@ class TrainerConfig:
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
         loss_chunk: assistant positions whose logits exist at a time.
-        evaluate_every, save_every: optimizer steps.
+        evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
+        decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
+            nothing.
+        decode_tokens: new tokens of each.
         seed: order of the samples.
         vocabulary: draft from this many of the training data's most frequent tokens; None is all.
         zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
@@ -70,6 +74,9 @@ class TrainerConfig:
     loss_chunk: int = 256
     evaluate_every: int = 200
     save_every: int = 50
+    decode_every: int = 1000
+    decode_prompts: int = 16
+    decode_tokens: int = 128
     seed: int = 0
     vocabulary: int | None = None
     zero_stage: int = 0
@@ -126,6 +133,10 @@ def train(
             lengths, config.batch_tokens, config.seed, epoch, config.packing, config.remember
         )
     ]
+    # a sharded target is run by all processes at once, and its layers are gathered for every token
+    decoded = 0 if config.shard_target else config.decode_prompts
+    longest = min(config.max_length, lm.context - config.decode_tokens)
+    prompts = prompts_of(held_out, decoded, longest, config.decode_tokens)
     positions = [sum(sample["loss_mask"][1 : config.max_length]) for sample in kept]
     total = math.ceil(len(batches) / config.accumulate)
     frequent_K = frequent_tokens(kept)
@@ -136,7 +147,10 @@ def train(
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
     backend = backends.begin([trainee.adapter for trainee in trained], config)
     settings = asdict(config) | {"adapters": [trainee.settings() for trainee in trained]}
-    for name in ("evaluate_every", "save_every", "zero_stage", "shard_target"):
+    for name in (
+        "evaluate_every", "save_every", "zero_stage", "shard_target",
+        "decode_every", "decode_prompts", "decode_tokens",
+    ):  # fmt: skip
         del settings[name]  # none of them moves a weight
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
     progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
@@ -172,13 +186,20 @@ def train(
         progress.tokens += tokens
         progress.assistant_tokens += wanted
         metrics = figures.named("train", names, sums_SF) | {
-            "learning_rate": share * config.learning_rate,
+            "tokens": progress.tokens,
             "tokens_per_second": tokens / (time.perf_counter() - started),
+            "peak_memory_gib": figures.peak_memory(lm.device),
         }
+        for trainee, rate in zip(trained, rates, strict=True):
+            metrics[f"train/{trainee.name}/learning_rate"] = share * rate
         last = progress.step == total
         if last or progress.step % config.evaluate_every == 0:
             progress.held_out = evaluate(lm, trained, held_out, config, ranks)
             metrics |= progress.held_out
+        # one process decodes: the others need nothing of it and wait where they next meet
+        if prompts and ranks.is_first and (last or progress.step % config.decode_every == 0):
+            progress.decoded = decode(lm, trained, prompts, config.decode_tokens)
+            metrics |= progress.decoded
         if ranks.is_first:
             checkpoint.log(progress.step, metrics)
             tracker.log(metrics, progress.step)
@@ -195,6 +216,7 @@ def train(
     if ranks.is_first:
         for trainee in trained:
             _save(lm, trainee, config, progress, about, frequent_K, output, ranks)
+        curves.write(output)
     return [output / trainee.name for trainee in trained]
 
 
@@ -210,14 +232,10 @@ def evaluate(
         seen = _look(lm, samples, batch, config, trained)
         grades = grade(lm, seen, trained, config.loss_chunk, figures.STEPS)
         accepted = [figures.accepted(own, seen.tokens.wanted_BT) for own in grades]
-        results.append((figures.sums([own[:1] for own in grades]), torch.stack(accepted).cpu()))
+        results.append((figures.sums(grades), torch.stack(accepted).cpu()))
     all_sums, all_accepted = zip(*ranks.merge(results, len(batches)), strict=True)
-    sums_AF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
-    names = [trainee.name for trainee in trained]
-    metrics = figures.named("held_out", names, sums_AF)
-    for name, sums_F, accepted_W in zip(names, sums_AF, accepted_AW, strict=True):
-        metrics |= figures.compression(name, accepted_W, positions=float(sums_F[-1]))
-    return metrics
+    sums_SF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
+    return figures.held_out(trained, sums_SF, accepted_AW)
 
 
 def _look(
@@ -233,12 +251,18 @@ def _save(
     lm: LM, trainee: Trainee, config: TrainerConfig, progress: Progress, about: dict[str, Any],
     frequent_K: Tensor, output: Path, ranks: Ranks,
 ) -> None:  # fmt: skip
-    mine = f"held_out/{trainee.name}/"
-    held_out = {k.removeprefix(mine): v for k, v in progress.held_out.items() if k.startswith(mine)}
+    def mine(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+        own = f"{prefix}/{trainee.name}/"
+        return {k.removeprefix(own): v for k, v in metrics.items() if k.startswith(own)}
+
+    compared = {
+        "held_out": mine(progress.held_out, "held_out"),
+        "decoded": mine(progress.decoded, "decode"),
+    }
     training = {
         "adapter": trainee.settings(),
         "trainer": asdict(config),
-        "progress": asdict(progress) | {"held_out": held_out},
+        "progress": asdict(progress) | compared,
         "data": about,
         "processes": ranks.world,
     } | provenance()

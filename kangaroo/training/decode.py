@@ -1,0 +1,88 @@
+"""Decode held-out prompts with adapters in training: what their teacher-forced figures promise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from kangaroo.adapter import Adapter, DraftHead
+from kangaroo.data.chat import Sample
+from kangaroo.data.filters import answers
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine, StepRecord
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+from kangaroo.sampling import Rule, Sampling
+from kangaroo.training.figures import STEPS, compression
+from kangaroo.training.recipe import Trainee
+
+_ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
+
+
+def prompts_of(
+    samples: Sequence[Sample], count: int, longest: int, new_tokens: int
+) -> list[list[int]]:
+    """The first `count` samples up to their last answer, but for those that are too long.
+
+    Args:
+        longest: tokens of a prompt.
+
+    Errors: `ConfigError` where there is none.
+    """
+    starts = [answers(sample["loss_mask"])[-1][0] for sample in samples]
+    prompts = [
+        sample["input_ids"][:start]
+        for sample, start in zip(samples, starts, strict=True)
+        if 0 < start <= longest
+    ]
+    if count and not prompts:
+        raise ConfigError(
+            f"none of the {len(samples)} held-out samples has a prompt of 1 to {longest} tokens to "
+            f"decode {new_tokens} more from. Lower trainer.decode_tokens, or pass "
+            "trainer.decode_prompts=0 to decode nothing."
+        )
+    return prompts[:count]
+
+
+def decode(
+    lm: LM, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, float]:
+    """What every adapter, as it would be saved now, is worth when decoding at threshold 0.
+
+    Returns, under `decode/<name>/`: `compression_rate`, tokens a verification with the bonus token
+    counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`, greedy with
+    `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at temperature 1
+    by the rejection rule, one a round, which is what `expected_acceptance` expects.
+    """
+    metrics = {}
+    for trainee in trained:
+        name = f"decode/{trainee.name}"
+        adapter, head = frozen(lm, trainee)
+        drafter = Kangaroo(lm, adapter, STEPS, threshold=0, head=head)
+        greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
+        accepted = torch.tensor([record.accepted for record in greedy])
+        ctar = [float((accepted >= w).double().mean()) for w in range(1, STEPS + 1)]
+        written = sum(len(record.tokens) for record in greedy)
+        metrics |= compression(name, ctar, written / len(greedy))
+        drafter = Kangaroo(lm, adapter, steps=1, threshold=0, head=head)
+        sampling = Sampling(temperature=1.0, rule=Rule.rejection)
+        sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
+        metrics[f"{name}/sampled_acceptance"] = sum(r.accepted for r in sampled) / len(sampled)
+    return metrics
+
+
+def _rounds(
+    lm: LM, drafter: Kangaroo, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling
+) -> list[StepRecord]:
+    done = Engine(lm, drafter).generate(prompts, new_tokens, sampling, batch_size=_ROWS)
+    return [record for generation in done for record in generation.steps]
+
+
+def frozen(lm: LM, trainee: Trainee) -> tuple[Adapter, DraftHead]:
+    """A copy of the adapter as it would be saved and loaded now, and the head it drafts with."""
+    adapter = copy.deepcopy(trainee.adapter).bfloat16().to(lm.dtype).eval().requires_grad_(False)
+    if adapter.head is None:
+        return adapter, trainee.head
+    return adapter, DraftHead(lm, adapter.head, trainee.head.vocabulary_K)
