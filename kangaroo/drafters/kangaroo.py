@@ -84,7 +84,8 @@ class Kangaroo:
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.fused = adapter.architecture.fused
-        self.taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
+        taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
+        self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
         self.window = steps if self.fused else 1
 

@@ -47,7 +47,13 @@ def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[di
         trainee, about = _trainee(lm, path)
         figures = evaluate(lm, [trainee], held_out, TrainerConfig(), Ranks())
         decoded = decode(lm, [trainee], prompts, config.new_tokens)
-        rows.append(about | {"held_out": _own(figures), "decoded": _own(decoded)})
+        rows.append(
+            about
+            | {
+                "held_out": _named(figures, f"held_out/{path}/"),
+                "decoded": _named(decoded, f"decode/{path}/"),
+            }
+        )
     return rows
 
 
@@ -70,9 +76,8 @@ def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
     return Trainee(path, adapter, head, targets, recipe), about
 
 
-def _own(figures: dict[str, float]) -> dict[str, float]:
-    """`ctar1` of `held_out/<path>/ctar1`."""
-    return {name.rsplit("/", 1)[1]: value for name, value in figures.items()}
+def _named(figures: dict[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in figures.items()}
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:

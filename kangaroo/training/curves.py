@@ -51,7 +51,7 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     """Every adapter's figures over optimizer steps: training as lines, held-out text as dots."""
     names = adapters(rows)
     # twenty that can be told apart; the tenth and the eleventh are unlike, unlike tab20's pairs
-    shades = [*matplotlib.colormaps["tab10"].colors, *matplotlib.colormaps["Set2"].colors]
+    shades = [*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Set2"]]
     figure = Figure(figsize=(11.5, 6.6), layout="constrained")
     figure.suptitle(f"Training of {title}", fontsize=12, x=0.01, ha="left")
     panels = iter(figure.subplots(2, 3).flat)

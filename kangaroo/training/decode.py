@@ -56,7 +56,7 @@ def decode(
     `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at temperature 1
     by the rejection rule, one a round, which is what `expected_acceptance` expects.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for trainee in trained:
         name = f"decode/{trainee.name}"
         adapter, head = frozen(lm, trainee)
