@@ -186,15 +186,14 @@ def train(config: TrainCommand) -> None:
             "%d conversations, %d tokens, %d of the assistant, from %s",
             about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
         )  # fmt: skip
-        logger = config.logger if own.is_first else NoTrackerConfig()
-        output = Path(config.output)
-        tracker = logger.start(_plain(config), output)
-        recipes = [config.adapter, *config.more.values()]
+        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         text = Text.of(samples, config.trainer.max_length)
         expected = expect(lm, recipes, config.trainer, text, own.world)
         log.info("%s", expected.summary())
         if own.is_first:
             check_disk(expected, output)
+        logger = config.logger if own.is_first else NoTrackerConfig()
+        tracker = logger.start(_plain(config), output)
         folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about, own)
         tracker.finish()
     for folder in folders:
