@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train bench test test-slow check format clean
+.PHONY: help setup demo chat train bench cost test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,13 @@ train: setup  ## train an adapter for SmolLM2-135M
 
 bench: setup  ## time the engine's steps
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+ESTIMATE = $(BIN)/python scripts/estimate.py estimate.page=docs/cost.md $(ARGS)
+cost: setup  ## write the table of what each experiment takes
+	for name in 7b 13b 33b; do \
+	  $(ESTIMATE) experiment=paper-$$name data.source=ShareGPT.json || exit 1; \
+	done
+	for name in ours-7b smollm2; do $(ESTIMATE) experiment=$$name || exit 1; done
 
 # Two workers with one thread each: tiny models gain nothing from more threads.
 test: setup  ## run the CPU tests

@@ -24,6 +24,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
 from kangaroo import adapter_files, models, ranks
+from kangaroo.blueprint import blueprint
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
@@ -43,9 +44,13 @@ from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
-from kangaroo.training import backend
+from kangaroo.training import backend, cost_report, estimate_report
 from kangaroo.training.compare import CompareConfig, markdown
 from kangaroo.training.compare import compare as compare_adapters
+from kangaroo.training.cost import measure as measure_cost
+from kangaroo.training.cost_parts import CostConfig
+from kangaroo.training.estimate import Text, check_disk, expect
+from kangaroo.training.estimate_report import EstimateConfig
 from kangaroo.training.loop import TrainerConfig
 from kangaroo.training.loop import train as train_adapters
 from kangaroo.training.recipe import AdapterRecipe
@@ -65,6 +70,23 @@ class TrainCommand:
     more: dict[str, AdapterRecipe] = field(default_factory=dict)  # from the same frozen pass
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
+    output: str = MISSING
+
+
+@dataclass
+class EstimateCommand(TrainCommand):
+    """`python scripts/estimate.py`: what `train.py` would take."""
+
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
+
+
+@dataclass
+class CostCommand:
+    """`python scripts/training_cost.py`: training against the frozen forward alone."""
+
+    model: ModelConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    cost: CostConfig = field(default_factory=CostConfig)
     output: str = MISSING
 
 
@@ -112,6 +134,8 @@ def register() -> None:
     """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
     cs = ConfigStore.instance()
     cs.store(name="train_schema", node=TrainCommand)
+    cs.store(name="estimate_schema", node=EstimateCommand)
+    cs.store(name="cost_schema", node=CostCommand)
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
@@ -177,11 +201,15 @@ def train(config: TrainCommand) -> None:
             "%d conversations, %d tokens, %d of the assistant, from %s",
             about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
         )  # fmt: skip
+        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
+        text = Text.of(samples, config.trainer.max_length)
+        expected = expect(lm, recipes, config.trainer, text, own.world)
+        log.info("%s", expected.summary())
+        if own.is_first:
+            check_disk(expected, output)
         logger = config.logger if own.is_first else NoTrackerConfig()
-        output = Path(config.output)
         known = {"dataset": about, "provenance": provenance()}
         tracker = logger.start(_plain(config) | known, output)
-        recipes = [config.adapter, *config.more.values()]
         folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about, own)
         for folder in folders:
             if own.is_first:
@@ -196,6 +224,27 @@ def train(config: TrainCommand) -> None:
         log.info(
             "saved %s; measure it: python evaluate.py 'drafter.adapter=\"%s\"'", folder, folder
         )
+
+
+@command("estimate")
+def estimate(config: EstimateCommand) -> None:
+    """Say what a training takes, without its weights or its data."""
+    assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
+    text = assumed.text(config.data, trainer)
+    recipes = [config.adapter, *config.more.values()]
+    expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
+    Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
+    if assumed.page is not None:
+        row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)
+        estimate_report.write_row(Path(assumed.page), row)
+
+
+@command("cost")
+def cost(config: CostCommand) -> None:
+    """Measure training, part by part, against the frozen forward alone."""
+    lm, _ = load_target(config.model)
+    result = measure_cost(lm, config.model, config.cost, config.trainer)
+    cost_report.write(result, Path(config.output), Console())
 
 
 @command("evaluate")

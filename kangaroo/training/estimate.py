@@ -1,0 +1,278 @@
+"""What a training run takes in parameters, memory, disk and arithmetic, told from shapes alone.
+
+Sizes are in bytes. What lies in memory for the whole run is exact; what a step adds to it is what
+stands at its largest moment, without the allocator's waste. Arithmetic counts matrix products with
+weights: attention's own, a few per cent at these lengths, is left out.
+
+Shapes: B rows, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kangaroo.adapter import Adapter
+from kangaroo.cache import Block
+from kangaroo.data.chat import Sample
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+from kangaroo.training.checkpoint import CHECKPOINT
+from kangaroo.training.loop import TrainerConfig
+from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.training.unroll import Unrolled, unroll
+
+# A token in a `datasets` folder beside its text: id as int32, loss mask as int64. In a shard both
+# are JSON numbers. A conversation adds roles and offsets. (All but text as measured.)
+DATASET_TOKEN, SHARD_TOKEN, CONVERSATION = 12, 8.5, 64
+VOCABULARY_TOKEN = 4  # int32, in an adapter's list of frequent tokens
+
+
+@dataclass(frozen=True)
+class Text:
+    """How much text there is.
+
+    Args:
+        tokens: of all conversations, each cut at the trainer's length.
+        assistant_tokens: those that are learnt.
+        longest: tokens of the longest conversation.
+        characters: of text, a token.
+        sharded: the target wrote it, so that it lies in shards as well.
+    """
+
+    conversations: int
+    tokens: int
+    assistant_tokens: int
+    longest: int
+    characters: float = 4.0
+    sharded: bool = True
+
+    @staticmethod
+    def of(samples: Sequence[Sample], max_length: int) -> Text:
+        lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
+        written = sum(sum(sample["loss_mask"][:max_length]) for sample in samples)
+        return Text(len(samples), sum(lengths), written, max(lengths))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What one run takes.
+
+    Args:
+        target, trained: parameters, frozen and by adapter.
+        memory: of each process, by part.
+        disk: by part.
+        flops: of the whole run, all processes together, by part.
+        steps: optimizer steps.
+    """
+
+    target: int
+    trained: dict[str, int]
+    memory: dict[str, int]
+    disk: dict[str, int]
+    flops: dict[str, float]
+    steps: int
+
+    def hours(self, flops_per_second: float) -> float:
+        """Of one device at that speed."""
+        return sum(self.flops.values()) / flops_per_second / 3600
+
+    def summary(self) -> str:
+        """One line for the log."""
+        memory, disk = sum(self.memory.values()) / 1e9, sum(self.disk.values()) / 1e9
+        most = max(self.memory, key=self.memory.__getitem__)
+        return (
+            f"expect {self.steps} steps, about {memory:.1f} GB of memory in each process (most of "
+            f"it {most}), {disk:.2f} GB of disk (hidden states: none)"
+        )
+
+
+def expect(
+    lm: LM, recipes: Sequence[AdapterRecipe], config: TrainerConfig, text: Text, processes: int = 1
+) -> Expectation:
+    """What `train` takes with the same arguments; `lm` may have no weights."""
+    planned = [
+        Planned(lm, recipe, layer, config.vocabulary)
+        for recipe in recipes
+        for layer in recipe.exit_layers
+    ]
+    parameters = sum(adapter.parameters for adapter in planned)
+    share = 1 - config.holdout / text.conversations
+    tokens, learnt = int(share * text.tokens), int(share * text.assistant_tokens)
+    micro_batches = -(-tokens // config.batch_tokens) * config.epochs
+    return Expectation(
+        target=_count(lm),
+        trained={adapter.name: adapter.parameters for adapter in planned},
+        memory=_held(lm, parameters, config, processes)
+        | _of_a_step(lm, planned, config, text)
+        | _remembered(lm, planned, config, tokens, learnt),
+        disk=_disk(lm, planned, text),
+        flops=_flops(lm, planned, config, tokens, learnt),
+        steps=-(-micro_batches // config.accumulate),
+    )
+
+
+def check_disk(expected: Expectation, output: Path) -> None:
+    """Raise `ConfigError` where `output` has no room for checkpoints and adapters."""
+    output.mkdir(parents=True, exist_ok=True)
+    last = output / CHECKPOINT
+    there = last.stat().st_size if last.exists() else 0
+    needed = expected.disk["checkpoint, while it is replaced"] + expected.disk["adapters"] - there
+    free = shutil.disk_usage(output).free
+    if needed > free:
+        raise ConfigError(
+            f"checkpoints and adapters take {needed / 1e9:.2f} GB, and {output} has "
+            f"{free / 1e9:.2f} GB left. Make room, or pass output= a folder on another disk."
+        )
+
+
+class Planned:
+    """An adapter's shape, made without memory.
+
+    Args:
+        vocabulary: size of the draft vocabulary; None is the whole one.
+    """
+
+    def __init__(self, lm: LM, recipe: AdapterRecipe, exit_layer: int, vocabulary: int | None):
+        self.name, self.recipe = f"{recipe.name}-exit{exit_layer}", recipe
+        self.exit_layer = exit_layer
+        self.without_memory = FakeTensorMode()  # tensors have shapes and types, and no numbers
+        with self.without_memory:
+            tokens_K = None if vocabulary is None else torch.empty(vocabulary)
+            self.adapter = Adapter(lm, exit_layer, recipe.architecture(), tokens_K).train()
+        self.parameters = _count(self.adapter)
+        head = self.adapter.head
+        self.head = 0 if head is None else _count(head)
+
+    def saved(self, lm: LM, rows: int, width: int) -> int:
+        """Bytes that autograd keeps of one micro-batch until the backward pass, half-precision
+        copies of the weights included: counted on tensors without memory."""
+        own = {p.untyped_storage()._cdata for p in self.adapter.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage
+            return x
+
+        half, size = lm.dtype != torch.float32, lm.config.hidden_size
+        head_size = lm.rope(torch.zeros(1, 1, dtype=torch.long, device=lm.device))[0].shape[-1]
+        with self.without_memory:
+            f_BTD = torch.empty(rows, width, size)
+            at_1T = torch.arange(width)[None]
+            rope = 2 * (torch.empty(1, width, head_size),)
+            block = Block(at_1T, at_1T, None, width, slice(0, rows), rope)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+                torch.autocast("cpu", torch.bfloat16, enabled=half),
+            ):
+                deep_BTD, steps = torch.empty_like(f_BTD), self.recipe.draft_steps
+                unroll(self.adapter, f_BTD, deep_BTD, block, steps, Unrolled())
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _held(lm: LM, parameters: int, config: TrainerConfig, processes: int) -> dict[str, int]:
+    """What stands in memory throughout, in each process."""
+    layers, size = _count(lm.layers), lm.dtype.itemsize
+    whole = _count(lm) - layers
+    if config.shard_target:  # its share of all layers, and the one that runs
+        layers = layers // processes + layers // lm.n_layers
+    optimizer = 8 * parameters
+    if config.zero_stage:  # spread, with a copy of the weights
+        optimizer = 12 * parameters // processes
+    vocabulary = config.vocabulary or 0
+    return {
+        "target": (layers + whole) * size,
+        "weights and gradients": 8 * parameters,
+        "exact sum": 8 * parameters if config.accumulate > 1 else 0,
+        "optimizer": optimizer,
+        "draft head": vocabulary * lm.config.hidden_size * size,
+    }
+
+
+def _of_a_step(
+    lm: LM, planned: Sequence[Planned], config: TrainerConfig, text: Text
+) -> dict[str, int]:
+    """What one micro-batch of the longest texts adds."""
+    width = min(text.longest, config.max_length)
+    rows = max(1, config.batch_tokens // width)
+    tokens, size, model = rows * width, lm.dtype.itemsize, lm.config
+    learnt = tokens * text.assistant_tokens // text.tokens
+    exits = len({adapter.exit_layer for adapter in planned})
+    students = sum(adapter.recipe.draft_steps + adapter.recipe.on_policy for adapter in planned)
+    # residual stream twice and normed, gate, up and their product
+    layer = tokens * (3 * model.hidden_size + 3 * model.intermediate_size) * size
+    taps = (exits + 1) * tokens * model.hidden_size * size + learnt * model.hidden_size * size
+    on_policy = any(adapter.recipe.on_policy for adapter in planned)
+    cache = lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes() * 2 * tokens * on_policy
+    vocabulary = config.vocabulary or model.vocab_size
+    chunk = min(config.loss_chunk, learnt)
+    return {
+        "frozen forward": layer + taps + cache,
+        "activations": sum(adapter.saved(lm, rows, width) for adapter in planned)
+        + 12 * students * learnt * model.hidden_size,  # gathered states and their gradients
+        # the teacher's over all tokens, then p, log q and their gradients over those drafted from
+        "logits": chunk * max(model.vocab_size * (size + 8), vocabulary * (size + 24)),
+    }
+
+
+def _remembered(
+    lm: LM, planned: Sequence[Planned], config: TrainerConfig, tokens: int, learnt: int
+) -> dict[str, int]:
+    if not config.remember:
+        return {}
+    exits = len({adapter.exit_layer for adapter in planned})
+    state = lm.config.hidden_size * lm.dtype.itemsize
+    return {"remembered states": ((exits + 1) * tokens + learnt) * state}
+
+
+def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
+    parameters = sum(adapter.parameters for adapter in planned)
+    written = text.characters * text.tokens + CONVERSATION * text.conversations
+    frequent = min(text.assistant_tokens, lm.config.vocab_size) * VOCABULARY_TOKEN  # at most
+    disk = {"dataset": int(written + DATASET_TOKEN * text.tokens)}
+    if text.sharded:
+        disk["shards"] = int(written + SHARD_TOKEN * text.tokens)
+    return disk | {
+        "checkpoint, while it is replaced": 2 * 12 * parameters,
+        "adapters": 2 * parameters + len(planned) * frequent,
+        "hidden states": 0,
+    }
+
+
+def _flops(
+    lm: LM, planned: Sequence[Planned], config: TrainerConfig, tokens: int, learnt: int
+) -> dict[str, float]:
+    """Two a weight and token forward, two more for each gradient that is wanted."""
+    size, epochs = lm.config.hidden_size, config.epochs
+    looks = 1 if config.remember else epochs
+    vocabulary = config.vocabulary or lm.config.vocab_size
+    forward = 2.0 * _count(lm.layers) * tokens
+    teacher = 2.0 * lm.config.vocab_size * size * learnt
+    targets = 2.0 * vocabulary * size * learnt
+    adapters, heads = 0.0, targets * epochs
+    for adapter in planned:
+        recipe = adapter.recipe
+        steps = recipe.draft_steps + recipe.on_policy
+        adapters += 6.0 * (adapter.parameters - adapter.head) * tokens * steps * epochs
+        heads += (3 if adapter.head else 2) * targets * steps * epochs
+        if recipe.on_policy:  # every token is followed by the adapter's own
+            adapters += (forward + 2.0 * vocabulary * size * tokens) * epochs
+            heads += (teacher + targets) * epochs
+    return {
+        "frozen forward": forward * looks,
+        "teacher's head": teacher * looks,
+        "adapters": adapters,
+        "draft heads": heads,
+    }

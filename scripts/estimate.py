@@ -1,0 +1,6 @@
+"""Say what a training takes: python scripts/estimate.py experiment=paper-7b (see docs/cost.md)."""
+
+from kangaroo.cli import estimate
+
+if __name__ == "__main__":
+    estimate()

@@ -1,0 +1,180 @@
+"""What a training takes: told from shapes alone, and held to what it did take."""
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import random_prompts
+
+from kangaroo import adapter_files
+from kangaroo.blueprint import SHAPES, blueprint
+from kangaroo.data import store
+from kangaroo.errors import ConfigError, ModelNotFound
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.tracking import NoTracker
+from kangaroo.training import backend
+from kangaroo.training.batches import collate
+from kangaroo.training.checkpoint import CHECKPOINT
+from kangaroo.training.estimate import Planned, Text, check_disk, expect
+from kangaroo.training.estimate_report import write_row
+from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.micro_batch import look
+from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.unroll import Unrolled, unroll
+
+MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
+RECIPES = [
+    AdapterRecipe(name="attention", exit_layers=[2, 3]),
+    AdapterRecipe(name="own_head", exit_layers=[2], own_head=True),
+    AdapterRecipe(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
+    AdapterRecipe(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
+]
+# of the hub's safetensors files, in parameters
+PUBLISHED = {
+    "lmsys/vicuna-7b-v1.3": 6_738_415_616,
+    "lmsys/vicuna-13b-v1.3": 13_015_864_320,
+    "lmsys/vicuna-33b-v1.3": 32_528_943_616,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+}
+
+
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def samples(number, length):
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "Why?" * 4},
+                {"role": "assistant", "content": "x" * (length - 16)},
+            ],
+            "input_ids": ids,
+            "loss_mask": [0] * 16 + [1] * (length - 16),
+        }
+        for ids in random_prompts(*[length] * number)
+    ]
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+def test_known_shapes_have_the_published_number_of_parameters(path):
+    assert count(blueprint(ModelConfig(name="known", path=path))) == PUBLISHED[path]
+
+
+def test_the_papers_adapter_has_the_papers_size():
+    lm = blueprint(ModelConfig(name="vicuna-7b", path="lmsys/vicuna-7b-v1.3"))
+    expected = expect(
+        lm,
+        [AdapterRecipe(name="a", exit_layers=[2])],
+        TrainerConfig(),
+        Text(200, 10_000, 8_000, 50),
+    )
+    assert expected.trained == {"a-exit2": 4 * 4096**2 + 2 * 4096}
+
+
+def test_parameters_are_those_of_the_real_modules():
+    lm = LM(load(MODEL)[0])
+    config = TrainerConfig(vocabulary=100)
+    expected = expect(blueprint(MODEL), RECIPES, config, Text(200, 10_000, 8_000, 50))
+    made = trainees(lm, RECIPES, torch.arange(100))
+    assert expected.target == count(lm)
+    assert expected.trained == {t.name: count(t.adapter) for t in made}
+
+
+def test_smollm2_is_the_shape_in_the_table(smollm2):
+    shape = smollm2[0].config.to_dict()
+    known = SHAPES["embedded:smollm2-135m"]
+    assert {name: shape[name] for name in known} == known
+
+
+def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
+    lm = LM(load(MODEL)[0])
+    config = TrainerConfig(accumulate=2)
+    expected = expect(lm, RECIPES, config, Text(200, 10_000, 8_000, 50)).memory
+    made = trainees(lm, RECIPES, None)
+    real = backend.begin([t.adapter for t in made], config)
+    for parameter in real.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = sum(p.nbytes + p.grad.nbytes for p in real.parameters.values())
+    real.collect()
+    real.step([0.1] * len(made))
+    states = real.optimizer.state.values()
+    assert expected["target"] == sum(p.nbytes for p in lm.parameters())
+    assert expected["weights and gradients"] == gradients
+    assert expected["exact sum"] == sum(total.nbytes for total in real.sums)
+    assert expected["optimizer"] == sum(s[m].nbytes for s in states for m in backend.MOMENTS)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_activations_are_what_autograd_keeps(recipe, dtype):
+    lm = LM(load(replace(MODEL, dtype=dtype))[0])
+    made = trainees(lm, [replace(recipe, exit_layers=[2])], None)
+    adapter = made[0].adapter
+    seen = look(lm, collate(samples(2, 40), 100, lm.device), made, 32)
+    f_BTD, deep_BTD = seen.taps[2].float(), seen.deep_BTD.float()
+    own = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
+    kept = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return x
+
+    half = dtype is not Dtype.float32
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+    ):
+        unroll(adapter, f_BTD, deep_BTD, seen.block, recipe.draft_steps, Unrolled())
+    real = sum(storage.nbytes() for storage in kept.values())
+    expected = Planned(lm, recipe, 2, None).saved(lm, rows=2, width=40)
+    # the cosines of RoPE are in the target's format, a few hundred bytes
+    assert expected == pytest.approx(real, rel=0.02)
+
+
+def test_files_have_the_expected_size(tmp_path):
+    lm, data = LM(load(MODEL)[0]), samples(64, 200)
+    store.save(data, tmp_path / "data", {}, {})
+    config = TrainerConfig(epochs=1, holdout=8, evaluate_every=100, save_every=100)
+    text = replace(Text.of(data, 2048), characters=1.0)
+    expected = expect(lm, RECIPES, config, text).disk
+    arrow = sum(file.stat().st_size for file in (tmp_path / "data").glob("*.arrow"))
+    assert arrow == pytest.approx(expected["dataset"], rel=0.05)
+    folders = train(lm, data, RECIPES, config, tmp_path, NoTracker(), {"fingerprint": "test"})
+    checkpoint = (tmp_path / CHECKPOINT).stat().st_size
+    assert 2 * checkpoint == pytest.approx(expected["checkpoint, while it is replaced"], rel=0.05)
+    names = (adapter_files.WEIGHTS, adapter_files.VOCABULARY)
+    saved = sum((folder / name).stat().st_size for folder in folders for name in names)
+    assert saved == pytest.approx(expected["adapters"], rel=0.1)  # tiny files, with headers
+
+
+def test_an_unknown_model_needs_the_hub():
+    with pytest.raises(ModelNotFound, match=r"model\.path"):
+        blueprint(ModelConfig(name="nobody", path="nobody/has-this"))
+
+
+def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch):
+    expected = expect(blueprint(MODEL), RECIPES, TrainerConfig(), Text(200, 10_000, 8_000, 50))
+    check_disk(expected, tmp_path)
+    usage = namedtuple("usage", "total used free")(10, 9, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match="output="):
+        check_disk(expected, tmp_path)
+
+
+def test_a_row_takes_the_place_of_its_own(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n| a | 1 |\n| b | 1 |\n")
+    write_row(page, "| b | 2 |")
+    assert page.read_text() == "# Page\n| a | 1 |\n| b | 2 |\n"
+    with pytest.raises(ConfigError, match="no row"):
+        write_row(page, "| c | 2 |")
