@@ -47,11 +47,11 @@ from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.training import backend, cost_report, estimate_report
 from kangaroo.training.compare import CompareConfig, markdown
 from kangaroo.training.compare import compare as compare_adapters
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.cost import measure as measure_cost
 from kangaroo.training.cost_parts import CostConfig
 from kangaroo.training.estimate import Text, check_disk, expect
 from kangaroo.training.estimate_report import EstimateConfig
-from kangaroo.training.loop import TrainerConfig
 from kangaroo.training.loop import train as train_adapters
 from kangaroo.training.recipe import AdapterRecipe
 

@@ -18,7 +18,8 @@ from helpers import random_prompts, tiny
 
 from kangaroo.ranks import join
 from kangaroo.tracking import NoTracker
-from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.loop import train
 from kangaroo.training.recipe import AdapterRecipe
 
 

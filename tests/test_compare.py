@@ -9,7 +9,8 @@ from helpers import random_prompts, tiny
 from kangaroo.errors import AdapterNotFound
 from kangaroo.tracking import NoTracker
 from kangaroo.training.compare import CompareConfig, compare, markdown
-from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.loop import train
 from kangaroo.training.recipe import AdapterRecipe
 
 

@@ -18,9 +18,10 @@ from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.estimate import Planned, Text, check_disk, expect
 from kangaroo.training.estimate_report import write_row
-from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import look
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.training.unroll import Unrolled, unroll

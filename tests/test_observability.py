@@ -20,8 +20,9 @@ from kangaroo.tracking import NoTracker, WandbConfig
 from kangaroo.training import curves, figures
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, frozen, prompts_of
-from kangaroo.training.loop import TrainerConfig, train
+from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import grade, look
 from kangaroo.training.recipe import AdapterRecipe, trainees
 

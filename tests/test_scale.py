@@ -20,7 +20,7 @@ from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
-from kangaroo.training.loop import TrainerConfig
+from kangaroo.training.config import TrainerConfig
 
 WORKER = Path(__file__).parent / "scale_worker.py"
 needs_deepspeed = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from kangaroo.tracking import NoTracker
 from kangaroo.training import curves, figures
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
-from kangaroo.training.loop import TrainerConfig, schedule
+from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.loop import train as train_all
 from kangaroo.training.losses import Loss
 from kangaroo.training.micro_batch import grade, look, teach

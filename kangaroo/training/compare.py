@@ -12,9 +12,10 @@ from kangaroo.adapter import DraftHead
 from kangaroo.data.chat import Sample
 from kangaroo.model import LM
 from kangaroo.ranks import Ranks
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.figures import STEPS
-from kangaroo.training.loop import TrainerConfig, evaluate
+from kangaroo.training.loop import evaluate
 from kangaroo.training.recipe import AdapterRecipe, Trainee
 
 

@@ -20,9 +20,9 @@ from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.cost_memory import peak_memory
 from kangaroo.training.cost_parts import FROZEN, CostConfig, Work, micro_batches, parts, worker
-from kangaroo.training.loop import TrainerConfig
 
 
 def measure(

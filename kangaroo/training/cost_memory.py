@@ -11,8 +11,8 @@ import torch
 from kangaroo import models
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.cost_parts import CostConfig, Part, micro_batches, worker
-from kangaroo.training.loop import TrainerConfig
 
 SELF = Path("/proc/self")  # Linux keeps a process's peak there
 

@@ -14,7 +14,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.training import backend as backends
 from kangaroo.training.batches import Tokens, collate, frequent_tokens, plan
-from kangaroo.training.loop import TrainerConfig
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import AdapterRecipe, trainees
 

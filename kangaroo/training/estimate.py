@@ -24,7 +24,7 @@ from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.training.checkpoint import CHECKPOINT
-from kangaroo.training.loop import TrainerConfig
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.training.unroll import Unrolled, unroll
 

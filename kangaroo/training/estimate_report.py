@@ -16,8 +16,8 @@ from rich.table import Table
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.errors import ConfigError
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.estimate import Expectation, Text
-from kangaroo.training.loop import TrainerConfig
 
 
 class Device(Enum):

@@ -1,6 +1,6 @@
 """Train adapters on a frozen target: one forward of the target gives inputs and teacher for all.
 
-Read it top to bottom: configuration, the loop, held-out figures. What a micro-batch teaches is in
+Read it top to bottom: the loop, held-out figures, saving. What a micro-batch teaches is in
 `micro_batch.py`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,73 +26,13 @@ from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
 from kangaroo.training import backend as backends
 from kangaroo.training import curves, figures
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
+from kangaroo.training.batches import collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress
+from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.micro_batch import Seen, grade, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
-
-
-@dataclass
-class TrainerConfig:
-    """How adapters are trained.
-
-    Args:
-        epochs: passes over the training samples.
-        learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
-        batch_tokens: padded tokens of a micro-batch (or one sample).
-        packing: samples stand one after another in shared rows, without seeing each other.
-        remember: keep what the target computes of each micro-batch, in memory: only the first epoch
-            runs it. Micro-batches then stay the same, and come in another order every epoch.
-        accumulate: micro-batches an optimizer step, in all processes together.
-        clip: largest gradient norm of each adapter.
-        max_length: samples are cut here.
-        holdout: this many samples at the end are never trained on.
-        loss_chunk: assistant positions whose logits exist at a time.
-        evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
-        decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
-            nothing.
-        decode_tokens: new tokens of each.
-        seed: order of the samples.
-        vocabulary: draft from this many of the training data's most frequent tokens; None is all.
-        zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
-        shard_target: each process holds a part of the target's layers and gathers one at a time.
-    """
-
-    epochs: int = 3
-    learning_rate: float = 5e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup_steps: int = 30
-    batch_tokens: int = 512
-    packing: bool = False
-    remember: bool = False
-    accumulate: int = 1
-    clip: float = 1.0
-    max_length: int = 2048
-    holdout: int = 128
-    loss_chunk: int = 256
-    evaluate_every: int = 200
-    save_every: int = 50
-    decode_every: int = 1000
-    decode_prompts: int = 16
-    decode_tokens: int = 128
-    seed: int = 0
-    vocabulary: int | None = None
-    zero_stage: int = 0
-    shard_target: bool = False
-
-
-def schedule(config: TrainerConfig, step: int, total: int) -> float:
-    """Share of the peak learning rate at optimizer step `step` of `total`.
-
-    Linear warm-up, then a cosine that ends at 0.
-    """
-    warmup = min(config.warmup_steps, total - 1)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / (total - warmup)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+from kangaroo.training.work import Work
 
 
 def train(
@@ -113,45 +53,25 @@ def train(
     to train on or `output` holds the checkpoint of other settings.
     """
     ranks = ranks or Ranks()
-    check_trainable(samples, config.max_length)
-    if not 0 < config.holdout < len(samples):
-        raise ConfigError(
-            f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples to "
-            "train on, and hold at least one out."
-        )
     if config.remember and any(recipe.on_policy for recipe in recipes):
         raise ConfigError(
             "adapter.on_policy=true goes on from the target's keys and values, which are too many "
             "to keep of all texts; pass trainer.remember=false."
         )
-    kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
-    lengths = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
-    batches = [
-        batch
-        for epoch in range(config.epochs)
-        for batch in plan(
-            lengths, config.batch_tokens, config.seed, epoch, config.packing, config.remember
-        )
-    ]
+    work = Work.of(samples, config)
+    total = math.ceil(len(work.batches) / config.accumulate)
     # a sharded target is run by all processes at once, and its layers are gathered for every token
     decoded = 0 if config.shard_target else config.decode_prompts
     longest = min(config.max_length, lm.context - config.decode_tokens)
-    prompts = prompts_of(held_out, decoded, longest, config.decode_tokens)
-    positions = [sum(sample["loss_mask"][1 : config.max_length]) for sample in kept]
-    total = math.ceil(len(batches) / config.accumulate)
-    frequent_K = frequent_tokens(kept)
+    prompts = prompts_of(work.held_out, decoded, longest, config.decode_tokens)
+    frequent_K = frequent_tokens(work.kept)
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
     shard_on = ranks.device if config.shard_target else None
     trained = trainees(lm, recipes, vocabulary_K, shard_on)
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
     backend = backends.begin([trainee.adapter for trainee in trained], config)
-    settings = asdict(config) | {"adapters": [trainee.settings() for trainee in trained]}
-    for name in (
-        "evaluate_every", "save_every", "zero_stage", "shard_target",
-        "decode_every", "decode_prompts", "decode_tokens",
-    ):  # fmt: skip
-        del settings[name]  # none of them moves a weight
+    settings = config.identity() | {"adapters": [trainee.settings() for trainee in trained]}
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
     progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
     if state is not None:
@@ -166,12 +86,12 @@ def train(
     while progress.step < total:
         started = time.perf_counter()
         first = progress.step * config.accumulate
-        group = batches[first : first + config.accumulate]
+        group = work.batches[first : first + config.accumulate]
         # weighted by all positions of the step, so that the mean does not depend on the split
-        wanted = sum(positions[i] for batch in group for i in batch)
+        wanted = sum(work.positions[i] for batch in group for i in batch)
         sums = []
         for batch, counts in ranks.deal(group):
-            seen = remembered.get(tuple(batch)) or _look(lm, kept, batch, config, trained)
+            seen = remembered.get(tuple(batch)) or _look(lm, work.kept, batch, config, trained)
             if config.remember:
                 remembered[tuple(batch)] = seen
             grades = teach(lm, seen, trained, config.loss_chunk, weight=counts / wanted)
@@ -181,7 +101,7 @@ def train(
         share = schedule(config, progress.step, total)
         backend.step([share * rate for rate in rates])
 
-        tokens = sum(lengths[i] for batch in group for i in batch)
+        tokens = sum(work.tokens[i] for batch in group for i in batch)
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += wanted
@@ -194,7 +114,7 @@ def train(
             metrics[f"train/{trainee.name}/learning_rate"] = share * rate
         last = progress.step == total
         if last or progress.step % config.evaluate_every == 0:
-            progress.held_out = evaluate(lm, trained, held_out, config, ranks)
+            progress.held_out = evaluate(lm, trained, work.held_out, config, ranks)
             metrics |= progress.held_out
         # one process decodes: the others need nothing of it and wait where they next meet
         if prompts and ranks.is_first and (last or progress.step % config.decode_every == 0):

@@ -1,0 +1,79 @@
+"""How adapters are trained: the options of a run, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class TrainerConfig:
+    """How adapters are trained.
+
+    Args:
+        epochs: passes over the training samples.
+        learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
+        batch_tokens: padded tokens of a micro-batch (or one sample).
+        packing: samples stand one after another in shared rows, without seeing each other.
+        remember: keep what the target computes of each micro-batch, in memory: only the first epoch
+            runs it. Micro-batches then stay the same, and come in another order every epoch.
+        accumulate: micro-batches an optimizer step, in all processes together.
+        clip: largest gradient norm of each adapter.
+        max_length: samples are cut here.
+        holdout: this many samples at the end are never trained on.
+        loss_chunk: assistant positions whose logits exist at a time.
+        evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
+        decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
+            nothing.
+        decode_tokens: new tokens of each.
+        seed: order of the samples.
+        vocabulary: draft from this many of the training data's most frequent tokens; None is all.
+        zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
+        shard_target: each process holds a part of the target's layers and gathers one at a time.
+    """
+
+    epochs: int = 3
+    learning_rate: float = 5e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_steps: int = 30
+    batch_tokens: int = 512
+    packing: bool = False
+    remember: bool = False
+    accumulate: int = 1
+    clip: float = 1.0
+    max_length: int = 2048
+    holdout: int = 128
+    loss_chunk: int = 256
+    evaluate_every: int = 200
+    save_every: int = 50
+    decode_every: int = 1000
+    decode_prompts: int = 16
+    decode_tokens: int = 128
+    seed: int = 0
+    vocabulary: int | None = None
+    zero_stage: int = 0
+    shard_target: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        """The options that move a weight: a run goes on with the same ones only."""
+        settings = asdict(self)
+        for name in (
+            "evaluate_every", "save_every", "decode_every", "decode_prompts", "decode_tokens",
+            "zero_stage", "shard_target",
+        ):  # fmt: skip
+            del settings[name]
+        return settings
+
+
+def schedule(config: TrainerConfig, step: int, total: int) -> float:
+    """Share of the peak learning rate at optimizer step `step` of `total`.
+
+    Linear warm-up, then a cosine that ends at 0.
+    """
+    warmup = min(config.warmup_steps, total - 1)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / (total - warmup)
+    return 0.5 * (1 + math.cos(math.pi * progress))

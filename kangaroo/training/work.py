@@ -1,0 +1,51 @@
+"""What a run trains on, in which order, and what it holds out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kangaroo.data.chat import Sample
+from kangaroo.errors import ConfigError
+from kangaroo.training.batches import check_trainable, plan
+from kangaroo.training.config import TrainerConfig
+
+
+@dataclass
+class Work:
+    """A pure function of samples and options.
+
+    Args:
+        kept, held_out: samples to train on, and those that are never trained on.
+        tokens: how many of each kept sample are read.
+        positions: how many of those are learnt.
+        batches: the micro-batches of all epochs, as indices into `kept`.
+    """
+
+    kept: Sequence[Sample]
+    held_out: Sequence[Sample]
+    tokens: list[int]
+    positions: list[int]
+    batches: list[list[int]]
+
+    @staticmethod
+    def of(samples: Sequence[Sample], config: TrainerConfig) -> Work:
+        """Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is
+        left to train on."""
+        check_trainable(samples, config.max_length)
+        if not 0 < config.holdout < len(samples):
+            raise ConfigError(
+                f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples "
+                "to train on, and hold at least one out."
+            )
+        kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
+        tokens = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
+        positions = [sum(sample["loss_mask"][1 : config.max_length]) for sample in kept]
+        batches = [
+            batch
+            for epoch in range(config.epochs)
+            for batch in plan(
+                tokens, config.batch_tokens, config.seed, epoch, config.packing, config.remember
+            )
+        ]
+        return Work(kept, held_out, tokens, positions, batches)
