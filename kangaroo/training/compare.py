@@ -43,19 +43,32 @@ def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[di
     """
     held_out = samples[-config.holdout :]
     prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)
-    rows = []
-    for path in config.adapters:
-        trainee, about = _trainee(lm, path)
-        figures = evaluate(lm, [trainee], held_out, TrainerConfig(), Ranks())
-        decoded = decode(lm, [trainee], prompts, config.new_tokens)
-        rows.append(
-            about
-            | {
-                "held_out": _named(figures, f"held_out/{path}/"),
-                "decoded": _named(decoded, f"decode/{path}/"),
-            }
-        )
-    return rows
+    loaded = [_trainee(lm, path) for path in config.adapters]
+    trained = [trainee for trainee, _ in loaded]
+    figures = decode(lm, trained, prompts, config.new_tokens)
+    for group in _by_vocabulary(trained):  # one frozen pass each
+        figures |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())
+    return [
+        about
+        | {
+            "held_out": _below(figures, f"held_out/{trainee.name}/"),
+            "decoded": _below(figures, f"decode/{trainee.name}/"),
+        }
+        for trainee, about in loaded
+    ]
+
+
+def _by_vocabulary(trained: Sequence[Trainee]) -> list[list[Trainee]]:
+    groups: dict[tuple[int, ...], list[Trainee]] = {}
+    for trainee in trained:
+        vocabulary_K = trainee.head.vocabulary_K
+        key = () if vocabulary_K is None else tuple(vocabulary_K.tolist())
+        groups.setdefault(key, []).append(trainee)
+    return list(groups.values())
+
+
+def _below(figures: dict[str, float], prefix: str) -> dict[str, float]:
+    return {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
 
 
 def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
@@ -75,10 +88,6 @@ def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
         "positions": learnt["progress"]["assistant_tokens"],
     }
     return Trainee(path, adapter, head, targets, recipe), about
-
-
-def _named(figures: dict[str, float], prefix: str) -> dict[str, float]:
-    return {name.removeprefix(prefix): value for name, value in figures.items()}
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
