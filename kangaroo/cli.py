@@ -287,8 +287,10 @@ def compare(config: CompareCommand) -> None:
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
     samples, about = store.load(Path(config.data.path))
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)  # before the work, whose figures go there
     rows = compare_adapters(lm, samples, config.compare)
-    output, table = Path(config.output), markdown(rows)
+    table = markdown(rows)
     facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
     (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
     (output / "compare.md").write_text(table)

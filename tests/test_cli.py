@@ -121,6 +121,19 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert run("train.py", *settings, cwd=killed).returncode == 0
     weights = Path("outputs/train/tiny/attention-exit2") / WEIGHTS
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
+    # the data of experiment=debug, which is for train.py
+    data = [
+        "data.shards=4", "data.shard_size=16", "data.max_question_tokens=16",
+        "data.max_answer_tokens=160", "data.keep_unfinished_questions=true",
+    ]  # fmt: skip
+    compared = run(
+        "scripts/compare.py", "model=tiny", "output=compared", "compare.holdout=8",
+        "compare.adapters=[outputs/train/tiny/attention-exit2]", "compare.prompts=2",
+        "compare.new_tokens=8", *data, cwd=whole,
+    )  # fmt: skip
+    assert compared.returncode == 0, compared.stderr
+    rows = json.loads((whole / "compared/compare.json").read_text())["rows"]
+    assert [row["adapter"] for row in rows] == ["attention-exit2"]
 
 
 def test_training_on_conversations_from_a_file(tmp_path):
