@@ -118,8 +118,8 @@ def weights_hash(path: str) -> str:
 def draft_vocabulary(path: str, size: int) -> Tensor:
     """The `size` most frequent tokens of an adapter's training data, in ascending order.
 
-    Errors: `AdapterNotFound` where the adapter came without them, `ConfigError` where there are
-    fewer.
+    Errors: `AdapterNotFound` where the adapter came without them, `CorruptFile`, `ConfigError`
+    where there are fewer.
     """
     file = find(path) / VOCABULARY
     if not file.is_file():
@@ -127,7 +127,10 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
             f"adapter '{path}' has no {VOCABULARY}, so drafter.vocabulary={size} cannot be chosen "
             "from it. Leave it unset, or train the adapter again."
         )
-    frequent_K = load_file(file)["frequent"].long()
+    try:
+        frequent_K = load_file(file)["frequent"].long()
+    except (SafetensorError, KeyError) as error:
+        raise _unreadable(file, error) from error
     if not 0 < size <= len(frequent_K):
         raise ConfigError(
             f"drafter.vocabulary={size} must lie in 1 to {len(frequent_K)}, the distinct tokens "
@@ -195,5 +198,5 @@ def read_config(path: str) -> AdapterConfig:
         raise _unreadable(folder, error) from error
 
 
-def _unreadable(folder: Path, error: Exception) -> CorruptFile:
-    return CorruptFile(f"adapter '{folder}' cannot be read ({error}); fetch it again.")
+def _unreadable(path: Path, error: Exception) -> CorruptFile:
+    return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch it again.")

@@ -6,7 +6,7 @@
 #   scripts/gpu.sh                                   # SmolLM2-135M into outputs/gpu/smollm2-135m
 #   MODEL=llama-3.2-1b EXITS=2,3 scripts/gpu.sh
 #
-# TRAIN, COMPARE, EVALUATE and SPEED take further overrides for the four commands.
+# DATA takes further overrides for the data, TRAIN, COMPARE, EVALUATE and SPEED for the four commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,8 @@ MODEL=${MODEL:-smollm2-135m}
 EXITS=${EXITS:-2,3,4,6}
 OUT=${OUT:-outputs/gpu/$MODEL}
 PYTHON=${PYTHON:-python}
-DATA=("model=$MODEL" "data.path=$OUT/data" data.shards=16 data.shard_size=4096 data.batch_size=512)
+read -ra DATA <<< "model=$MODEL data.path=$OUT/data \
+  ${DATA:-data.shards=16 data.shard_size=4096 data.batch_size=512}"
 read -ra TRAIN <<< "${TRAIN:-trainer.batch_tokens=4096 trainer.holdout=512 trainer.vocabulary=8192 \
   trainer.remember=true}"
 read -ra COMPARE <<< "${COMPARE:-compare.holdout=512 compare.prompts=128}"

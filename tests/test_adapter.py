@@ -284,6 +284,12 @@ def test_an_adapter_without_a_vocabulary_says_so(saved):
         draft_vocabulary(str(saved), 2)
 
 
+def test_a_truncated_vocabulary_is_reported_as_such(saved):
+    (saved / VOCABULARY).write_bytes((saved / VOCABULARY).read_bytes()[:20])
+    with pytest.raises(CorruptFile, match=VOCABULARY):
+        draft_vocabulary(str(saved), 2)
+
+
 def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
     drafter = KangarooConfig(adapter=str(saved), threshold=0, vocabulary=3).build(lm)
     assert drafter.head.weight_KD.shape == (3, lm.config.hidden_size)

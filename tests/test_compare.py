@@ -1,12 +1,13 @@
 """Finished adapters side by side: the figures are those of their training run."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from helpers import random_prompts, tiny
 
-from kangaroo.errors import AdapterNotFound
+from kangaroo.errors import AdapterNotFound, CorruptFile
 from kangaroo.tracking import NoTracker
 from kangaroo.training.compare import CompareConfig, compare, markdown
 from kangaroo.training.config import TrainerConfig
@@ -55,6 +56,15 @@ def test_the_table_has_a_line_for_each_adapter_the_best_first(run):
     head, rule, best, other = markdown(rows).splitlines()
     assert best.startswith("| fused-exit1 | 1 |") and "| 9.00 |" in best
     assert len({line.count("|") for line in (head, rule, best, other)}) == 1
+
+
+def test_an_adapter_that_does_not_say_how_it_was_trained_is_named(run, tmp_path):
+    lm, samples, (folder, _) = run
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    told = json.loads((bare / "config.json").read_text()) | {"training": {}}
+    (bare / "config.json").write_text(json.dumps(told))
+    with pytest.raises(CorruptFile, match=r"bare.*compare\.adapters"):
+        compare(lm, samples, CompareConfig([str(bare)], holdout=3))
 
 
 def test_an_adapter_that_is_nowhere_is_named(run):

@@ -9,7 +9,7 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file
 from torch import nn
 
-from kangaroo.adapter_files import WEIGHTS, read_config
+from kangaroo.adapter_files import WEIGHTS, load, read_config
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
@@ -287,6 +287,14 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
 def test_remembering_keys_and_values_of_all_texts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"on_policy=true.*trainer\.remember=false"):
         train(tiny(), samples(6), config(remember=True), tmp_path, recipes=[recipe(on_policy=True)])
+
+
+def test_a_draft_vocabulary_larger_than_the_data_is_all_of_it_and_loads_again(tmp_path):
+    (folder,) = train(tiny(), samples(6), config(vocabulary=10**6), tmp_path)
+    _, head = load(str(folder), tiny())
+    assert head.size == read_config(str(folder)).vocabulary < 64
+    with pytest.raises(ConfigError, match="vocabulary=0 must be 1 or more"):
+        train(tiny(), samples(6), config(vocabulary=0), tmp_path / "none")
 
 
 def test_two_adapters_of_one_name_are_refused(tmp_path):

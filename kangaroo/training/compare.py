@@ -10,6 +10,7 @@ from typing import Any
 from kangaroo import adapter_files
 from kangaroo.adapter import DraftHead
 from kangaroo.data.chat import Sample
+from kangaroo.errors import CorruptFile
 from kangaroo.model import LM
 from kangaroo.ranks import Ranks
 from kangaroo.training.config import TrainerConfig
@@ -39,7 +40,7 @@ class CompareConfig:
 def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:
     """A row for each adapter: what it is, its held-out figures, and those of decoding.
 
-    Errors: those of `kangaroo.adapter_files.load`.
+    Errors: those of `kangaroo.adapter_files.load`; `CorruptFile` for an adapter without provenance.
     """
     held_out = samples[-config.holdout :]
     prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)
@@ -79,6 +80,11 @@ def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
     recipe = AdapterRecipe(**parts, name=path, exit_layers=[saved.exit_layer])
     targets = DraftHead(lm, None, head.vocabulary_K)
     learnt = saved.training
+    if not {"adapter", "progress"} <= learnt.keys():
+        raise CorruptFile(
+            f"adapter '{path}' does not say in its config.json how it was trained, which the table "
+            "wants; leave it out of compare.adapters, or train it again."
+        )
     about = {
         "adapter": Path(path).name,
         "exit_layer": saved.exit_layer,

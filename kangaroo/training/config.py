@@ -28,7 +28,8 @@ class TrainerConfig:
             nothing.
         decode_tokens: new tokens of each.
         seed: order of the samples.
-        vocabulary: draft from this many of the training data's most frequent tokens; None is all.
+        vocabulary: draft from this many of the training data's most frequent tokens, or all
+            of those if they are fewer; None is the whole vocabulary.
         zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """

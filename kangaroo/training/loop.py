@@ -65,6 +65,10 @@ def train(
     longest = min(config.max_length, lm.context - config.decode_tokens)
     prompts = prompts_of(work.held_out, decoded, longest, config.decode_tokens)
     frequent_K = frequent_tokens(work.kept)
+    if config.vocabulary is not None and config.vocabulary < 1:
+        raise ConfigError(
+            f"trainer.vocabulary={config.vocabulary} must be 1 or more; unset it for all tokens."
+        )
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
     shard_on = ranks.device if config.shard_target else None
@@ -186,5 +190,7 @@ def _save(
         "data": about,
         "processes": ranks.world,
     } | provenance()
-    described = adapter_files.describe(lm, trainee.adapter, training, config.vocabulary)
+    vocabulary_K = trainee.head.vocabulary_K  # smaller than asked for if the data has fewer tokens
+    size = None if vocabulary_K is None else len(vocabulary_K)
+    described = adapter_files.describe(lm, trainee.adapter, training, size)
     adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)
