@@ -9,15 +9,17 @@ Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary, V vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kangaroo.cache import Block, PastKeys
+from kangaroo import native
+from kangaroo.cache import Block, BlockCache, PastKeys
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM
+from kangaroo.model import LM, attention_weights, feed_forward_weights
+from kangaroo.native import LayerWeights
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Adapter(nn.Module):
             self.middle_norm = norm()
             self.feed_forward = type(layer.mlp)(lm.config)
         self.norm = norm()
+        self.native_layer: native.Stack | None = None
         self.head: nn.Linear | None = None
         if parts.own_head:
             size = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
@@ -107,6 +110,26 @@ class Adapter(nn.Module):
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
 
+    def compile_like(self, lm: LM) -> Adapter:
+        """Draft in native code if the target decodes in it."""
+        parts = self.architecture
+        if lm.native is not None:
+            weights = LayerWeights()
+            if parts.attention:
+                weights = replace(
+                    weights,
+                    attention_norm=self.input_norm.get_parameter("weight"),
+                    **attention_weights(self.attention),
+                )
+            if parts.feed_forward:
+                weights = replace(
+                    weights,
+                    feed_forward_norm=self.middle_norm.get_parameter("weight"),
+                    **feed_forward_weights(self.feed_forward),
+                )
+            self.native_layer = native.Stack(lm.native, [weights], lm.sizes())
+        return self
+
     def forward(
         self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: PastKeys | None
     ) -> Tensor:
@@ -123,6 +146,14 @@ class Adapter(nn.Module):
             assert deep_BND is not None
             both = torch.cat([self.shallow_norm(f_BND), self.deep_norm(deep_BND)], -1)
             x_BND = x_BND + self.fuse(both)
+        if (
+            self.native_layer
+            and isinstance(past, BlockCache)
+            and self.native_layer.takes(x_BND, block)
+        ):
+            return self.native_layer(
+                x_BND, past.cache, block, range(1), self.norm.get_parameter("weight")
+            )
         if parts.attention:
             attended_BND, _ = self.attention(
                 hidden_states=self.input_norm(x_BND),
@@ -156,14 +187,23 @@ class DraftHead:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone
             self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
+        self.native: native.Head | None = None
 
     @property
     def size(self) -> int:
         """Tokens to draft from."""
         return len(self.weight_KD)
 
+    def compile_like(self, lm: LM) -> DraftHead:
+        """Draft in native code if the target decodes in it."""
+        if lm.native is not None:
+            self.native = native.Head(lm.native, self.weight_KD)
+        return self
+
     def __call__(self, adapted_MD: Tensor) -> Tensor:
-        """`[M, K]` logits of adapted states."""
+        """`[M, K]` logits of adapted states; in float32 from native code."""
+        if self.native and self.native.takes(adapted_MD):
+            return self.native(adapted_MD)
         weight_KD = self.weight_KD
         logits_MK = F.linear(adapted_MD.to(weight_KD.device, weight_KD.dtype), weight_KD)
         return logits_MK.to(self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -113,8 +114,13 @@ class BlockCache:
 
     def __init__(self, cache: KVCache, block: Block):
         self.cache, self.block = cache, block
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Where the block's tokens lie in the cache's flat first axis."""
+        block = self.block
         rows = torch.arange(block.rows.start, block.rows.stop, device=block.slots_RT.device)
-        self.index = (block.slots_RT + rows[:, None] * cache.n_slots).flatten()
+        return (block.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
 
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object

@@ -178,7 +178,8 @@ def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], 
 def load_target(config: ModelConfig) -> tuple[LM, Any]:
     """The target as the engine drives it, and its tokenizer."""
     hf, tokenizer = models.load(config)
-    return LM(hf), tokenizer
+    lm = LM(hf)
+    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 
 
 @command("train")

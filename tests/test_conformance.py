@@ -92,6 +92,9 @@ FAMILIES: dict[str, Callable[[], LM]] = {
     "mistral": lambda: tiny("mistral"),
     "qwen2-biased": lambda: tiny("qwen2"),
     "qwen3-tied": lambda: tiny("qwen3", tie_word_embeddings=True),
+    "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
+    "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
+    "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
 }
 
 lm_of = cache(lambda family: FAMILIES[family]())
@@ -120,6 +123,18 @@ def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, 
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=BATCHES[batch])
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "tree" not in name])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_compiled_chains_are_exact_in_bfloat16_too(drafter, sampling):
+    """No rounding depends on what is computed together; a tree's nodes lie in other slots."""
+    lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
+    texts = vanilla_texts(lm, PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
+    case = Case(lm, adapter_for(lm), texts)
+    engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
 
 
 @pytest.mark.parametrize("family", FAMILIES)

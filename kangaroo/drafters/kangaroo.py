@@ -78,8 +78,8 @@ class Kangaroo:
             raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
         if not 0 <= threshold < 1:
             raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
-        self.lm, self.adapter = lm, adapter
-        self.head = head or DraftHead(lm, adapter.head)
+        self.lm, self.adapter = lm, adapter.compile_like(lm)
+        self.head = (head or DraftHead(lm, adapter.head)).compile_like(lm)
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)

@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kangaroo.embedded import cache_folder
 from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,163 @@
+"""Native layers compute what transformers' layers compute, and a token's result is its own.
+
+Shapes: B rows, N tokens a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import pytest
+import torch
+from helpers import VOCABULARY, tiny, tiny_model
+
+from kangaroo import native
+from kangaroo.model import LM
+from kangaroo.tree import Tree
+
+SLOTS = 160
+FAMILIES = {
+    "llama": {},
+    "llama-ungrouped": {"num_key_value_heads": 4},
+    "llama-biased": {"attention_bias": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 40},  # no multiple of a vector
+    "mistral": {"hidden_size": 72, "intermediate_size": 200},
+}
+
+
+def filled_cache(lm: LM, rows: int):
+    """A cache of which every slot has been written."""
+    cache = lm.new_cache(rows, SLOTS)
+    generator = torch.Generator().manual_seed(1)
+    for cached in (*cache.keys, *cache.values):
+        cached.copy_(torch.randn(cached.shape, generator=generator))
+    return cache
+
+
+@torch.no_grad()
+def logits(lm: LM, starts: list[int], tokens_BN: torch.Tensor, cache=None):
+    """Of a chain in each row, from its start on."""
+    cache = cache or filled_cache(lm, len(starts))
+    tree = Tree.chain(tokens_BN.shape[1], lm.device)
+    block = lm.block(tree, torch.tensor(starts), max(starts) + tree.size, SLOTS)
+    x_BND, _ = lm.run(lm.embed(tokens_BN), cache, block, range(lm.n_layers))
+    return lm.logits(x_BND).float(), cache
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(2))
+
+
+# The float32 sums differ in their order alone. In bfloat16 both round at the same places, to 1/256
+# of numbers of up to 20.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.4}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_native_layers_compute_what_the_modules_compute(name, dtype):
+    hf = tiny_model(name.split("-")[0], dtype=dtype, **FAMILIES[name])
+    starts, tokens_BN = [3, 70, 140], random_tokens(3, 7)
+    eager, eager_cache = logits(LM(hf), starts, tokens_BN)
+    lm = LM(hf).compile_for_decoding()
+    assert lm.native_layers is not None and lm.native_head is not None
+    compiled, compiled_cache = logits(lm, starts, tokens_BN)
+    torch.testing.assert_close(compiled, eager, atol=TOLERANCE[dtype], rtol=0)
+    for ours, theirs in zip(compiled_cache.values, eager_cache.values, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_tokens_result_depends_on_nothing_beside_it(dtype):
+    """Bit by bit: tokens of one pass, rows of the batch, and slots that attention covers."""
+    lm = tiny(dtype=dtype).compile_for_decoding()
+    starts, tokens_BN = [3, 70, 140], random_tokens(3, 11)
+    together, cache = logits(lm, starts, tokens_BN)
+    one_by_one = filled_cache(lm, 3)
+    for row, start in enumerate(starts):
+        alone = lm.new_cache(1, SLOTS)
+        here = slice(row * SLOTS, (row + 1) * SLOTS)
+        for mine, all_rows in zip(
+            (*alone.keys, *alone.values), (*one_by_one.keys, *one_by_one.values), strict=True
+        ):
+            mine.copy_(all_rows[here])
+        for i in range(tokens_BN.shape[1]):
+            token = tokens_BN[row : row + 1, i : i + 1]
+            assert torch.equal(logits(lm, [start + i], token, alone)[0][0, 0], together[row, i])
+        for mine, all_rows in zip(
+            (*alone.keys, *alone.values), (*cache.keys, *cache.values), strict=True
+        ):
+            assert torch.equal(mine, all_rows[here])
+
+
+def test_a_build_for_any_processor_computes_the_same(monkeypatch):
+    hf = tiny_model("qwen3", dtype=torch.bfloat16)
+    expected, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
+    portable = ctypes.CDLL(str(native.build(native.compiler(), [])))
+    monkeypatch.setattr(native, "library", lambda: portable)
+    found, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
+def test_taps_are_the_states_in_between():
+    lm, tokens_BN = tiny().compile_for_decoding(), random_tokens(1, 3)
+    cache = filled_cache(lm, 1)
+    block = lm.block(Tree.chain(3, lm.device), torch.tensor([5]), 8, SLOTS)
+    with torch.no_grad():
+        x_BND, taps = lm.run(lm.embed(tokens_BN), cache, block, range(4), (0, 2, 4))
+        half, _ = lm.run(lm.embed(tokens_BN), cache, block, range(2))
+        whole, _ = lm.run(half, cache, block, range(2, 4))
+    assert set(taps) == {0, 2, 4}
+    assert torch.equal(taps[0], lm.embed(tokens_BN)) and torch.equal(taps[2], half)
+    assert torch.equal(taps[4], x_BND) and torch.equal(whole, x_BND)
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_act": "gelu"}, {"dtype": torch.float16}])
+def test_other_models_stay_eager(overrides):
+    lm = tiny(**overrides).compile_for_decoding()
+    assert lm.native_layers is None and lm.native_head is None
+
+
+def test_prompts_and_training_stay_eager():
+    lm = tiny().compile_for_decoding()
+    cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)
+    step = lm.block(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
+    assert lm.native_layers is not None
+    assert not lm.native_layers.takes(x_BND, step)  # gradients may be wanted
+    with torch.no_grad():
+        assert lm.native_layers.takes(x_BND, step)
+        assert not lm.native_layers.takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
+        assert not lm.native_layers.takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
+
+
+@pytest.fixture
+def fresh_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_it_is_built_once(fresh_library, monkeypatch):
+    assert native.library() is not None
+    (file,) = (fresh_library / "native").iterdir()
+    made = file.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None and file.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize(
+    "compiler, reason",
+    [("", "no C++ compiler"), ("no-such-compiler", "no-such-compiler"), ("false", "false")],
+)
+def test_without_a_compiler_decoding_stays_eager(
+    fresh_library, monkeypatch, caplog, compiler, reason
+):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        lm = tiny().compile_for_decoding()
+    assert lm.native_layers is None
+    assert "stays eager" in caplog.text and reason in caplog.text
