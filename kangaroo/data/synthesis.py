@@ -23,7 +23,7 @@ from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 
-SINCE = {"turns": [1]}  # shards from before there was such a setting
+SINCE = {"turns": [1], "openings": [""]}  # shards from before there were such settings
 
 
 @dataclass
@@ -41,6 +41,8 @@ class SynthesisConfig:
         max_question_tokens, max_answer_tokens: an answer is kept as far as it goes.
         keep_unfinished_questions: so is a question; by default one that reaches its limit is
             dropped.
+        openings: how first questions begin, conversations take them in turn; an empty one leaves it
+            to the target, which seldom asks for a translation or a summary by itself.
         question_temperature: questions want variety.
         answer_temperatures: shards take them in turn; 0 is greedy, as most evaluation is.
         seed: with the model and these settings it fixes the data.
@@ -56,6 +58,7 @@ class SynthesisConfig:
     max_question_tokens: int = 128
     max_answer_tokens: int = 320
     keep_unfinished_questions: bool = False
+    openings: list[str] = field(default_factory=lambda: [""])
     question_temperature: float = 1.0
     answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     seed: int = 0
@@ -74,11 +77,13 @@ def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConf
     Errors: `DataError` where no usable conversation came, the disk has no room, or the folder was
     begun with other settings; `ConfigError` for turns or temperatures that cannot be.
     """
-    if not config.turns or min(config.turns) < 1 or not config.answer_temperatures:
+    if not (config.turns and config.answer_temperatures and config.openings):
         raise ConfigError(
-            f"data.turns={config.turns} and data.answer_temperatures={config.answer_temperatures} "
-            "must name at least one each, and a conversation has at least one turn."
+            f"data.turns={config.turns}, data.answer_temperatures={config.answer_temperatures} and "
+            f"data.openings={config.openings} must name at least one each."
         )
+    if min(config.turns) < 1:
+        raise ConfigError(f"data.turns={config.turns}: a conversation has at least one turn.")
     settings: dict[str, Any] = {"model": lm.name} | asdict(config)
     del settings["path"]
     path = Path(config.path)
@@ -102,7 +107,11 @@ def _write(
 ) -> list[Dialogue]:
     """One shard's conversations, turn by turn: all questions, then all answers."""
     first = config.seed * 1_000_003 + number * config.shard_size
-    dialogues = [Dialogue(seed) for seed in range(first, first + config.shard_size)]
+    openings = config.openings
+    dialogues = [
+        Dialogue(seed, openings[seed % len(openings)])
+        for seed in range(first, first + config.shard_size)
+    ]
     temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
     for _ in range(config.turns[number % len(config.turns)]):
         writer.ask(

@@ -25,11 +25,13 @@ class Dialogue:
 
     Args:
         seed: with model and sampling it fixes what is written.
+        opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
     """
 
     seed: int
+    opening: str = ""
     messages: list[Message] = field(default_factory=list)
     open: bool = True
     input_ids: list[int] = field(default_factory=list)
@@ -97,17 +99,22 @@ class Writer:
         Args:
             keep_unfinished: go on with a turn that reached `max_tokens`; else that closes it too.
         """
-        going, requests = [], []
+        going, openings, requests = [], [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
             header, end = user_header(self.tokenizer, dialogue.messages)
+            opening = "" if dialogue.messages else dialogue.opening
+            header += self.tokenizer(opening, add_special_tokens=False).input_ids
             dialogue.open = len(header) + max_tokens <= self.longest
             if dialogue.open:
                 going.append(dialogue)
+                openings.append(opening)
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        for dialogue, request, asked in zip(going, requests, generations, strict=True):
+        for dialogue, opening, request, asked in zip(
+            going, openings, requests, generations, strict=True
+        ):
             text = self.tokenizer.decode(asked.tokens, skip_special_tokens=True)
-            text = text.removesuffix(request.stop[0]).strip()
+            text = (opening + text.removesuffix(request.stop[0])).strip()
             dialogue.open = bool(text) and (asked.finish != "length" or keep_unfinished)
             if dialogue.open:
                 dialogue.messages.append(Message(role="user", content=text))
