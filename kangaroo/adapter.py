@@ -208,6 +208,10 @@ class DraftHead:
         logits_MK = F.linear(adapted_MD.to(weight_KD.device, weight_KD.dtype), weight_KD)
         return logits_MK.to(self.device)
 
+    def token_of(self, index: Tensor) -> Tensor:
+        """Token ids of places in the draft vocabulary."""
+        return index if self.vocabulary_K is None else self.vocabulary_K[index]
+
     def spread(self, logits_MK: Tensor) -> Tensor:
         """The same logits as `[M, V]`: -inf outside the draft vocabulary."""
         if self.vocabulary_K is None:

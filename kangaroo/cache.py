@@ -87,6 +87,12 @@ class KVCache:
     def at(self, block: Block) -> BlockCache:
         return BlockCache(self, block)
 
+    @cached_property
+    def addresses(self) -> list[tuple[int, int]]:
+        """Where each layer's keys and values lie, for native code."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return [(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
+
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""
         base_B1 = torch.arange(self.batch_size, device=src_BT.device)[:, None] * self.n_slots

@@ -202,7 +202,9 @@ class Engine:
         started = clock.mark()
         draft = drafter.propose(batch)
         proposed = clock.mark()
-        block = lm.block(draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots)
+        block = draft.block or lm.block(
+            draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
+        )
         x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
         layers = range(draft.entry, lm.n_layers)
         x_BND, taps = lm.run(x_BND, batch.cache, block, layers, drafter.taps)

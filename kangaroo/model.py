@@ -163,17 +163,20 @@ class LM(nn.Module):
         """
         device = start_B.device
         extent = occupied(n_slots, used + below)
+        rows, slots_E = slice(0, len(start_B)), torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
+        bias_B1NE = torch.zeros(len(start_B), 1, tree.size, extent, dtype=self.dtype, device=device)
+        if tree.is_chain and not below:
+            bias_B1NE.masked_fill_((slots_E > offsets_BN[..., None])[:, None], -torch.inf)
+            rope = self.rope(offsets_BN)
+            return Block(offsets_BN, offsets_BN, bias_B1NE, extent, rows, rope)
         slots_BN = offsets_BN % extent
         positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
-        seen_BE = torch.arange(extent, device=device) < start_B[:, None]
-        seen_BNE = seen_BE[:, None].repeat(1, tree.size, 1)
+        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
         itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
         seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        bias_B1NE = torch.zeros(seen_BNE.shape, dtype=self.dtype, device=device)
-        bias_B1NE = bias_B1NE.masked_fill_(~seen_BNE, -torch.inf)[:, None]
-        rows = slice(0, len(start_B))
+        bias_B1NE.masked_fill_(~seen_BNE[:, None], -torch.inf)
         return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, self.rope(positions_BN))
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:

@@ -138,11 +138,11 @@ class Stack:
         )  # fmt: skip
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         held = [t.contiguous() for t in (block.bias_R1TE, *block.rope, block.slots_RT)]
-        keys = (ctypes.c_void_p * len(layers))(*(cache.keys[i].data_ptr() for i in layers))
-        values = (ctypes.c_void_p * len(layers))(*(cache.values[i].data_ptr() for i in layers))
+        keys, values = zip(*cache.addresses[layers.start : layers.stop], strict=True)
         self.call(
             ctypes.byref(shape), ctypes.byref(self.table, layers.start * self.per_layer),
-            ctypes.c_int64(len(layers)), keys, values, ctypes.c_void_p(x_RTD.data_ptr()),
+            ctypes.c_int64(len(layers)), (ctypes.c_void_p * len(layers))(*keys),
+            (ctypes.c_void_p * len(layers))(*values), ctypes.c_void_p(x_RTD.data_ptr()),
             *(ctypes.c_void_p(t.data_ptr()) for t in held), ctypes.c_void_p(pointer(final_norm)),
         )  # fmt: skip
         return x_RTD

@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from kangaroo.cache import Block
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -65,6 +67,7 @@ class Draft:
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
         entry: the first target layer still to run.
         probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
+        block: where the nodes lie, if the drafter has worked that out already (`LM.block`).
     """
 
     tokens_BN: Tensor
@@ -73,6 +76,7 @@ class Draft:
     hidden_BND: Tensor | None = None
     entry: int = 0
     probs_BNV: Tensor | None = None
+    block: Block | None = None
 
     @staticmethod
     def nothing(pending_B1: Tensor) -> Draft:

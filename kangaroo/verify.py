@@ -49,6 +49,11 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     walk a tree in the same way (arXiv 2408.07978).
     """
     tree = draft.tree
+    steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
+    if tree.is_chain:  # node and depth are one
+        matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
+        count_B = best_B = matched_BN.cumprod(1).sum(1)
+        return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
     parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
     matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
     matched_BN[:, 0] = True  # the pending token is committed already
@@ -56,16 +61,10 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     best_B = (alive_BN * (tree.depth_BN + 1)).argmax(-1)
     depth_BN = tree.depth_BN.expand_as(draft.tokens_BN)
     count_B = depth_BN.gather(1, best_B[:, None])[:, 0]
-    steps_P = torch.arange(tree.max_depth + 1, device=best_B.device)
-    if tree.is_chain:
-        path_BP = torch.minimum(steps_P, best_B[:, None])
-    else:
-        rows_B = torch.arange(len(best_B), device=best_B.device)
-        on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
-        order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
-        path_BP = torch.where(
-            steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None]
-        )
+    rows_B = torch.arange(len(best_B), device=best_B.device)
+    on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
+    order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
+    path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
     return Verdict(choice_BN, best_B, count_B, path_BP)
 
 

@@ -16,6 +16,7 @@ from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.stopping import ExpectedGain, Stopping, Threshold
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, pick, warp
@@ -33,6 +34,8 @@ class KangarooConfig(DrafterConfig):
         steps: at most this many draft tokens a round (the paper's gamma).
         threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
             stops early.
+        cost: instead of a threshold, stop where the expected gain of a further draft token falls
+            below its time, this much of a step without drafts (`make bench` measures it).
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
@@ -43,6 +46,7 @@ class KangarooConfig(DrafterConfig):
     exit_layer: int | None = None
     steps: int = 6
     threshold: float = 0.6
+    cost: float | None = None
     vocabulary: int | None = None
 
     def build(self, lm: LM) -> Kangaroo:
@@ -55,7 +59,7 @@ class KangarooConfig(DrafterConfig):
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
         adapter, head = adapter_files.load(self.adapter, lm, self.vocabulary)
-        return Kangaroo(lm, adapter, self.steps, self.threshold, head)
+        return Kangaroo(lm, adapter, self.steps, self.threshold, head, self.cost)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
@@ -72,15 +76,18 @@ class Kangaroo:
 
     def __init__(
         self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6,
-        head: DraftHead | None = None,
+        head: DraftHead | None = None, cost: float | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
         if not 0 <= threshold < 1:
             raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
+        if cost is not None and not cost > 0:
+            raise ConfigError(f"drafter.cost must be more than 0, not {cost}; null: a threshold.")
         self.lm, self.adapter = lm, adapter.compile_like(lm)
         self.head = (head or DraftHead(lm, adapter.head)).compile_like(lm)
-        self.steps, self.threshold = steps, threshold
+        self.steps, self.threshold, self.cost = steps, threshold, cost
+        self.stopping: Stopping = Threshold(threshold) if cost is None else ExpectedGain(cost)
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.fused = adapter.architecture.fused
@@ -90,6 +97,7 @@ class Kangaroo:
         self.window = steps if self.fused else 1
 
     def begin(self, batch: Batch) -> None:
+        self.stopping.begin(batch.size, batch.length_B.device)
         device = self.lm.layer_devices[self.exit_layer - 1]
         self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
         size, hidden_size = batch.size, self.lm.config.hidden_size
@@ -106,6 +114,7 @@ class Kangaroo:
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
         f_1TD, rows = taps[self.exit_layer], block.rows
+        self.stopping.admit(rows.start)
         block, before_1TD = block.to(f_1TD.device), None
         if self.fused:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
@@ -115,50 +124,60 @@ class Kangaroo:
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -self.window :]
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft until every row's confidence has fallen to the threshold, or `steps` tokens."""
+        """Draft until the stopping rule has stopped every row, or `steps` tokens."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
         window, steps = self.window, self.steps
         # one block for the round: the window, the pending token, the drafts
         tree = Tree.chain(window + 1 + steps, batch.length_B.device)
-        block = self.lm.block(
-            tree, batch.base_B - window, batch.used + steps, batch.n_slots, below=window
-        )
+        below = 0 if min(batch.lengths) > window else window
+        block = self.lm.block(tree, batch.base_B - window, batch.used + steps, batch.n_slots, below)
         tokens, probs = [batch.last(1)], []
         valid = [torch.ones_like(tokens[0], dtype=torch.bool)]
         hidden = [self._shallow(tokens[0], batch, block.narrow(window, 1))]
         at = block.narrow(0, window + 1).to(hidden[0].device)
         f_BND = torch.cat([self.shallow_BWD, hidden[0]], 1)
         deep_BND = self.deep_BUD * started(at) if self.fused else None
-        active_B1 = ~batch.done_B[:, None]
+        active_B1, wanted_B1 = ~batch.done_B[:, None], self.stopping.first()
         for step in range(1, steps + 1):
+            if wanted_B1 is not None:
+                active_B1 = active_B1 & wanted_B1
+                if not active_B1.any():  # the one sync a drafted token, where a rule asks for it
+                    break
             adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
-            logits_B1V = self.head.spread(self.head(adapted_B1D[:, 0]))[:, None]
-            positions_B1 = batch.length_B[:, None] + step - 1
-            tokens.append(pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B))
+            logits_BK = self.head(adapted_B1D[:, 0])
+            tokens.append(self._pick(logits_BK, batch, step))
             valid.append(active_B1)
             if rejection:
+                logits_B1V = self.head.spread(logits_BK)[:, None]
                 probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
-            below = block.narrow(window + step, 1)
-            f_BND, deep_BND = self._shallow(tokens[-1], batch, below), adapted_B1D
-            at = below.to(f_BND.device)
+            at = block.narrow(window + step, 1)
+            f_BND, deep_BND = self._shallow(tokens[-1], batch, at), adapted_B1D
+            at = at.to(f_BND.device)
             hidden.append(f_BND)
-            if self.threshold > 0 and step < steps:
-                active_B1 = active_B1 & (confidence(logits_B1V) > self.threshold)
-                if not active_B1.any():  # the one sync a drafted token that a threshold costs
-                    break
+            wanted_B1 = self.stopping.further(logits_BK) if step < steps else None
         return Draft(
             tokens_BN=torch.cat(tokens, 1),
             tree=Tree.chain(len(tokens), batch.length_B.device),
             valid_BN=torch.cat(valid, 1),
             hidden_BND=torch.cat(hidden, 1),
             entry=self.exit_layer,
-            probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if rejection else None,
+            probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
+            block=block.narrow(window, len(tokens)),
         )
+
+    def _pick(self, logits_BK: Tensor, batch: Batch, step: int) -> Tensor:
+        """The token that the target would choose from these logits, `[B, 1]`."""
+        if batch.sampling.greedy:
+            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
+        logits_B1V = self.head.spread(logits_BK)[:, None]
+        positions_B1 = batch.length_B[:, None] + step - 1
+        return pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B)
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         assert draft.hidden_BND is not None
+        self.stopping.observe(draft.valid_BN.sum(1) - 1, verdict.count_B)
         past_B = verdict.best_B.to(self.shallow_BWD.device) + 1
         self.shallow_BWD = slide(self.shallow_BWD, draft.hidden_BND, past_B)
         if self.fused:
@@ -181,9 +200,3 @@ def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
 def started(block: Block) -> Tensor:
     """`[R, N, 1]`: false at the first token of a text, which has none before it."""
     return (block.positions_RT > 0)[..., None]
-
-
-def confidence(logits_BNV: Tensor) -> Tensor:
-    """The top-1 probability `[B, N]`, read before temperature and filters."""
-    logits_BNV = logits_BNV.float()
-    return (logits_BNV.amax(-1) - logits_BNV.logsumexp(-1)).exp()
