@@ -36,9 +36,11 @@ from kangaroo.engine import Engine
 from kangaroo.errors import KangarooError
 from kangaroo.evaluation import report, speed_report
 from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.memory import measure_memory
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.run import evaluate as run_evaluation
 from kangaroo.evaluation.speed import SpeedConfig, measure
+from kangaroo.evaluation.speed_trials import long_prompt
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
@@ -279,6 +281,9 @@ def speed(config: SpeedCommand) -> None:
     """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
     result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
+    memory = measure_memory(config.model, config.drafter, prompt, config.speed.context_tokens)
+    result["memory"] = memory
     speed_report.write(result, Path(config.output), Console())
 
 

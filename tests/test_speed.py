@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import bandwidth, speed_report
 from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed import (
     SpeedConfig,
     fitting_contexts,
@@ -200,15 +202,16 @@ def test_a_long_prompt_has_exactly_its_length_and_both_ends_of_the_chat_template
     tokenizer = byte_tokenizer()
     ids = long_prompt(tokenizer, length)
     assert len(ids) == length
-    short = question_prompts(tokenizer, 1)[0]
+    short = question_prompts(tokenizer, 1, BenchConfig())[0][0]
     assert ids[:6] == short[:6] and ids[-6:] == short[-6:]
 
 
-def test_questions_are_spread_over_the_bench():
-    prompts = question_prompts(byte_tokenizer(), 66)
-    assert len({tuple(p) for p in prompts}) == 66
-    some = question_prompts(byte_tokenizer(), 6)
-    assert [prompts.index(p) for p in some] == [5, 16, 27, 38, 49, 60]
+def test_questions_are_spread_over_the_tasks():
+    prompts, tasks = question_prompts(byte_tokenizer(), 60, BenchConfig())
+    assert len({tuple(p) for p in prompts}) == 60
+    assert set(Counter(tasks).values()) == {10} and len(set(tasks)) == 6
+    some, few = question_prompts(byte_tokenizer(), 8, BenchConfig())
+    assert sorted(Counter(few).values()) == [1, 1, 1, 1, 2, 2] and len(some) == 8
 
 
 def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
@@ -221,7 +224,14 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompts": 0}, {"repeats": 0}, {"new_tokens": 7}, {"context_tokens": 7}, {"contexts": [600]}],
+    [
+        {"prompts": 0},
+        {"repeats": 0},
+        {"new_tokens": 7},
+        {"context_tokens": 7},
+        {"contexts": [600]},
+        {"phase_context": 470},
+    ],
 )
 def test_settings_that_leave_nothing_to_measure_are_refused(wrong):
     lm = tiny()
@@ -237,20 +247,24 @@ def test_another_drafter_is_refused():
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
     config = SpeedConfig(
-        prompts=2, new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6,
-        bandwidth_megabytes=1,
+        prompts=2, new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6, batches=[1, 3],
+        phase_context=40, bandwidth_megabytes=1,
     )  # fmt: skip
     result = measure(lm, byte_tokenizer(), Kangaroo(lm, adapter_for(lm), 3, 0.0), config)
     console = Console(width=200, record=True)
     speed_report.write(result, tmp_path, console)
 
     assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
-    assert list(result["methods"]) == ["hf", "vanilla", "kangaroo"]
-    assert len(result["trials"]) == 3 * 2 + 3 * 2
+    rivals = ["hf_lookup", "hf_early_exit", "hf_truncated", "hf_assistant"]
+    assert list(result["methods"]) == ["hf", "vanilla", "kangaroo", *rivals]
+    assert len(result["trials"]) == 7 * 2 + 3 * 2
     assert all(sum(n for n, _ in t["rounds"]) < 8 for t in result["trials"])
     assert [c["context"] for c in result["contexts"]] == [32, 96]
     assert result["contexts"][1]["kv_bytes"] == lm.n_layers * KV * 96
-    assert result["equal_texts"] == {"vanilla/hf": 2, "kangaroo/vanilla": 2, "kangaroo/hf": 2}
+    assert set(result["equal_texts"].values()) == {2} and len(result["equal_texts"]) == 7
+    assert [b["batch"] for b in result["batches"]] == [1, 3]
+    for step in result["phases"]["steps"].values():
+        assert sum(step["phases"].values()) == pytest.approx(step["ms"])
     assert result["methods"]["vanilla"]["compression_rate"] == 1
     assert result["provenance"]["versions"]["torch"] == torch.__version__
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,7 @@
-"""How fast decoding is: transformers' `generate`, vanilla and Kangaroo side by side, in one run.
+"""How fast decoding is: transformers' ways, vanilla and Kangaroo side by side, in one run.
 
-Everything is greedy, at batch 1. The three methods take turns on every prompt, so that a machine
-that slows down slows all of them.
+Everything is greedy, and at batch 1 but for the table of batches. All methods take turns on every
+prompt, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.rivals import rivals
+from kangaroo.evaluation.speed_batches import throughput
+from kangaroo.evaluation.speed_phases import phases
 from kangaroo.evaluation.speed_trials import (
     Trial,
     long_prompt,
@@ -32,8 +36,6 @@ from kangaroo.evaluation.speed_trials import (
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 
-PAIRS = (("vanilla", "hf"), ("kangaroo", "vanilla"), ("kangaroo", "hf"))
-
 log = logging.getLogger(__name__)
 
 
@@ -42,20 +44,29 @@ class SpeedConfig:
     """What is measured.
 
     Args:
-        prompts: this many questions of the demo bench, spread over its tasks.
+        bench: where the questions come from.
+        prompts: this many of them, spread over the tasks.
         new_tokens: written for each.
         repeats: how often every method writes every text.
+        rivals: also measure transformers' own ways to speculate (`rivals.py`).
         contexts: prompt lengths at which the time a token is measured, in tokens.
         context_tokens: written at each.
+        batches: how many rows are decoded at a time, to see where speculation stops paying; each
+            row writes twice.
+        phase_context: prompt length at which single phases of a step are timed.
         bandwidth_megabytes: the buffer that is read to measure the memory; far more than the
             last-level cache.
     """
 
+    bench: BenchConfig = field(default_factory=BenchConfig)
     prompts: int = 12
-    new_tokens: int = 64
-    repeats: int = 3
+    new_tokens: int = 128
+    repeats: int = 2
+    rivals: bool = True
     contexts: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
     context_tokens: int = 24
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    phase_context: int = 256
     bandwidth_megabytes: int = 1024
 
 
@@ -137,6 +148,11 @@ def fitting_contexts(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> list[int
     fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     for length in sorted(set(config.contexts) - set(fitting)):
         log.warning("context %d is left out: the model's context is %d", length, lm.context)
+    if config.phase_context + 8 * (drafter.max_nodes + 1) > lm.context:
+        raise ConfigError(
+            f"speed.phase_context={config.phase_context} leaves no room for a few rounds in the "
+            f"model's context of {lm.context}."
+        )
     if not fitting:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
     return fitting
@@ -159,22 +175,25 @@ def measure(
             "evaluate.py compares all drafters."
         )
     contexts = fitting_contexts(lm, drafter, config)
-    prompts = question_prompts(tokenizer, config.prompts)
+    prompts, tasks = question_prompts(tokenizer, config.prompts, config.bench)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
-    methods = {
+    ours = {
         "hf": timed_generate(lm),
         "vanilla": timed_engine(Engine(lm, Vanilla())),
         "kangaroo": timed_engine(Engine(lm, drafter)),
     }
+    methods = ours | (rivals(lm, drafter) if config.rivals else {})
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")
     answers = take_turns(methods, prompts, config.new_tokens, config.repeats, "answers")
-    grown = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
+    grown = take_turns(ours, long_prompts, config.context_tokens, config.repeats, "contexts")
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
+    bandwidth = max(before, after)
+    step = phases(lm, drafter, long_prompt(tokenizer, config.phase_context), bandwidth)
+    batches = throughput(lm, drafter, prompts, config.new_tokens, config.batches)
 
     plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.head.size)
-    reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}
-    bandwidth = max(before, after)
+    reads = {name: cut if name == "kangaroo" else plain for name in methods}
     figures = {name: summarise(typical(answers, name), reads[name], bandwidth) for name in methods}
     texts = {(t.method, t.prompt): t.tokens for t in answers}
     eos_ids = lm.eos_ids()
@@ -183,36 +202,35 @@ def measure(
         for (method, _), text in texts.items()
         if method == "vanilla"
     ]
+    pairs = [("vanilla", "hf")] + [("kangaroo", name) for name in methods if name != "kangaroo"]
     return {
         "model": lm.config.name_or_path,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": lm.device.type,
+        "compiled": lm.native is not None,
         "drafter": {
             "exit_layer": drafter.exit_layer,
             "steps": drafter.steps,
             "threshold": drafter.threshold,
+            "cost": drafter.cost,
             "vocabulary": drafter.head.size,
         },
         "settings": asdict(config),
         "bandwidth": {"before": before, "after": after, "limit": bandwidth},
         "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
         "methods": figures,
-        "speedups": {
-            f"{a}/{b}": speedup(answers, a, b)
-            | {"limit": figures[b]["limit_ms_per_token"] / figures[a]["limit_ms_per_token"]}
-            for a, b in PAIRS
-        },
+        "tasks": tasks,
+        "speedups": {f"{a}/{b}": speedup(answers, a, b) for a, b in pairs},
+        "phases": step,
+        "batches": batches,
         "contexts": [
             {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {
-                name: summarise([typical(grown, name)[i]], reads[name], bandwidth)
-                for name in methods
-            }
+            | {name: summarise([typical(grown, name)[i]], reads[name], bandwidth) for name in ours}
             for i, length in enumerate(contexts)
         ],
         "equal_texts": {
             f"{a}/{b}": sum(texts[a, i] == texts[b, i] for i in range(len(prompts)))
-            for a, b in PAIRS
+            for a, b in pairs
         },
         "share_past_eos": sum(past_eos) / (config.new_tokens * len(prompts)),
         "trials": [_plain(trial) for trial in (*answers, *grown)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
+from kangaroo.evaluation.speed_batches import stops_paying
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
+RIVAL = "hf_"  # how names of transformers' own ways to speculate begin
 LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
 COLORS = {"hf": HF, "vanilla": VANILLA, "kangaroo": METHOD}
 
@@ -52,24 +55,30 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
 
 
 def sheets(result: dict[str, Any]) -> list[Sheet]:
-    return [_speeds(result), _rounds(result), _speedups(result), _contexts(result)]
+    found = [
+        _speeds(result), _speedups(result), _tasks(result), _rounds(result), _phases(result),
+        _widths(result), _contexts(result), _batches(result),
+    ]  # fmt: skip
+    return [*found, _memory(result)] if "memory" in result else found
 
 
 def _speeds(result: dict[str, Any]) -> Sheet:
     rows = [
         [
-            NAMES[name],
+            NAMES.get(name, name),
             f"{m['tokens_per_second']:.1f}",
             f"{m['ms_per_token']:.2f}",
-            f"{m['limit_ms_per_token']:.2f}",
-            f"{m['share_of_limit']:.0%}",
+            f"{m['compression_rate']:.2f}",
+            # what a rival's drafts read is not known
+            "-" if name.startswith(RIVAL) else f"{m['limit_ms_per_token']:.2f}",
+            "-" if name.startswith(RIVAL) else f"{m['share_of_limit']:.0%}",
             f"{m['first_ms']:.0f}",
             f"{m['whole_tokens_per_second']:.1f}",
         ]
         for name, m in result["methods"].items()
     ]
     heads = [
-        "method", "tokens/s", "ms/token", "limit, ms", "of limit", "first round, ms",
+        "method", "tokens/s", "ms/token", "CR", "limit, ms", "of limit", "first round, ms",
         "tokens/s with prefill",
     ]  # fmt: skip
     return Sheet("Decoding speed", heads, rows)
@@ -88,7 +97,7 @@ def _rounds(result: dict[str, Any]) -> Sheet:
             _number(m["limit_ms_per_draft_token"]),
         ]
         for name, m in result["methods"].items()
-        if name != "hf"  # whose rounds are its tokens, and cannot be told apart further
+        if m["draft_ms_per_round"] is not None  # generate's rounds cannot be told apart further
     ]
     heads = [
         "method", "CR", "draft tokens", "draft, ms", "verify, ms", "host, ms", "ms/draft token",
@@ -103,16 +112,76 @@ def _speedups(result: dict[str, Any]) -> Sheet:
         faster, slower = pair.split("/")
         rows.append(
             [
-                f"{NAMES[faster]} / {NAMES[slower]}",
+                f"{NAMES[faster]} / {NAMES.get(slower, slower)}",
                 f"{s['median']:.2f}",
                 "{:.2f} to {:.2f}".format(*s["interval"]),
                 "{:.2f} to {:.2f}".format(*s["range"]),
-                f"{s['limit']:.2f}",
                 f"{result['equal_texts'][pair]} of {len(s['of_prompt'])}",
             ]
         )
-    heads = ["tokens/s of", "median", "95%", "range", "at the limit", "same text"]
+    heads = ["tokens/s of", "median", "95%", "range", "same text"]
     return Sheet("Speedup, prompt by prompt", heads, rows)
+
+
+def _tasks(result: dict[str, Any]) -> Sheet:
+    """The median of each task, and over the tasks their mean."""
+    tasks = list(dict.fromkeys(result["tasks"]))
+    rows, means = [], []
+    pairs = list(result["speedups"])
+    for task in tasks:
+        mine = [i for i, name in enumerate(result["tasks"]) if name == task]
+        ratios = [
+            statistics.median(result["speedups"][pair]["of_prompt"][i] for i in mine)
+            for pair in pairs
+        ]
+        means.append(ratios)
+        rows.append([task, str(len(mine)), *(f"{ratio:.2f}" for ratio in ratios)])
+    mean = [f"{statistics.mean(column):.2f}" for column in zip(*means, strict=True)]
+    heads = ["task", "prompts", *(pair.replace("kangaroo", "K.") for pair in pairs)]
+    return Sheet("Speedup by task", heads, [*rows, ["mean of tasks", "", *mean]])
+
+
+def _phases(result: dict[str, Any]) -> Sheet:
+    names = ["embed", "layers", "adapter", "head", "sampling", "host"]
+    rows = []
+    for step, found in result["phases"]["steps"].items():
+        cells = [_phase(found, name) for name in names]
+        row = [step, f"{found['ms']:.2f}", f"{found['limit_ms']:.2f}", f"{found['over_limit']:.2f}"]
+        rows.append([*row, *cells])
+    heads = ["step", "ms", "limit, ms", "over limit", *names]
+    return Sheet("Phases of a step, ms (and limit)", heads, rows)
+
+
+def _phase(found: dict[str, Any], name: str) -> str:
+    if name not in found["phases"]:
+        return "-"
+    took, limit = found["phases"][name], found["limits"][name]
+    return f"{took:.2f} ({limit:.2f})" if limit >= 0.005 else f"{took:.2f}"
+
+
+def _widths(result: dict[str, Any]) -> Sheet:
+    widths = result["phases"]["verification"]
+    one = widths[0]["ms"]
+    rows = [[str(w["tokens"]), f"{w['ms']:.2f}", f"{w['ms'] / one:.2f}"] for w in widths]
+    return Sheet("Verification", ["tokens", "ms", "of one"], rows)
+
+
+def _batches(result: dict[str, Any]) -> Sheet:
+    rows = [
+        [str(b["batch"]), f"{b['vanilla']:.1f}", f"{b['kangaroo']:.1f}", f"{b['ratio']:.2f}"]
+        for b in result["batches"]
+    ]
+    heads = ["batch", "vanilla, tokens/s", "Kangaroo, tokens/s", "speedup"]
+    return Sheet("Throughput over the batch", heads, rows)
+
+
+def _memory(result: dict[str, Any]) -> Sheet:
+    memory = result["memory"]
+    parts = ("target", "adapter", "draft_head", "cache", "computed", "measured")
+    row = [f"{memory[part] / 1e6:.1f}" for part in parts]
+    over = f"{memory['measured'] / memory['computed']:.2f}"
+    heads = [*(part.replace("_", " ") for part in parts), "measured / computed"]
+    return Sheet("Peak memory, MB", heads, [[*row, over]])
 
 
 def _contexts(result: dict[str, Any]) -> Sheet:
@@ -133,16 +202,23 @@ def notes(result: dict[str, Any]) -> str:
     """What the tables need to be read."""
     memory, settings, about = result["bandwidth"], result["settings"], result["provenance"]
     drafter, reads = result["drafter"], result["reads"]["vanilla"]
+    stop = f"threshold {drafter['threshold']}"
+    if drafter["cost"] is not None:
+        stop = f"stopping by gain, cost {drafter['cost']}"
+    end = stops_paying(result["batches"])
     weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
     return (
-        f"hf is transformers' generate; CR is Kangaroo's compression rate: tokens a round.\n"
+        f"hf is transformers' generate, hf_... its own ways to speculate; CR is the compression "
+        f"rate: tokens a round.\n"
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
         f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
         f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "
-        f"{drafter['steps']} draft tokens, threshold {drafter['threshold']}, "
+        f"{drafter['steps']} draft tokens, {stop}, "
         f"draft vocabulary {drafter['vocabulary'] or 'whole'}.\n"
         f"Memory: {memory['before'] / 1e9:.1f} GB/s before, {memory['after'] / 1e9:.1f} GB/s "
         f"after; limits take the higher. A vanilla token reads {weights / 1e6:.1f} MB of weights.\n"
+        f"A draft token takes {result['phases']['cost']:.3f} of a vanilla token's time "
+        f"(drafter.cost). Speculation stops paying at batch {end or 'beyond those measured'}.\n"
         f"EOS is ignored so that all texts are equally long: {result['share_past_eos']:.0%} of "
         f"vanilla's tokens come after one.\n"
         f"git {about['git_revision']}, torch {about['versions']['torch']}, transformers "
@@ -179,6 +255,7 @@ def plot(result: dict[str, Any]) -> Figure:
 
 
 def _bars(axes: Any, methods: dict[str, Any]) -> None:
+    methods = {name: methods[name] for name in NAMES}
     for x, (name, m) in enumerate(methods.items()):
         limit = m["limit_tokens_per_second"]
         axes.bar(x, m["tokens_per_second"], width=0.62, color=COLORS[name])

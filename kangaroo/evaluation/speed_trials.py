@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -19,7 +20,7 @@ from transformers.generation import BaseStreamer
 from kangaroo.cache import ATTENTION
 from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.engine import Engine
-from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
 from kangaroo.model import LM
 
 TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
@@ -83,20 +84,26 @@ def transformers_attention(lm: LM) -> Iterator[None]:
 
 
 class Stopwatch(BaseStreamer):
-    """Notes when `generate` hands over the prompt and each token."""
+    """Notes when `generate` hands over the prompt and the tokens of each round, and how many."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
+        self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
         self.marks.append(time.perf_counter())
+        self.counts.append(value.numel())
 
     def end(self) -> None:
         pass
 
 
-def timed_generate(lm: LM) -> Method:
-    """Greedy `generate` with the cache and attention that transformers uses by itself."""
+def timed_generate(lm: LM, **speculation: Any) -> Method:
+    """Greedy `generate` with the cache and attention that transformers uses by itself.
+
+    Args:
+        speculation: what `generate` takes for a way of its own to speculate.
+    """
 
     def write(prompt: list[int], new_tokens: int) -> Trial:
         tokens_1T = torch.tensor([prompt], device=lm.device)
@@ -106,7 +113,7 @@ def timed_generate(lm: LM) -> Method:
             written_1T = lm.hf.generate(
                 tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=new_tokens,
                 eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1,
-                repetition_penalty=1.0, use_cache=True, streamer=watch,
+                repetition_penalty=1.0, use_cache=True, streamer=watch, **speculation,
             )  # fmt: skip
         first, last = watch.marks[1], watch.marks[-1]
         return Trial(
@@ -114,7 +121,7 @@ def timed_generate(lm: LM) -> Method:
             tokens=written_1T[0, len(prompt) :].tolist(),
             first_seconds=first - start,
             decode_seconds=last - first,
-            rounds=[(1, 0)] * (new_tokens - 1),
+            rounds=[(count, 0) for count in watch.counts[2:]],
         )
 
     return write
@@ -166,11 +173,21 @@ def take_turns(
     return trials
 
 
-def question_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
-    """First turns of the demo bench, spread evenly over its tasks."""
-    asked = [question.turns[0] for question in load_questions(BenchConfig())]
-    picked = [asked[(2 * i + 1) * len(asked) // (2 * count)] for i in range(count)]
-    return [prompt_ids(tokenizer, [Message(role="user", content=text)]) for text in picked]
+def question_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig
+) -> tuple[list[list[int]], list[str]]:
+    """First turns of a bench, the same number of every task or one less, and their tasks."""
+    by_task: dict[str, list[str]] = {}
+    for question in load_questions(bench):
+        by_task.setdefault(task_of(question.category), []).append(question.turns[0])
+    prompts, tasks = [], []
+    for i, (task, asked) in enumerate(by_task.items()):
+        share = len(range(i, count, len(by_task)))
+        for j in range(min(share, len(asked))):
+            text = asked[(2 * j + 1) * len(asked) // (2 * share)]
+            prompts.append(prompt_ids(tokenizer, [Message(role="user", content=text)]))
+            tasks.append(task)
+    return prompts, tasks
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:

@@ -1,0 +1,85 @@
+"""Peak memory of decoding beside what target, adapter and cache add up to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from kangaroo import models
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.models import ModelConfig
+
+
+def measure_memory(
+    model: ModelConfig, drafter: KangarooConfig, prompt: list[int], new_tokens: int
+) -> dict[str, float]:
+    """Bytes computed and measured, by a process of its own that decodes one text and ends.
+
+    On a GPU the measure is the most that was allocated. On a CPU it is how much the process's
+    largest size grew from when it had decoded with a tiny model, so that libraries are not counted:
+    loading, the tokenizer and a prompt's activations are.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_measure, (model, drafter, prompt, new_tokens))
+
+
+def _measure(
+    model: ModelConfig, config: KangarooConfig, prompt: list[int], new_tokens: int
+) -> dict[str, float]:
+    tiny, _ = models.load(replace(model, name="tiny", path=models.TINY, chat_template=None))
+    _decode(LM(tiny).compile_for_decoding(), Vanilla(), [1, 2, 3], 4)
+    cuda = next(tiny.parameters()).device.type == "cuda"
+    del tiny
+    before = _peak(cuda)
+    hf, _ = models.load(model)
+    lm = LM(hf)
+    if model.compiled:
+        lm.compile_for_decoding()
+    drafter = config.build(lm)
+    cache = _decode(lm, drafter, prompt, new_tokens) + drafter.cache.bytes()
+    after = _peak(cuda)
+    parts = {
+        "target": _bytes(lm.hf),
+        "adapter": _bytes(drafter.adapter),
+        "draft_head": _copied(drafter),
+        "cache": cache,
+    }
+    return parts | {"computed": sum(parts.values()), "measured": after - before}
+
+
+def _decode(lm: LM, drafter: Drafter, prompt: list[int], new_tokens: int) -> int:
+    """Write one text; the size of the target's cache."""
+    engine = Engine(lm, drafter)
+    written = engine.stream(prompt, new_tokens)
+    assert engine.batch is not None
+    size = engine.batch.cache.bytes()
+    for _ in written:
+        pass
+    return size
+
+
+def _peak(cuda: bool) -> int:
+    if cuda:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _copied(drafter: Kangaroo) -> int:
+    """A draft vocabulary's rows of the target's head are copied; other heads count elsewhere."""
+    head = drafter.head
+    if head.vocabulary_K is None or drafter.adapter.head is not None:
+        return 0
+    return head.weight_KD.numel() * head.weight_KD.element_size()
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

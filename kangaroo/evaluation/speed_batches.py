@@ -1,0 +1,72 @@
+"""Tokens a second over the number of rows decoded at a time, and where speculation stops paying."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Request
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+
+def throughput(
+    lm: LM, drafter: Kangaroo, prompts: Sequence[list[int]], new_tokens: int, sizes: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Vanilla and Kangaroo at every batch size, on the same texts: prompts in turn, two a row.
+
+    Only decoding is timed: prompts are in the cache before. A text that is complete is replaced at
+    once, so the batch stays full until as many texts as twice its rows have been begun.
+    """
+    rows = []
+    for size in sizes:
+        texts = [prompts[i % len(prompts)] for i in range(2 * size)]
+        vanilla = tokens_per_second(lm, Vanilla(), texts, new_tokens, size)
+        kangaroo = tokens_per_second(lm, drafter, texts, new_tokens, size)
+        rows.append(
+            {"batch": size, "vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
+        )
+    return rows
+
+
+def tokens_per_second(
+    lm: LM, drafter: Drafter, texts: Sequence[list[int]], new_tokens: int, size: int
+) -> float:
+    engine = Engine(lm, drafter)
+    engine.eos_ids = frozenset()
+    batch = engine.open(size, max(map(len, texts)) + new_tokens, Sampling())
+    waiting = [Request(text, new_tokens) for text in reversed(texts)]
+    left = [0] * size
+    written, seconds = 0, 0.0
+    while waiting or any(left):
+        for row in range(size):
+            if not left[row] and waiting:
+                engine.admit(batch, row, waiting.pop())
+                left[row] = new_tokens
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize(lm.device)
+        start = time.perf_counter()
+        records = engine.step(batch)
+        took = time.perf_counter() - start
+        full = all(left)
+        for row, record in enumerate(records):
+            left[row] -= len(record.tokens)
+            written += len(record.tokens) * full
+        seconds += took * full  # the last rows, decoding nearly alone, say nothing of this size
+    return written / seconds
+
+
+def stops_paying(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The smallest batch from which on Kangaroo is no faster; None where it always is."""
+    slower = None
+    for row in reversed(rows):
+        if row["ratio"] > 1:
+            break
+        slower = row["batch"]
+    return slower

@@ -1,0 +1,205 @@
+"""Where the time of a step goes: its phases beside the fewest bytes that each must read.
+
+A vanilla token, a draft token and verifications of several widths, at one context and batch 1.
+Phases are timed by themselves, one after the other and over again; `host` is what a whole step of
+the engine takes beyond them: masks, bookkeeping, the interpreter.
+
+Shapes: N nodes, D hidden size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Request
+from kangaroo.evaluation.bandwidth import Reads
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling, pick
+from kangaroo.tree import Tree
+
+REPEATS = 31
+WIDTHS = range(1, 9)
+
+
+@torch.no_grad()
+def phases(lm: LM, drafter: Kangaroo, prompt: list[int], bandwidth: float) -> dict[str, Any]:
+    """Milliseconds of each phase and of the whole, with the limit of each.
+
+    Args:
+        prompt: the context, less than the model's by a few hundred tokens.
+        bandwidth: bytes a second, which the limits are computed by.
+
+    Returns `steps` (one a kind of step: phases, limits, whole), `verification` (milliseconds by
+    its tokens) and `cost`, a draft token's time over a vanilla token's: what `drafter.cost` takes.
+    """
+    vanilla, kangaroo = _whole_steps(lm, drafter, prompt)
+    bench = Bench(lm, drafter, len(prompt))
+    reads = Reads.of(lm, drafter.adapter, drafter.head.size)
+    layers, shallow, length = range(lm.n_layers), drafter.shallow, len(prompt)
+    deep = range(drafter.exit_layer, lm.n_layers)
+    kv = reads.kv * length
+    steps = {
+        "vanilla token": _step(
+            {
+                "embed": (bench.embed(), reads.row),
+                "layers": (
+                    bench.layers(layers, 1), reads.shallow + reads.deep + lm.n_layers * kv
+                ),
+                "head": (bench.head(1), reads.norm + reads.head),
+                "sampling": (bench.sampling(1), 0),
+            },
+            vanilla, bandwidth,
+        ),
+        "draft token": _step(
+            {
+                "embed": (bench.embed(), reads.row),
+                "layers": (bench.layers(shallow, 1), reads.shallow + len(shallow) * kv),
+                "adapter": (bench.adapter(), reads.adapter + kv),
+                "head": (bench.draft_head(), reads.draft_head),
+                "sampling": (bench.draft_sampling(), 0),
+            },
+            kangaroo, bandwidth,
+        ),
+    }  # fmt: skip
+    read = reads.verify(length, drafter.steps)
+    width = drafter.steps + 1
+    steps[f"verification of {width}"] = _step(
+        {
+            "layers": (bench.layers(deep, width), read - reads.norm - reads.head),
+            "head": (bench.head(width), reads.norm + reads.head),
+            "sampling": (bench.sampling(width), 0),
+        },
+        None, bandwidth,
+    )  # fmt: skip
+    verification = [
+        {"tokens": n, "ms": bench.layers(deep, n) + bench.head(n) + bench.sampling(n)}
+        for n in WIDTHS
+    ]
+    cost = steps["draft token"]["ms"] / steps["vanilla token"]["ms"]
+    return {"context": length, "steps": steps, "verification": verification, "cost": cost}
+
+
+def _step(
+    parts: dict[str, tuple[float, int]], whole: float | None, bandwidth: float
+) -> dict[str, Any]:
+    """Phases in milliseconds and their limits; `host` makes up for the rest of the whole."""
+    took = {name: ms for name, (ms, _) in parts.items()}
+    limits = {name: 1e3 * read / bandwidth for name, (_, read) in parts.items()}
+    if whole is not None:
+        took["host"], limits["host"] = whole - sum(took.values()), 0.0
+    total, limit = sum(took.values()), sum(limits.values())
+    return {
+        "phases": took,
+        "limits": limits,
+        "ms": total,
+        "limit_ms": limit,
+        "over_limit": total / limit,
+    }
+
+
+class Bench:
+    """Times single phases; milliseconds, the median."""
+
+    def __init__(self, lm: LM, drafter: Kangaroo, length: int):
+        self.lm, self.drafter, self.length = lm, drafter, length
+        self.n_slots = length + max(WIDTHS) + 2 * drafter.max_nodes
+        self.cache = lm.new_cache(1, self.n_slots)
+        self.own_cache = lm.cache_like(1, self.n_slots, [lm.device])
+        self.generator = torch.Generator(lm.device).manual_seed(0)
+
+    def states(self, width: int) -> torch.Tensor:
+        shape = (1, width, self.lm.config.hidden_size)
+        return torch.randn(shape, generator=self.generator, device=self.lm.device).to(self.lm.dtype)
+
+    def block(self, width: int) -> Any:
+        start_B = torch.tensor([self.length - 1], device=self.lm.device)
+        tree = Tree.chain(width, self.lm.device)
+        return self.lm.block(tree, start_B, self.length + width, self.n_slots)
+
+    def embed(self) -> float:
+        token_11 = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
+        return milliseconds(lambda: self.lm.embed(token_11), self.lm.device)
+
+    def layers(self, layers: range, width: int) -> float:
+        x_1ND, block = self.states(width), self.block(width)
+        return milliseconds(lambda: self.lm.run(x_1ND, self.cache, block, layers), self.lm.device)
+
+    def head(self, width: int) -> float:
+        x_1ND = self.states(width)
+        return milliseconds(lambda: self.lm.logits(x_1ND), self.lm.device)
+
+    def sampling(self, width: int) -> float:
+        logits_1NV, at = self.lm.logits(self.states(width)), self.block(width).positions_RT
+        seeds_B = torch.zeros(1, dtype=torch.long, device=self.lm.device)
+        return milliseconds(lambda: pick(logits_1NV, at, Sampling(), seeds_B), self.lm.device)
+
+    def adapter(self) -> float:
+        f_1ND, block = self.states(1), self.block(1)
+        deep_1ND = self.states(1) if self.drafter.fused else None
+        past = self.own_cache.at(block)
+        return milliseconds(
+            lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past), self.lm.device
+        )
+
+    def draft_head(self) -> float:
+        x_1D = self.states(1)[0]
+        return milliseconds(lambda: self.drafter.head(x_1D), self.lm.device)
+
+    def draft_sampling(self) -> float:
+        """The draft's token and what the stopping rule asks."""
+        logits_1K, stopping = self.drafter.head(self.states(1)[0]), self.drafter.stopping
+
+        def choose() -> None:
+            self.drafter.head.token_of(logits_1K.argmax(-1, keepdim=True))
+            wanted_B1 = stopping.further(logits_1K)
+            if wanted_B1 is not None:
+                bool(wanted_B1.any())
+
+        stopping.begin(1, self.lm.device)
+        stopping.first()
+        return milliseconds(choose, self.lm.device)
+
+
+def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The median over `REPEATS`, after two that warm up."""
+    seconds = []
+    for _ in range(REPEATS + 2):
+        start = _now(device)
+        work()
+        seconds.append(_now(device) - start)
+    return 1e3 * statistics.median(seconds[2:])
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, float]:
+    """Milliseconds of a vanilla step, and of each draft token of a round that never stops early."""
+    steady = Kangaroo(lm, drafter.adapter, drafter.steps, 0, drafter.head)
+    vanilla, kangaroo = [], []
+    engines = Engine(lm, Vanilla()), Engine(lm, steady)
+    batches = []
+    rounds = min(REPEATS, (lm.context - len(prompt)) // (drafter.steps + 1) - 1)
+    for engine in engines:
+        engine.eos_ids = frozenset()
+        new_tokens = rounds * (drafter.steps + 1)
+        batch = engine.open(1, len(prompt) + new_tokens, Sampling())
+        engine.admit(batch, 0, Request(prompt, new_tokens))
+        batches.append(batch)
+    for _ in range(rounds):
+        (record,) = engines[0].step(batches[0])
+        vanilla.append(record.seconds)
+        (record,) = engines[1].step(batches[1])
+        # the pending token passes the shallow layers too, before anything is drafted
+        kangaroo.append(record.draft_seconds * drafter.steps / (drafter.steps + 1) / record.drafted)
+    return 1e3 * statistics.median(vanilla), 1e3 * statistics.median(kangaroo)
