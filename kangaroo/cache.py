@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
+GRAPH_BUCKET = 256  # where each shape is recorded as a graph, fewer
 
 
 @dataclass
@@ -51,6 +52,16 @@ class Block:
             bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE[:, :, part],
             rope=(cos[:, part], sin[:, part]),
         )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs from step to step in blocks of one shape; see `with_tensors`."""
+        assert self.bias_R1TE is not None
+        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
+
+    def with_tensors(
+        self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
+    ) -> Block:
+        return Block(slots_RT, positions_RT, bias_R1TE, self.extent, self.rows, (cos, sin))
 
     def to(self, device: torch.device) -> Block:
         """The same block for layers that lie on another device."""
@@ -101,6 +112,10 @@ class KVCache:
             moved = cached.index_select(0, src.to(cached.device))
             cached.index_copy_(0, dst.to(cached.device), moved)
 
+    def holds(self, batch_size: int, n_slots: int) -> bool:
+        """Whether it serves such a batch; what it held before is masked and does no harm."""
+        return self.batch_size == batch_size and n_slots <= self.n_slots
+
     def bytes(self) -> int:
         """Size of the allocation in bytes."""
         return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
@@ -143,9 +158,9 @@ class BlockCache:
         return by_row[self.block.rows, : self.block.extent].transpose(1, 2)
 
 
-def occupied(n_slots: int, used: int) -> int:
+def occupied(n_slots: int, used: int, bucket: int = BUCKET) -> int:
     """The bucketed extent that covers `used` slots."""
-    return min(math.ceil(used / BUCKET) * BUCKET, n_slots)
+    return min(math.ceil(used / bucket) * bucket, n_slots)
 
 
 def attention(

@@ -29,6 +29,7 @@ from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
@@ -148,6 +149,7 @@ def register() -> None:
     cs.store(group="trainer", name="schema", node=TrainerConfig)
     cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
     cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
+    cs.store(group="data", name="mix_schema", node=MixConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.batch import Batch
+from kangaroo.cache import KVCache
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
@@ -139,6 +140,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
+        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.clock = Clock(lm.device)
 
     @property
@@ -150,8 +152,12 @@ class Engine:
     def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included."""
         n_slots = longest + self.spare_slots
-        cache = self.lm.new_cache(batch_size, n_slots)
-        batch = Batch(cache, sampling, sorted(self.eos_ids), self.lm.device)
+        if self.cache is None or not self.cache.holds(batch_size, n_slots):
+            if self.cache is not None and self.lm.graphs is not None:
+                self.lm.graphs.forget(self.cache)
+            self.batch = self.cache = None  # their memory may be needed for the new ones
+            self.cache = self.lm.new_cache(batch_size, n_slots)
+        batch = Batch(self.cache, sampling, sorted(self.eos_ids), self.lm.device)
         self.drafter.begin(batch)
         self.batch = batch
         return batch

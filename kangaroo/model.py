@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from kangaroo import native
-from kangaroo.cache import ATTENTION, Block, KVCache, attention, occupied
+from kangaroo.cache import (
+    ATTENTION,
+    BUCKET,
+    GRAPH_BUCKET,
+    Block,
+    KVCache,
+    attention,
+    occupied,
+)
 from kangaroo.errors import UnsupportedModel
+from kangaroo.graphs import Graphs
 from kangaroo.native import LayerWeights, Sizes
 from kangaroo.tree import Tree
 
@@ -73,12 +82,14 @@ class LM(nn.Module):
         self.native: CDLL | None = None
         self.native_layers: native.Stack | None = None
         self.native_head: native.Head | None = None
+        self.graphs: Graphs | None = None
 
     def compile_for_decoding(self) -> LM:
-        """Decode in native code, where the model is of its kind and there is a compiler.
-
-        Training and the prefill of prompts stay as they are.
+        """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
+        by CUDA graphs on one GPU. Training and the prefill of prompts stay as they are.
         """
+        if {device.type for device in self.layer_devices} == {"cuda"}:
+            self.graphs = Graphs() if len(set(self.layer_devices)) == 1 else None
         self.native = native.library() if self.is_native_kind() else None
         if self.native is not None:
             layers = [layer_weights(layer) for layer in self.layers]
@@ -162,7 +173,8 @@ class LM(nn.Module):
                 no other token sees them.
         """
         device = start_B.device
-        extent = occupied(n_slots, used + below)
+        bucket = BUCKET if self.graphs is None else GRAPH_BUCKET
+        extent = occupied(n_slots, used + below, bucket)
         rows, slots_E = slice(0, len(start_B)), torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
         bias_B1NE = torch.zeros(len(start_B), 1, tree.size, extent, dtype=self.dtype, device=device)
@@ -225,6 +237,16 @@ class LM(nn.Module):
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
+        if self.graphs and cache and self.graphs.take(x_BND, block):
+            key = (id(cache), layers, x_BND.shape, block.extent)
+
+            def work(x_BND: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+                return (self._eager(x_BND, cache, block.with_tensors(*tensors), layers),)
+
+            return self.graphs(key, work, x_BND, *block.tensors())[0]
+        return self._eager(x_BND, cache, block, layers)
+
+    def _eager(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         view = None
         for index in layers:
             device = self.layer_devices[index]

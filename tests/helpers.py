@@ -15,6 +15,7 @@ from kangaroo.batch import Batch
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
+from kangaroo.graphs import Graphs
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
@@ -49,6 +50,29 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
 
 def tiny(architecture: str = "llama", **overrides: object) -> LM:
     return LM(tiny_model(architecture, **overrides))
+
+
+class CpuGraphs(Graphs):
+    """Graphs without a GPU: a repetition sees what recording saw, and nothing newer."""
+
+    def __init__(self) -> None:
+        super().__init__(self._record)
+
+    def _record(self, work: Callable[[], tuple[Tensor, ...]]):
+        results = work()
+
+        def replay() -> None:
+            self.recording = True
+            for mine, new in zip(results, work(), strict=True):
+                mine.copy_(new)
+            self.recording = False
+
+        return replay, results
+
+
+def graphed(lm: LM) -> LM:
+    lm.graphs = CpuGraphs()
+    return lm
 
 
 def adapter_for(

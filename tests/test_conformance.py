@@ -15,6 +15,7 @@ from helpers import (
     Scripted,
     adapter_for,
     adversary,
+    graphed,
     oracle,
     random_prompts,
     tiny,
@@ -95,6 +96,7 @@ FAMILIES: dict[str, Callable[[], LM]] = {
     "qwen3-tied": lambda: tiny("qwen3", tie_word_embeddings=True),
     "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
     "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
+    "llama-graphs": lambda: graphed(tiny("llama")),
     "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
 }
 

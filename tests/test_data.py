@@ -12,6 +12,7 @@ from kangaroo import models
 from kangaroo.data import making, store
 from kangaroo.data.chat import masked_ids, prompt_ids, user_header
 from kangaroo.data.filters import FilterConfig, answers
+from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig, synthesise
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
@@ -19,6 +20,8 @@ from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.sampling import Sampling
+
+NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +213,43 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(target, tmp_p
     assert not list((tmp_path / "data.shards").glob("*.jsonl"))
 
 
-@pytest.mark.parametrize("wrong", [{"turns": []}, {"turns": [0]}, {"answer_temperatures": []}])
+def test_questions_begin_with_their_openings_in_turn(target, tmp_path):
+    openings = ["Summarize: The", "", "Translate: "]
+    synthesise(
+        *target, settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2])
+    )
+    samples, _ = store.load(tmp_path / "data")
+    assert len(samples) == 12
+    for i, sample in enumerate(samples):
+        assert sample["messages"][0]["content"].startswith(openings[i % 3].strip())
+        if len(sample["messages"]) > 2:  # a second question is the target's own
+            assert not sample["messages"][2]["content"].startswith("Summarize")
+    assert store.about(tmp_path / "data")["settings"]["openings"] == openings
+
+
+def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
+    for seed in (0, 1):
+        synthesise(*target, settings(tmp_path / f"{seed}", seed=seed, filters=NO_FILTERS))
+    paths = [str(tmp_path / "0"), str(tmp_path / "1")]
+    mix = MixConfig(path=str(tmp_path / "mix"), paths=paths, filters=NO_FILTERS)
+    mix.make(*target)
+    parts = [store.load(tmp_path / f"{seed}")[0] for seed in (0, 1)]
+    samples, about = store.load(tmp_path / "mix")
+    assert sorted(map(str, samples)) == sorted(map(str, parts[0] + parts[1]))
+    assert samples != parts[0] + parts[1]
+    made = (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns
+    mix.make(*target)
+    assert (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns == made
+    assert about["settings"]["parts"] == [
+        store.about(tmp_path / f"{seed}")["fingerprint"] for seed in (0, 1)
+    ]
+    with pytest.raises(DataError, match="no complete dataset"):
+        replace(mix, paths=[*paths, str(tmp_path / "nowhere")]).make(*target)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"turns": []}, {"turns": [0]}, {"answer_temperatures": []}, {"openings": []}]
+)
 def test_turns_and_temperatures_that_cannot_be_are_refused(target, tmp_path, wrong):
     with pytest.raises(ConfigError, match="at least one"):
         synthesise(*target, settings(tmp_path / "data", **wrong))

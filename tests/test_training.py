@@ -284,6 +284,19 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
         assert read_config(str(folder)).vocabulary == 40
 
 
+def test_training_goes_on_from_an_adapter(tmp_path):
+    (folder,) = train(tiny(), samples(6), config(epochs=2, learning_rate=1e-2), tmp_path / "first")
+    further = recipe(start=str(folder))
+    (trained,) = trainees(tiny(), [further], None)
+    saved = load_file(folder / WEIGHTS)
+    assert all(torch.equal(w, saved[n]) for n, w in trained.adapter.state_dict().items())
+    train(tiny(), samples(6), config(), tmp_path / "second", recipes=[further])
+    with pytest.raises(ConfigError, match=r"adapter\.start=.*exit layer 2"):
+        trainees(tiny(), [recipe(start=str(folder), exit_layers=[1])], None)
+    with pytest.raises(ConfigError, match="feed_forward=True"):
+        trainees(tiny(), [recipe(start=str(folder), feed_forward=True)], None)
+
+
 def test_remembering_keys_and_values_of_all_texts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"on_policy=true.*trainer\.remember=false"):
         train(tiny(), samples(6), config(remember=True), tmp_path, recipes=[recipe(on_policy=True)])

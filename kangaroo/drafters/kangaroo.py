@@ -14,12 +14,12 @@ from torch import Tensor
 from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
-from kangaroo.cache import Block
+from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.stopping import ExpectedGain, Stopping, Threshold
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
-from kangaroo.sampling import Rule, pick, warp
+from kangaroo.sampling import Rule, Sampling, pick, warp
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -68,10 +68,11 @@ class KangarooConfig(DrafterConfig):
 class Kangaroo:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
-    The adapter's first pass of a round takes, beside the pending token, as many of the committed
-    tokens before it as may have changed: the one before, which it has not seen after a round that
-    was accepted whole; and if it is fused, all that the last round may have drafted, since their
-    deep states are known now. Writing the others again changes nothing, and shapes are static.
+    The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
+    tokens before it: those that may have changed or that it has not seen. That is the one before,
+    after a round that was accepted whole; if it is fused, all that the last round may have drafted,
+    since their deep states are known now; and those of rounds in which nothing was drafted. Writing
+    the others again changes nothing, and shapes are few.
     """
 
     def __init__(
@@ -94,12 +95,15 @@ class Kangaroo:
         taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
-        self.window = steps if self.fused else 1
+        self.window = steps if self.fused else 1  # after a round with drafts
+        self.target_cache: KVCache | None = None
 
     def begin(self, batch: Batch) -> None:
         self.stopping.begin(batch.size, batch.length_B.device)
         device = self.lm.layer_devices[self.exit_layer - 1]
-        self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
+        if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
+            self.target_cache = batch.cache
+            self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
         size, hidden_size = batch.size, self.lm.config.hidden_size
         # shallow states of the tokens before the pending one, W the window
         self.shallow_BWD = torch.zeros(
@@ -113,48 +117,53 @@ class Kangaroo:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        f_1TD, rows = taps[self.exit_layer], block.rows
+        f_1TD, rows, window = taps[self.exit_layer], block.rows, self.shallow_BWD.shape[1]
         self.stopping.admit(rows.start)
         block, before_1TD = block.to(f_1TD.device), None
         if self.fused:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
-            before_1TD = known[:, self.window : -1] * started(block)
-            self.deep_BUD[rows] = known[:, -self.window - 1 :]
+            before_1TD = known[:, window:-1] * started(block)
+            self.deep_BUD[rows] = known[:, -window - 1 :]
         self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
-        self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -self.window :]
+        self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
     def propose(self, batch: Batch) -> Draft:
         """Draft until the stopping rule has stopped every row, or `steps` tokens."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
-        window, steps = self.window, self.steps
+        window, steps = self.shallow_BWD.shape[1], self.steps
+        pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
+        wanted_B1 = self.stopping.first()
+        if wanted_B1 is not None and window <= steps:  # beyond, one is drafted to try again
+            active_B1 = active_B1 & wanted_B1
+            if not active_B1.any():
+                return Draft.nothing(pending_B1)
         # one block for the round: the window, the pending token, the drafts
         tree = Tree.chain(window + 1 + steps, batch.length_B.device)
         below = 0 if min(batch.lengths) > window else window
         block = self.lm.block(tree, batch.base_B - window, batch.used + steps, batch.n_slots, below)
-        tokens, probs = [batch.last(1)], []
-        valid = [torch.ones_like(tokens[0], dtype=torch.bool)]
-        hidden = [self._shallow(tokens[0], batch, block.narrow(window, 1))]
+        tokens, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
+        hidden = [self._shallow(pending_B1, batch, block.narrow(window, 1))]
         at = block.narrow(0, window + 1).to(hidden[0].device)
         f_BND = torch.cat([self.shallow_BWD, hidden[0]], 1)
         deep_BND = self.deep_BUD * started(at) if self.fused else None
-        active_B1, wanted_B1 = ~batch.done_B[:, None], self.stopping.first()
         for step in range(1, steps + 1):
-            if wanted_B1 is not None:
-                active_B1 = active_B1 & wanted_B1
-                if not active_B1.any():  # the one sync a drafted token, where a rule asks for it
-                    break
-            adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
-            logits_BK = self.head(adapted_B1D[:, 0])
-            tokens.append(self._pick(logits_BK, batch, step))
+            below_at = block.narrow(window + step, 1)
+            token_B1, logits_BK, adapted_B1D, f_B1D = self._draft(
+                batch, step, f_BND, deep_BND, at, below_at
+            )
+            tokens.append(token_B1)
             valid.append(active_B1)
+            hidden.append(f_B1D)
             if rejection:
                 logits_B1V = self.head.spread(logits_BK)[:, None]
                 probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
-            at = block.narrow(window + step, 1)
-            f_BND, deep_BND = self._shallow(tokens[-1], batch, at), adapted_B1D
-            at = at.to(f_BND.device)
-            hidden.append(f_BND)
+            f_BND, at = f_B1D, below_at.to(f_B1D.device)
+            deep_BND = adapted_B1D if self.fused else None
             wanted_B1 = self.stopping.further(logits_BK) if step < steps else None
+            if wanted_B1 is not None:
+                active_B1 = active_B1 & wanted_B1
+                if not active_B1.any():  # the one sync a drafted token that a rule costs
+                    break
         return Draft(
             tokens_BN=torch.cat(tokens, 1),
             tree=Tree.chain(len(tokens), batch.length_B.device),
@@ -165,23 +174,56 @@ class Kangaroo:
             block=block.narrow(window, len(tokens)),
         )
 
-    def _pick(self, logits_BK: Tensor, batch: Batch, step: int) -> Tensor:
-        """The token that the target would choose from these logits, `[B, 1]`."""
-        if batch.sampling.greedy:
-            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        logits_B1V = self.head.spread(logits_BK)[:, None]
-        positions_B1 = batch.length_B[:, None] + step - 1
-        return pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B)
-
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
-        assert draft.hidden_BND is not None
         self.stopping.observe(draft.valid_BN.sum(1) - 1, verdict.count_B)
-        past_B = verdict.best_B.to(self.shallow_BWD.device) + 1
-        self.shallow_BWD = slide(self.shallow_BWD, draft.hidden_BND, past_B)
+        # what the adapter has not seen stays in the window
+        width = self.shallow_BWD.shape[1] + 1 if draft.tree.size == 1 else self.window
+        new_BND = taps[self.exit_layer]
+        past_B = verdict.best_B.to(new_BND.device) + 1
+        self.shallow_BWD = slide(self.shallow_BWD, new_BND, past_B, width)
         if self.fused:
-            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B)
+            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B, width + 1)
+
+    def _draft(
+        self, batch: Batch, step: int, f_BND: Tensor, deep_BND: Tensor | None, at: Block,
+        below: Block,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """One draft token: itself, its logits, and the states that the next one starts from.
+
+        Args:
+            at: where the adapter's input lies; its last token is the one before.
+            below: where the new token passes the shallow layers.
+        """
+
+        def work(
+            f_BND: Tensor, seeds_B: Tensor, positions_B1: Tensor, *rest: Tensor
+        ) -> tuple[Tensor, ...]:
+            here, there = at.with_tensors(*rest[:5]), below.with_tensors(*rest[5:10])
+            deep_BND = rest[10] if self.fused else None
+            adapted_B1D = self.adapter(f_BND, deep_BND, here, self.cache.at(here))[:, -1:]
+            logits_BK = self.head(adapted_B1D[:, 0])
+            token_B1 = self._pick(logits_BK, batch.sampling, positions_B1, seeds_B)
+            return token_B1, logits_BK, adapted_B1D, self._shallow(token_B1, batch, there)
+
+        positions_B1 = batch.length_B[:, None] + step - 1
+        tensors = (*at.tensors(), *below.tensors(), *(() if deep_BND is None else (deep_BND,)))
+        inputs = (f_BND, batch.seeds_B, positions_B1, *tensors)
+        if self.lm.graphs is None or not self.lm.graphs.take(f_BND, at):
+            token_B1, logits_BK, adapted_B1D, f_B1D = work(*inputs)
+        else:
+            key = (id(batch.cache), id(self), f_BND.shape, at.extent, repr(batch.sampling))
+            token_B1, logits_BK, adapted_B1D, f_B1D = self.lm.graphs(key, work, *inputs)
+        return token_B1, logits_BK, adapted_B1D, f_B1D
+
+    def _pick(
+        self, logits_BK: Tensor, sampling: Sampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        """The token that the target would choose from these logits, `[B, 1]`."""
+        if sampling.greedy:
+            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
+        return pick(self.head.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
 
     def _shallow(self, tokens_B1: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_B1), batch.cache, block, self.shallow)[0]
@@ -190,10 +232,11 @@ class Kangaroo:
         return self.lm.norm(taps[self.lm.n_layers]).to(self.deep_BUD.device)
 
 
-def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
-    """A window over a text that has grown by `past` of the new states: again its last ones."""
+def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor, width: int) -> Tensor:
+    """The last `width` states of a text that has grown by `past` of the new ones."""
     known = torch.cat([window_BWD, new_BND], 1)
-    index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
+    first_B = past_B + window_BWD.shape[1] - width
+    index_BW = first_B[:, None] + torch.arange(width, device=past_B.device)
     return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
 
 

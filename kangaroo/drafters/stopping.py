@@ -12,7 +12,6 @@ from torch import Tensor
 
 PRIOR = 0.5  # of a text's first rounds: acceptance of a draft token
 MEMORY = 8  # rounds or draft tokens after which an observation counts for a third
-PATIENCE = 128  # the same for rounds without a draft, which tell nothing
 
 
 class Stopping(Protocol):
@@ -25,7 +24,7 @@ class Stopping(Protocol):
         """Another text takes this row."""
 
     def first(self) -> Tensor | None:
-        """`[B, 1]`: draft at all? None: every row does."""
+        """`[B, 1]`: draft at all? None: every row does. The drafter may try all the same."""
 
     def further(self, logits_BK: Tensor) -> Tensor | None:
         """`[B, 1]`: draft another token after one with these logits? None: every row does."""
@@ -66,8 +65,7 @@ class ExpectedGain:
     In units of a step that drafts nothing, a round of n draft tokens takes 1 + n * cost. A further
     token adds as many tokens as it is likely to be accepted: the product of the confidences so far
     times this text's recent rate of acceptance. In its time the text would otherwise grow by cost
-    times the recent speed. Where the rate is low enough no token is drafted at all; the rate then
-    creeps back to what is usual, so that drafting is tried again.
+    times the recent speed. Where the rate is low enough no token is drafted at all.
 
     Args:
         cost: time of a draft token over that of a step that drafts nothing.
@@ -96,8 +94,8 @@ class ExpectedGain:
 
     def observe(self, drafted_B: Tensor, accepted_B: Tensor) -> None:
         judged_B = torch.minimum(drafted_B, accepted_B + 1)  # those after a wrong one tell nothing
-        seen_B = torch.where(judged_B > 0, accepted_B / judged_B.clamp(min=1), PRIOR)
-        kept_B = torch.where(judged_B > 0, (1 - 1 / MEMORY) ** judged_B, 1 - 1 / PATIENCE)
+        seen_B = accepted_B / judged_B.clamp(min=1)
+        kept_B = (1 - 1 / MEMORY) ** judged_B
         self.rate_B = kept_B * self.rate_B + (1 - kept_B) * seen_B
         self.written_B = (1 - 1 / MEMORY) * self.written_B + accepted_B + 1
         self.time_B = (1 - 1 / MEMORY) * self.time_B + 1 + self.cost * drafted_B

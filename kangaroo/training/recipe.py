@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -28,6 +29,8 @@ class AdapterRecipe(Architecture):
         on_policy: train one more step on a token that the adapter itself would draft, at the price
             of a second pass of the target for each adapter (after DistillSpec, arXiv 2310.08461).
         learning_rate: peak; None takes the trainer's.
+        start: folder or hub id of an adapter of the same kind to go on from; None starts from the
+            target's own layer above the exit.
     """
 
     name: str = "???"
@@ -37,6 +40,7 @@ class AdapterRecipe(Architecture):
     step_decay: float = 0.8
     on_policy: bool = False
     learning_rate: float | None = None
+    start: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +97,11 @@ def trainees(
             if name in made:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
             adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
-            made[name] = recipe, adapter.start_from(lm, vocabulary_K).float()
+            if recipe.start is None:
+                adapter.start_from(lm, vocabulary_K)
+            else:
+                go_on_from(recipe.start, adapter, lm)
+            made[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # the layers that adapters start from had to be whole
     targets = DraftHead(lm, None, vocabulary_K)
@@ -104,3 +112,21 @@ def trainees(
         head = targets if own is None else DraftHead(lm, own, vocabulary_K)
         trained.append(Trainee(name, adapter, head, targets, recipe))
     return trained
+
+
+def go_on_from(path: str, adapter: Adapter, lm: LM) -> None:
+    """Give `adapter` the weights of a trained one.
+
+    Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
+    """
+    trained, _ = adapter_files.load(path, lm)
+    kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"adapter.start={path} is for exit layer {kinds[0][0]} with {kinds[0][1]}; this one is "
+            f"for exit layer {kinds[1][0]} with {kinds[1][1]}."
+        )
+    heads = [None if a.head is None else a.head.weight.shape for a in (trained, adapter)]
+    if heads[0] != heads[1]:
+        raise ConfigError(f"adapter.start={path} has a head of its own over another vocabulary.")
+    adapter.load_state_dict(trained.state_dict())

@@ -1,0 +1,46 @@
+"""Several finished datasets as one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.data import store
+from kangaroo.data.filters import FilterConfig
+from kangaroo.data.making import finish
+from kangaroo.model import LM
+
+
+@dataclass
+class MixConfig:
+    """What is mixed.
+
+    Args:
+        path: folder of the dataset that is made.
+        paths: folders of finished datasets.
+        seed: of the order; all parts are spread alike, since the last conversations are held out.
+        filters: questions of one part may come again in another.
+    """
+
+    name: str = "mix"
+    path: str = "???"
+    paths: list[str] = field(default_factory=list)
+    seed: int = 0
+    filters: FilterConfig = field(default_factory=FilterConfig)
+
+    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Errors: `DataError` where a part is no complete dataset."""
+        parts = [store.load(Path(path)) for path in self.paths]
+        settings: dict[str, Any] = asdict(self)
+        del settings["path"], settings["paths"]
+        settings["parts"] = [about["fingerprint"] for _, about in parts]
+        path = Path(self.path)
+        if store.is_of(path, settings):
+            return
+        samples = [sample for some, _ in parts for sample in some]
+        random.Random(self.seed).shuffle(samples)
+        finish(path, settings, samples, len(samples), self.filters)
