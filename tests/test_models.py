@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kangaroo import embedded
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+from kangaroo.shapes import SHAPES
 
 CHAT = [
     {"role": "user", "content": "Hi!"},
@@ -299,3 +300,16 @@ def test_model_config_has_its_files_name_and_known_fields(file):
     merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), settings))
     assert isinstance(merged, ModelConfig)
     assert not [name for name in settings if getattr(merged, name) == defaults[name]]
+
+
+def test_a_known_shape_with_random_weights(monkeypatch):
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | {
+        "hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2
+    }  # fmt: skip
+    monkeypatch.setitem(SHAPES, "Qwen/Qwen2.5-7B-Instruct", shape)
+    path = "random:Qwen/Qwen2.5-7B-Instruct"
+    model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))
+    assert model.config.vocab_size == 152064 and model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers == 2 and len(tokenizer) < 300
+    with pytest.raises(ConfigError, match="random:nobody/knows.*not known; known are"):
+        load(ModelConfig("shape", "random:nobody/knows"))

@@ -29,7 +29,8 @@ class KangarooConfig(DrafterConfig):
     """Chain decoding with early stopping (arXiv 2404.18911, sections 3.1 and 3.2).
 
     Args:
-        adapter: folder or hub id of the adapter.
+        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
+            nonsense in as much time as a trained one.
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
         steps: at most this many draft tokens a round (the paper's gamma).
         threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
@@ -51,6 +52,11 @@ class KangarooConfig(DrafterConfig):
 
     def build(self, lm: LM) -> Kangaroo:
         """Errors: `AdapterMismatch` and whatever `kangaroo.adapter_files.load` raises."""
+        exit_layer = self._untrained()
+        if exit_layer is not None:
+            adapter = Adapter(lm, exit_layer).start_from(lm).to(lm.device, lm.dtype)
+            adapter.eval().requires_grad_(False)
+            return Kangaroo(lm, adapter, self.steps, self.threshold, None, self.cost)
         config = adapter_files.read_config(self.adapter)
         if self.exit_layer not in (None, config.exit_layer):
             raise AdapterMismatch(
@@ -61,7 +67,13 @@ class KangarooConfig(DrafterConfig):
         adapter, head = adapter_files.load(self.adapter, lm, self.vocabulary)
         return Kangaroo(lm, adapter, self.steps, self.threshold, head, self.cost)
 
+    def _untrained(self) -> int | None:
+        kind, _, layer = self.adapter.partition(":")
+        return int(layer) if kind == "untrained" and layer.isdecimal() else None
+
     def settings(self) -> dict[str, Any]:
+        if self._untrained() is not None:
+            return super().settings()
         return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
 
 

@@ -1,0 +1,38 @@
+"""Shapes of targets that are known without asking the hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kangaroo.embedded import EMBEDDED
+
+
+def _shape(
+    model_type: str, vocab_size: int, hidden_size: int, intermediate_size: int,
+    num_hidden_layers: int, num_attention_heads: int, num_key_value_heads: int,
+    max_position_embeddings: int, **others: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {k: v for k, v in locals().items() if k != "others"} | others
+
+
+# From the config.json of each checkpoint on the hub, some of which are gated. Mistral's head size
+# and sliding window are named there too, since transformers' defaults differ.
+_VICUNA_7B = _shape("llama", 32000, 4096, 11008, 32, 32, 32, 2048)
+_VICUNA_13B = _shape("llama", 32000, 5120, 13824, 40, 40, 40, 2048)
+SHAPES = {
+    EMBEDDED: _shape("llama", 49152, 576, 1536, 30, 9, 3, 8192, tie_word_embeddings=True),
+    "lmsys/vicuna-7b-v1.3": _VICUNA_7B,
+    "lmsys/vicuna-13b-v1.3": _VICUNA_13B,
+    "lmsys/vicuna-33b-v1.3": _shape("llama", 32000, 6656, 17920, 60, 52, 52, 2048),
+    "meta-llama/Llama-2-7b-chat-hf": _VICUNA_7B | {"max_position_embeddings": 4096},
+    "meta-llama/Llama-2-13b-chat-hf": _VICUNA_13B | {"max_position_embeddings": 4096},
+    "meta-llama/Llama-3.2-1B-Instruct": _shape(
+        "llama", 128256, 2048, 8192, 16, 32, 8, 131072, tie_word_embeddings=True
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": _shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072),
+    "meta-llama/Llama-3.1-70B-Instruct": _shape("llama", 128256, 8192, 28672, 80, 64, 8, 131072),
+    "Qwen/Qwen2.5-7B-Instruct": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768),
+    "mistralai/Mistral-7B-Instruct-v0.3": _shape(
+        "mistral", 32768, 4096, 14336, 32, 32, 8, 32768, sliding_window=None
+    ),
+}
