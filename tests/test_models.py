@@ -311,5 +311,5 @@ def test_a_known_shape_with_random_weights(monkeypatch):
     model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))
     assert model.config.vocab_size == 152064 and model.dtype == torch.bfloat16
     assert model.config.num_hidden_layers == 2 and len(tokenizer) < 300
-    with pytest.raises(ConfigError, match="random:nobody/knows.*not known; known are"):
+    with pytest.raises(ConfigError, match=r"random:nobody/knows.*not known; known are"):
         load(ModelConfig("shape", "random:nobody/knows"))
