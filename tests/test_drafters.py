@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import Reluctant
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 
 from kangaroo.drafters import stopping
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.stopping import confidence
+from kangaroo.drafters.stopping import Threshold, confidence
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError
 from kangaroo.sampling import Sampling, pick
@@ -43,13 +44,14 @@ def drafted_without_cache(
     return drafted
 
 
-@pytest.mark.parametrize("threshold", [0, 0.4])
+@pytest.mark.parametrize("stopping", [Threshold(0), Threshold(0.4), Reluctant()], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
-    case, monkeypatch, sampling, threshold
+    case, monkeypatch, sampling, stopping
 ):
     """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
-    drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
+    drafter = Kangaroo(case.lm, case.adapter, steps=3)
+    drafter.stopping = stopping
     propose, checked = drafter.propose, []
 
     def check(batch):
@@ -69,9 +71,13 @@ def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     # rounds that were accepted whole and rounds that were not both lie behind later drafts
-    whole = [s.accepted == s.drafted for generation in done for s in generation.steps]
+    steps = [s for generation in done for s in generation.steps]
+    whole = [s.accepted == s.drafted for s in steps if s.drafted]
     assert set(whole) == {False, True}
-    assert set(checked) == ({3} if threshold == 0 else {1, 2, 3})
+    if isinstance(stopping, Reluctant):
+        assert set(checked) == {0, 3}
+    else:
+        assert set(checked) == ({3} if stopping.threshold == 0 else {1, 2, 3})
 
 
 def test_low_confidence_token_is_still_verified(case):

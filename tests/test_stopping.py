@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kangaroo.drafters.stopping import PRIOR, ExpectedGain
+from kangaroo.drafters.stopping import MEMORY, PRIOR, ExpectedGain
 
 
 def logits_of(confidence: float) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_where_drafts_are_wrong_none_is_drafted_until_one_was_right():
     while stopping.first().item():
         round_of(stopping, 1, 0)
         drafted += 1
-    assert 3 < drafted < 20  # it has to be found out
+    assert MEMORY / 2 < drafted < 3 * MEMORY  # it has to be found out
     for _ in range(9):
         round_of(stopping, 0, 0)  # tells nothing
         assert not stopping.first().item()
@@ -53,7 +53,7 @@ def test_where_drafts_are_wrong_none_is_drafted_until_one_was_right():
 
 def test_a_fast_text_asks_more_of_a_further_token():
     slow, fast = rule(cost=0.2), rule(cost=0.2)
-    for _ in range(50):
+    for _ in range(8 * MEMORY):
         round_of(slow, 2, 1)
         round_of(fast, 4, 4)
     assert fast.rate_B > 0.9 and slow.rate_B == pytest.approx(0.5, abs=0.01)
@@ -70,7 +70,7 @@ def test_tokens_after_a_wrong_one_tell_nothing():
 def test_a_new_text_begins_without_the_memory_of_the_last():
     stopping = ExpectedGain(0.2)
     stopping.begin(2, torch.device("cpu"))
-    for _ in range(20):
+    for _ in range(4 * MEMORY):
         stopping.observe(torch.tensor([2, 2]), torch.tensor([0, 0]))
     stopping.admit(1)
     assert stopping.rate_B[0] < 0.1 and stopping.rate_B[1] == PRIOR

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PRIOR = 0.5  # of a text's first rounds: acceptance of a draft token
-MEMORY = 8  # rounds or draft tokens after which an observation counts for a third
+MEMORY = 32  # rounds or draft tokens after which an observation counts for a third
 
 
 class Stopping(Protocol):
