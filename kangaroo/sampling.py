@@ -85,19 +85,30 @@ def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     return logits_BNV
 
 
+def _signed(constant: int) -> int:
+    """The 32-bit integer with the same bits."""
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
 def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finaliser of MurmurHash3, on int64 tensors that hold 32-bit values."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
+    """The 32-bit finaliser of MurmurHash3; int32, whose products wrap around as they should."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _low(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 numbers, as int32."""
+    return (((x & _MASK) ^ 0x80000000) - 0x80000000).int()
 
 
 def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) -> Tensor:
     """`[B, N, size]` numbers in (0, 1), fixed by (seed, position, index, stream)."""
-    key_B = _mix((seeds_B & _MASK) ^ _mix(((seeds_B >> 32) + 0x9E3779B9 * stream.value) & _MASK))
-    key_BN = _mix((positions_BN * 0x9E3779B1 + key_B[:, None]) & _MASK)
-    index_V = torch.arange(size, device=positions_BN.device)
-    bits_BNV = _mix(_mix((index_V * 0x85EBCA77 + 0x27D4EB2F) & _MASK) ^ key_BN[..., None])
+    key_B = _mix(_low(seeds_B) ^ _mix(_low((seeds_B >> 32) + 0x9E3779B9 * stream.value)))
+    key_BN = _mix(_low(positions_BN * 0x9E3779B1) + key_B[:, None])
+    index_V = torch.arange(size, device=positions_BN.device, dtype=torch.int32)
+    hashed_V = _mix(index_V * _signed(0x85EBCA77) + 0x27D4EB2F)
+    bits_BNV = _mix(hashed_V ^ key_BN[..., None]).view(torch.uint32)
     # float32 keeps small values exact, and the smallest decide an exponential race
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
