@@ -51,7 +51,6 @@ def test_every_drafter_composes_everywhere(command, drafter):
 @pytest.mark.parametrize("data", ["self_synthesis", "tasks", "conversations", "mix"])
 def test_every_source_of_data_composes_and_goes_to_a_folder_of_its_own(data):
     config = composed("train", f"data={data}")
-    OmegaConf.to_object(config.data)
     assert config.data.path == f"outputs/data/{data}/smollm2-135m"
 
 
