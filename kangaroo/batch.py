@@ -91,10 +91,8 @@ class Batch:
         """Append the accepted path and the bonus token, cut at EOS and at the row's limit."""
         device = self.length_B.device
         steps_P = torch.arange(draft.tree.max_depth + 1, device=device)
-        path_BP = verdict.path_BP.roll(-1, 1)  # token i + 1 of the path is new token i
-        new_BP = draft.tokens_BN.gather(1, path_BP).scatter(
-            1, verdict.count_B[:, None], verdict.bonus_B1
-        )
+        # what the target writes after each accepted node: the next one's token, at last the bonus
+        new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
         counts_B = torch.minimum(verdict.count_B + 1, self.limit_B - self.length_B)
         is_eos_BP = torch.isin(new_BP, self.eos_ids_E) & (steps_P < counts_B[:, None])
         first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)

@@ -83,6 +83,7 @@ class LM(nn.Module):
         self.native_layers: native.Stack | None = None
         self.native_head: native.Head | None = None
         self.graphs: Graphs | None = None
+        self.rope_table: tuple[Tensor, Tensor] | None = None
 
     def compile_for_decoding(self) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
@@ -180,7 +181,7 @@ class LM(nn.Module):
         bias_B1NE = torch.zeros(len(start_B), 1, tree.size, extent, dtype=self.dtype, device=device)
         if tree.is_chain and not below:
             bias_B1NE.masked_fill_((slots_E > offsets_BN[..., None])[:, None], -torch.inf)
-            rope = self.rope(offsets_BN)
+            rope = self.rope_within(n_slots, offsets_BN)
             return Block(offsets_BN, offsets_BN, bias_B1NE, extent, rows, rope)
         slots_BN = offsets_BN % extent
         positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
@@ -189,7 +190,8 @@ class LM(nn.Module):
         seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
         bias_B1NE.masked_fill_(~seen_BNE[:, None], -torch.inf)
-        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, self.rope(positions_BN))
+        rope = self.rope_within(n_slots, positions_BN)
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
@@ -208,6 +210,15 @@ class LM(nn.Module):
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
         like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
         return self.hf.model.rotary_emb(like, position_ids=positions_BN)
+
+    def rope_within(self, n_slots: int, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """The same by a table, for positions below `n_slots`: less work in every step."""
+        if self.rope_table is None or len(self.rope_table[0]) < n_slots:
+            positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
+            cos_1SC, sin_1SC = self.rope(positions_1S)
+            self.rope_table = cos_1SC[0], sin_1SC[0]
+        cos_SC, sin_SC = self.rope_table
+        return cos_SC[positions_BN], sin_SC[positions_BN]
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         return self.hf.model.embed_tokens(tokens_BN)

@@ -32,11 +32,6 @@ class Verdict:
     count_B: Tensor
     path_BP: Tensor
 
-    @property
-    def bonus_B1(self) -> Tensor:
-        """The target's own token after the accepted path."""
-        return self.choice_BN.gather(1, self.best_B[:, None])
-
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     """The longest path of `draft` that the target would have written itself.

@@ -67,7 +67,7 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
             assert path[: count + 1] in paths
             assert int(verdict.best_B[row]) == path[count]
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
-            assert int(verdict.bonus_B1[row]) == choice_BN[row, path[count]]
+            assert int(verdict.best_B[row]) == path[count]
             depths.add(count)
     assert len(depths) > min(size, 3) - 1  # short and long walks both occur
 
@@ -136,7 +136,7 @@ class Markov:
         )
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
         verdict = decide(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
-        new_BP = tokens_BN.roll(-1, 1).scatter(1, verdict.count_B[:, None], verdict.bonus_B1)
+        new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
         return new_BP, verdict.count_B
 
 
