@@ -141,6 +141,8 @@ class LM(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # they hold on to whole layers
+        self.native = self.native_layers = self.native_head = self.graphs = None
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)

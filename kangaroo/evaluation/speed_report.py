@@ -237,17 +237,18 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any]) -> Figure:
-    """Tokens/s with each method's limit, and ms/token over the context."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.2])
-    _bars(left, result["methods"])
-    _lines(right, result["contexts"])
-    for axes in (left, right):
+    """Tokens/s with what the memory allows, ms/token over the context, tokens/s over the batch."""
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    bars, lines, batches = figure.subplots(1, 3, width_ratios=[1.15, 1.1, 1])
+    _bars(bars, result["methods"])
+    _lines(lines, result["contexts"])
+    _throughput(batches, result["batches"])
+    for axes in (bars, lines, batches):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=FAINT, linewidth=0.8)
+        axes.grid(axis="x" if axes is bars else "y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
     figure.suptitle(
-        f"{result['model']}, {result['dtype']}, batch 1, {_device(result)}, "
+        f"{result['model']}, {result['dtype']}, {_device(result)}, "
         f"{result['bandwidth']['limit'] / 1e9:.1f} GB/s",
         fontsize=10,
     )
@@ -255,23 +256,31 @@ def plot(result: dict[str, Any]) -> Figure:
 
 
 def _bars(axes: Any, methods: dict[str, Any]) -> None:
-    methods = {name: methods[name] for name in NAMES}
-    for x, (name, m) in enumerate(methods.items()):
-        limit = m["limit_tokens_per_second"]
-        axes.bar(x, m["tokens_per_second"], width=0.62, color=COLORS[name])
-        axes.plot([x - 0.4, x + 0.4], [limit, limit], color=INK, linewidth=1.6)
+    """One a method, the fastest on top; a mark where the memory's limit is known."""
+    names = sorted(methods, key=lambda name: methods[name]["tokens_per_second"])
+    for y, name in enumerate(names):
+        m = methods[name]
+        speed = m["tokens_per_second"]
+        axes.barh(y, speed, height=0.62, color=COLORS.get(name, HF))
         axes.annotate(
-            f"limit {limit:.1f}", (x, limit), xytext=(0, 3), textcoords="offset points",
-            ha="center", fontsize=9,
+            f"{speed:.0f}", (speed, y), xytext=(-4, 0), textcoords="offset points", ha="right",
+            va="center", fontsize=9, color="white",
         )  # fmt: skip
-    labels = [
-        f"{LABELS[name]}\n{m['tokens_per_second']:.1f} tokens/s\n{m['share_of_limit']:.0%} of limit"
-        for name, m in methods.items()
-    ]
-    axes.set_xticks(range(len(methods)), labels, fontsize=9, linespacing=1.3)
-    axes.tick_params(axis="x", length=0)
-    axes.margins(y=0.1)
-    axes.set_title("Decoding speed, tokens/s, and what the memory allows", fontsize=10, loc="left")
+        if name in NAMES:
+            limit = m["limit_tokens_per_second"]
+            axes.plot([limit, limit], [y - 0.4, y + 0.4], color=INK, linewidth=1.6)
+    axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title("Tokens/s, batch 1 (mark: the memory's limit)", fontsize=10, loc="left")
+
+
+def _throughput(axes: Any, batches: list[dict[str, Any]]) -> None:
+    sizes = [str(b["batch"]) for b in batches]
+    for name in ("vanilla", "kangaroo"):
+        axes.plot(sizes, [b[name] for b in batches], marker="o", markersize=4.5, color=COLORS[name])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("rows decoded at a time", fontsize=9)
+    axes.set_title("Tokens/s over the batch", fontsize=10, loc="left")
 
 
 def _lines(axes: Any, contexts: list[dict[str, Any]]) -> None:
@@ -289,7 +298,7 @@ def _lines(axes: Any, contexts: list[dict[str, Any]]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("context, tokens", fontsize=9)
     axes.set_title("Time a token over the context, ms", fontsize=10, loc="left")
-    axes.figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def _device(result: dict[str, Any]) -> str:
