@@ -24,7 +24,7 @@ SPEC_BENCH = Path(
 @pytest.fixture(scope="module")
 def target(smollm2):
     hf, tokenizer = smollm2
-    return LM(hf), tokenizer
+    return LM(hf).compile_for_decoding(), tokenizer
 
 
 def prompts(tokenizer, bench, count):
