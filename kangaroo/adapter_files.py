@@ -35,7 +35,8 @@ class AdapterConfig:
         n_layers: how many layers the target has.
         parameters: trained parameters.
         architecture: which parts it has.
-        vocabulary: how many of the most frequent tokens it was trained to draft from; None is all.
+        vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
+            else is said; None is all.
         training: provenance: data, schedule, held-out figures, versions, command.
     """
 

@@ -162,7 +162,7 @@ class Engine:
         self.batch = batch
         return batch
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps.
 
@@ -191,7 +191,7 @@ class Engine:
             torch.cuda.synchronize(lm.device)
         return Generation(prefill_seconds=time.perf_counter() - start)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, batch: Batch) -> list[StepRecord]:
         """Propose, verify, commit, observe; one record a row.
 
@@ -259,6 +259,7 @@ class Engine:
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
+    @torch.inference_mode()
     def _record(
         self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:

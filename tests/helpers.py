@@ -13,7 +13,6 @@ from torch import Tensor
 from kangaroo.adapter import Adapter, Architecture
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import Stateless
-from kangaroo.drafters.stopping import Threshold
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.graphs import Graphs
@@ -221,18 +220,6 @@ class RandomTree(Knowing):
 
     def _integer(self, below: int) -> int:
         return int(torch.randint(below, (), generator=self.generator))
-
-
-class Reluctant(Threshold):
-    """A stopping rule that wants drafts in every third round alone."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.rounds = 0
-
-    def first(self) -> Tensor:
-        self.rounds += 1
-        return torch.tensor([[self.rounds % 3 == 0]])
 
 
 def random_parents(rows: int, size: int, generator: torch.Generator) -> Tensor:

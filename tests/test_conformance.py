@@ -54,7 +54,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
-    "kangaroo-gain": lambda case: Kangaroo(case.lm, case.adapter, steps=6, cost=0.25),
     "kangaroo-vocabulary": lambda case: Kangaroo(
         case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
     ),

@@ -16,7 +16,6 @@ from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.stopping import ExpectedGain, Stopping, Threshold
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling, pick, warp
@@ -35,8 +34,6 @@ class KangarooConfig(DrafterConfig):
         steps: at most this many draft tokens a round (the paper's gamma).
         threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
             stops early.
-        cost: instead of a threshold, stop where the expected gain of a further draft token falls
-            below its time, this much of a step without drafts (`make bench` measures it).
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
@@ -47,7 +44,6 @@ class KangarooConfig(DrafterConfig):
     exit_layer: int | None = None
     steps: int = 6
     threshold: float = 0.6
-    cost: float | None = None
     vocabulary: int | None = None
 
     def build(self, lm: LM) -> Kangaroo:
@@ -56,7 +52,7 @@ class KangarooConfig(DrafterConfig):
         if exit_layer is not None:
             adapter = Adapter(lm, exit_layer).start_from(lm).to(lm.device, lm.dtype)
             adapter.eval().requires_grad_(False)
-            return Kangaroo(lm, adapter, self.steps, self.threshold, None, self.cost)
+            return Kangaroo(lm, adapter, self.steps, self.threshold)
         config = adapter_files.read_config(self.adapter)
         if self.exit_layer not in (None, config.exit_layer):
             raise AdapterMismatch(
@@ -65,7 +61,7 @@ class KangarooConfig(DrafterConfig):
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
         adapter, head = adapter_files.load(self.adapter, lm, self.vocabulary)
-        return Kangaroo(lm, adapter, self.steps, self.threshold, head, self.cost)
+        return Kangaroo(lm, adapter, self.steps, self.threshold, head)
 
     def _untrained(self) -> int | None:
         kind, _, layer = self.adapter.partition(":")
@@ -81,37 +77,33 @@ class Kangaroo:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: those that may have changed or that it has not seen. That is the one before,
-    after a round that was accepted whole; if it is fused, all that the last round may have drafted,
-    since their deep states are known now; and those of rounds in which nothing was drafted. Writing
-    the others again changes nothing, and shapes are few.
+    tokens before it: as many as may have changed. That is the one before, which it has not seen
+    after a round that was accepted whole; and if it is fused, all that the last round may have
+    drafted, since their deep states are known now. Writing the others again changes nothing, and
+    shapes are static.
     """
 
     def __init__(
         self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6,
-        head: DraftHead | None = None, cost: float | None = None,
+        head: DraftHead | None = None,
     ):  # fmt: skip
         if steps < 1:
             raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
         if not 0 <= threshold < 1:
             raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
-        if cost is not None and not cost > 0:
-            raise ConfigError(f"drafter.cost must be more than 0, not {cost}; null: a threshold.")
         self.lm, self.adapter = lm, adapter.compile_like(lm)
         self.head = (head or DraftHead(lm, adapter.head)).compile_like(lm)
-        self.steps, self.threshold, self.cost = steps, threshold, cost
-        self.stopping: Stopping = Threshold(threshold) if cost is None else ExpectedGain(cost)
+        self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.fused = adapter.architecture.fused
         taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
-        self.window = steps if self.fused else 1  # after a round with drafts
+        self.window = steps if self.fused else 1
         self.target_cache: KVCache | None = None
 
     def begin(self, batch: Batch) -> None:
-        self.stopping.begin(batch.size, batch.length_B.device)
         device = self.lm.layer_devices[self.exit_layer - 1]
         if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
             self.target_cache = batch.cache
@@ -129,8 +121,7 @@ class Kangaroo:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        f_1TD, rows, window = taps[self.exit_layer], block.rows, self.shallow_BWD.shape[1]
-        self.stopping.admit(rows.start)
+        f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block, before_1TD = block.to(f_1TD.device), None
         if self.fused:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
@@ -140,15 +131,10 @@ class Kangaroo:
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft until the stopping rule has stopped every row, or `steps` tokens."""
+        """Draft until every row's confidence has fallen to the threshold, or `steps` tokens."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
-        window, steps = self.shallow_BWD.shape[1], self.steps
+        window, steps = self.window, self.steps
         pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
-        wanted_B1 = self.stopping.first()
-        if wanted_B1 is not None and window <= steps:  # beyond, one is drafted to try again
-            active_B1 = active_B1 & wanted_B1
-            if not active_B1.any():
-                return Draft.nothing(pending_B1)
         # one block for the round: the window, the pending token, the drafts
         tree = Tree.chain(window + 1 + steps, batch.length_B.device)
         below = 0 if min(batch.lengths) > window else window
@@ -171,10 +157,9 @@ class Kangaroo:
                 probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
             f_BND, at = f_B1D, below_at.to(f_B1D.device)
             deep_BND = adapted_B1D if self.fused else None
-            wanted_B1 = self.stopping.further(logits_BK) if step < steps else None
-            if wanted_B1 is not None:
-                active_B1 = active_B1 & wanted_B1
-                if not active_B1.any():  # the one sync a drafted token that a rule costs
+            if self.threshold > 0 and step < steps:
+                active_B1 = active_B1 & (confidence(logits_BK) > self.threshold)
+                if not active_B1.any():  # the one sync a drafted token that a threshold costs
                     break
         return Draft(
             tokens_BN=torch.cat(tokens, 1),
@@ -189,14 +174,11 @@ class Kangaroo:
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
-        self.stopping.observe(draft.valid_BN.sum(1) - 1, verdict.count_B)
-        # what the adapter has not seen stays in the window
-        width = self.shallow_BWD.shape[1] + 1 if draft.tree.size == 1 else self.window
         new_BND = taps[self.exit_layer]
         past_B = verdict.best_B.to(new_BND.device) + 1
-        self.shallow_BWD = slide(self.shallow_BWD, new_BND, past_B, width)
+        self.shallow_BWD = slide(self.shallow_BWD, new_BND, past_B)
         if self.fused:
-            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B, width + 1)
+            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B)
 
     def _draft(
         self, batch: Batch, step: int, f_BND: Tensor, deep_BND: Tensor | None, at: Block,
@@ -244,14 +226,18 @@ class Kangaroo:
         return self.lm.norm(taps[self.lm.n_layers]).to(self.deep_BUD.device)
 
 
-def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor, width: int) -> Tensor:
-    """The last `width` states of a text that has grown by `past` of the new ones."""
+def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
+    """A window over a text that has grown by `past` of the new states: again its last ones."""
     known = torch.cat([window_BWD, new_BND], 1)
-    first_B = past_B + window_BWD.shape[1] - width
-    index_BW = first_B[:, None] + torch.arange(width, device=past_B.device)
+    index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
     return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
 
 
 def started(block: Block) -> Tensor:
     """`[R, N, 1]`: false at the first token of a text, which has none before it."""
     return (block.positions_RT > 0)[..., None]
+
+
+def confidence(logits_BK: Tensor) -> Tensor:
+    """The top-1 probability `[B, 1]`, read before temperature and filters."""
+    return logits_BK.float().softmax(-1).amax(-1, keepdim=True)

@@ -212,7 +212,6 @@ def measure(
             "exit_layer": drafter.exit_layer,
             "steps": drafter.steps,
             "threshold": drafter.threshold,
-            "cost": drafter.cost,
             "vocabulary": drafter.head.size,
         },
         "settings": asdict(config),

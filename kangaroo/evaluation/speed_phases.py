@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo import Kangaroo, confidence
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
 from kangaroo.evaluation.bandwidth import Reads
@@ -37,7 +37,7 @@ def phases(lm: LM, drafter: Kangaroo, prompt: list[int], bandwidth: float) -> di
         bandwidth: bytes a second, which the limits are computed by.
 
     Returns `steps` (one a kind of step: phases, limits, whole), `verification` (milliseconds by
-    its tokens) and `cost`, a draft token's time over a vanilla token's: what `drafter.cost` takes.
+    its tokens) and `cost`, a draft token's time over a vanilla token's.
     """
     vanilla, kangaroo = _whole_steps(lm, drafter, prompt)
     bench = Bench(lm, drafter, len(prompt))
@@ -153,17 +153,13 @@ class Bench:
         return milliseconds(lambda: self.drafter.head(x_1D), self.lm.device)
 
     def draft_sampling(self) -> float:
-        """The draft's token and what the stopping rule asks."""
-        logits_1K, stopping = self.drafter.head(self.states(1)[0]), self.drafter.stopping
+        """The draft's token, and whether to draft a further one."""
+        logits_1K = self.drafter.head(self.states(1)[0])
 
         def choose() -> None:
             self.drafter.head.token_of(logits_1K.argmax(-1, keepdim=True))
-            wanted_B1 = stopping.further(logits_1K)
-            if wanted_B1 is not None:
-                bool(wanted_B1.any())
+            bool((confidence(logits_1K) > self.drafter.threshold).any())
 
-        stopping.begin(1, self.lm.device)
-        stopping.first()
         return milliseconds(choose, self.lm.device)
 
 

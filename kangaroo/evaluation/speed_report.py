@@ -202,9 +202,6 @@ def notes(result: dict[str, Any]) -> str:
     """What the tables need to be read."""
     memory, settings, about = result["bandwidth"], result["settings"], result["provenance"]
     drafter, reads = result["drafter"], result["reads"]["vanilla"]
-    stop = f"threshold {drafter['threshold']}"
-    if drafter["cost"] is not None:
-        stop = f"stopping by gain, cost {drafter['cost']}"
     end = stops_paying(result["batches"])
     weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
     return (
@@ -213,12 +210,12 @@ def notes(result: dict[str, Any]) -> str:
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
         f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
         f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "
-        f"{drafter['steps']} draft tokens, {stop}, "
+        f"{drafter['steps']} draft tokens, threshold {drafter['threshold']}, "
         f"draft vocabulary {drafter['vocabulary'] or 'whole'}.\n"
         f"Memory: {memory['before'] / 1e9:.1f} GB/s before, {memory['after'] / 1e9:.1f} GB/s "
         f"after; limits take the higher. A vanilla token reads {weights / 1e6:.1f} MB of weights.\n"
-        f"A draft token takes {result['phases']['cost']:.3f} of a vanilla token's time "
-        f"(drafter.cost). Speculation stops paying at batch {end or 'beyond those measured'}.\n"
+        f"A draft token takes {result['phases']['cost']:.3f} of a vanilla token's time. "
+        f"Speculation stops paying at batch {end or 'beyond those measured'}.\n"
         f"EOS is ignored so that all texts are equally long: {result['share_past_eos']:.0%} of "
         f"vanilla's tokens come after one.\n"
         f"git {about['git_revision']}, torch {about['versions']['torch']}, transformers "
