@@ -218,9 +218,9 @@ template <class T> struct Matrix {
 // How many rows of weights are multiplied at a time with so many tokens: sums stay in registers.
 constexpr int beside(int tokens) { return tokens == 1 ? 16 : tokens == 2 ? 8 : tokens <= 4 ? 4 : 2; }
 
-// out[i][j] = x[m + i] . w[n + j]
+// out[i][j] = x[m + i] . w[n + j], of which the first `wanted` tokens are.
 template <class T, int tokens, bool fetch>
-void tile(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, float* out) {
+void tile(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, int wanted, float* out) {
   constexpr int outputs = beside(tokens), width = Vector<T>::width;
   const T *from_x[tokens], *from_w[outputs];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
@@ -244,13 +244,14 @@ void tile(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, float* out) {
   if (k < x.width) step(k, [&](const T* from) { return Vector<T>::load(from, x.width - k); });
   float total[LANES];
   put(total, sums(sum));
-  for (int i = 0; i < tokens; i++)
+  for (int i = 0; i < wanted; i++)
     std::memcpy(out + i * LANES, total + i * outputs, outputs * sizeof(float));
 }
 
 template <class T, int tokens, bool fetch>
-void tiles(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, float* out) {
-  for (int j = 0; j < LANES; j += beside(tokens)) tile<T, tokens, fetch>(x, m, w, n + j, out + j);
+void tiles(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, float* out, int wanted = tokens) {
+  for (int j = 0; j < LANES; j += beside(tokens))
+    tile<T, tokens, fetch>(x, m, w, n + j, wanted, out + j);
 }
 
 // out[m][j] = x[m] . w[n + j] for all rows of x and 16 rows of w, which are fetched ahead for the first
@@ -260,7 +261,7 @@ void group(const Matrix<T>& x, i64 m, const Matrix<T>& w, i64 n, float* out) {
   switch (std::min<i64>(GROUP, x.rows - m)) {
     case 1: return tiles<T, 1, fetch>(x, m, w, n, out);
     case 2: return tiles<T, 2, fetch>(x, m, w, n, out);
-    case 3: return tiles<T, 3, fetch>(x, m, w, n, out);
+    case 3: return tiles<T, 4, fetch>(x, m, w, n, out, 3);  // three by themselves take longer
     case 4: return tiles<T, 4, fetch>(x, m, w, n, out);
     case 5: return tiles<T, 5, fetch>(x, m, w, n, out);
     case 6: return tiles<T, 6, fetch>(x, m, w, n, out);
