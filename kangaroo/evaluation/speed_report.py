@@ -260,8 +260,8 @@ def _bars(axes: Any, methods: dict[str, Any]) -> None:
         speed = m["tokens_per_second"]
         axes.barh(y, speed, height=0.62, color=COLORS.get(name, HF))
         axes.annotate(
-            f"{speed:.0f}", (speed, y), xytext=(-4, 0), textcoords="offset points", ha="right",
-            va="center", fontsize=9, color="white",
+            f"{speed:.0f}", (speed, y), xytext=(4, 0), textcoords="offset points", va="center",
+            fontsize=9,
         )  # fmt: skip
         if name in NAMES:
             limit = m["limit_tokens_per_second"]
