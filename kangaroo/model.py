@@ -103,6 +103,7 @@ class LM(nn.Module):
             {str(device) for device in (*self.layer_devices, self.head.weight.device)} == {"cpu"}
             and self.dtype in native.DTYPES
             and self.config.hidden_act == "silu"
+            and self.layers[0].self_attn.head_dim <= native.WIDEST_HEAD
             and not getattr(self.config, "mlp_bias", False)
         )
 
