@@ -58,11 +58,17 @@ class Batch:
         self.seeds_B = torch.zeros(size, dtype=torch.long, device=device)
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
         self.eos_ids_E = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self.lengths = [1] * size  # the host's copy of length_B, so that extents need no sync
+        # the host's copy, so that extents and drafters that read the text need no sync
+        self.texts: list[list[int]] = [[0] for _ in range(size)]
 
     @property
     def size(self) -> int:
         return self.cache.batch_size
+
+    @property
+    def lengths(self) -> list[int]:
+        """The host's copy of `length_B`."""
+        return [len(text) for text in self.texts]
 
     @property
     def used(self) -> int:
@@ -82,7 +88,8 @@ class Batch:
     def place(self, row: int, prompt: Tensor, max_new_tokens: int, seed: int) -> None:
         """Put a prompt into a row; its last token is pending."""
         self.tokens_BS[row, : len(prompt)] = prompt
-        self.length_B[row] = self.lengths[row] = len(prompt)
+        self.length_B[row] = len(prompt)
+        self.texts[row] = prompt.tolist()
         self.limit_B[row] = len(prompt) + max_new_tokens
         self.seeds_B[row] = seed
         self.done_B[row] = False

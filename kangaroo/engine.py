@@ -220,15 +220,14 @@ class Engine:
         if not draft.tree.is_chain:
             depth_P = torch.arange(draft.tree.max_depth + 1, device=lm.device)
             batch.cache.move(
-                batch.base_B[:, None] + verdict.path_BP, batch.base_B[:, None] + depth_P
+                block.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
             )
         verified = clock.mark()
         emitted = batch.commit(draft, verdict)
         drafter.observe(batch, draft, verdict, taps)
         rows = emitted.to_host()  # the step's one device-to-host copy
-        batch.lengths = [
-            length + len(row[0]) for length, row in zip(batch.lengths, rows, strict=True)
-        ]
+        for text, (tokens, _, _) in zip(batch.texts, rows, strict=True):
+            text += tokens
         draft_seconds = clock.between(started, proposed)
         verify_seconds = clock.between(proposed, verified)
         host_seconds = time.perf_counter() - wall - draft_seconds - verify_seconds

@@ -130,3 +130,15 @@ def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: 
     if sampling.greedy:
         return logits_BNV.argmax(-1)
     return perturb(warp(logits_BNV, sampling), seeds_B, positions_BN).argmax(-1)
+
+
+def candidates(
+    logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor, count: int
+) -> Tensor:
+    """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick.
+
+    The first is `pick`'s. Under noise the others are those that it brought next to winning.
+    """
+    if not sampling.greedy:
+        logits_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
+    return logits_BNV.topk(count).indices

@@ -6,6 +6,7 @@ size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -83,3 +84,33 @@ class Draft:
         """The draft of vanilla decoding: the pending token alone."""
         tree = Tree.chain(1, pending_B1.device)
         return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
+
+    @staticmethod
+    def listed(
+        pending_B1: Tensor, tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:  # fmt: skip
+        """A draft that was made on the host, as wide as the row with the most nodes.
+
+        Args:
+            tokens: of each row, the nodes below its pending token; there may be none.
+            parents: of each of them, 0 for the pending token and i for the row's i-th node;
+                None makes chains.
+        """
+        size, device = 1 + max(map(len, tokens)), pending_B1.device
+        padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]
+        counts_B1 = torch.tensor([[len(row)] for row in tokens])
+        valid_BN = torch.arange(size) <= counts_B1
+        tree = Tree.chain(size, device)
+        if parents is not None:
+            depths = []
+            for row in parents:
+                depth = [0]
+                for parent in row:
+                    depth.append(depth[parent] + 1)
+                depths.append(max(depth))
+            below = [[0, *row, *[0] * (size - 1 - len(row))] for row in parents]
+            tree = Tree(torch.tensor(below, device=device), max_depth=max(depths))
+        drafted_BM = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens_BN = torch.cat([pending_B1, drafted_BM.view(len(tokens), -1)], 1)
+        return Draft(tokens_BN, tree, valid_BN.to(device))

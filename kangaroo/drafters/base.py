@@ -5,6 +5,7 @@ Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ class Drafter(Protocol):
 
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
-        max_nodes: the most nodes of any draft, the root aside, so that there are slots for them,
-            and as many for places before the start of a text (`LM.block`, `below`).
+        max_nodes: the most nodes that it makes in a round, the root aside, so that there are slots
+            for them, and as many for places before the start of a text (`LM.block`, `below`).
     """
 
     taps: tuple[int, ...]
@@ -80,3 +81,20 @@ class Stateless:
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         pass
+
+
+class FromText(Stateless, ABC):
+    """Drafts chains by reading the text alone, on the host."""
+
+    @abstractmethod
+    def continuation(self, row: int, text: list[int]) -> list[int]:
+        """Tokens that may follow; none where it finds none.
+
+        Args:
+            text: the row's committed tokens, `batch.texts[row]` itself, or these and a draft of
+                another drafter that is to go on.
+        """
+
+    def propose(self, batch: Batch) -> Draft:
+        found = [self.continuation(row, text) for row, text in enumerate(batch.texts)]
+        return Draft.listed(batch.last(1), found)

@@ -24,9 +24,9 @@ def metrics(records: Sequence[Record]) -> dict[str, Any]:
     spec_bench_speedup: by the formula of Spec-Bench's report, see `spec_bench_speedup`.
     compression_rate: emitted tokens / rounds, so 1 for vanilla.
     ctar: at index w - 1 the share of all rounds in which the first w draft tokens were accepted, up
-        to the longest draft. compression_rate = 1 + sum(ctar), but for rounds that an EOS or the
+        to the most that ever were. compression_rate = 1 + sum(ctar), but for rounds that an EOS or the
         limit cut, which have no bonus token.
-    acceptance_rate: accepted / drafted tokens.
+    acceptance_rate: accepted / drafted tokens; all nodes of a tree are drafted.
     tokens_per_second and those of the baselines: all tokens (EOS included) / all seconds (prefill
         included), each method over its own texts.
     prefill_seconds: of the method; all its time outside rounds. draft_, verify_ and host_seconds:
@@ -133,7 +133,10 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
 
 
 def ctar(some: Sequence[Run]) -> list[float]:
-    """Share of rounds whose first w draft tokens were all accepted, for w = 1, 2, ..."""
+    """Share of rounds whose first w draft tokens were all accepted, for w = 1, 2, ...
+
+    A tree's are those of one path: how many nodes it had does not matter.
+    """
     accepted = np.array([count for run in some for count in run.accepted])
-    longest = max((count for run in some for count in run.drafted), default=0)
+    longest = int(accepted.max(initial=0))
     return [float((accepted >= w).mean()) for w in range(1, longest + 1)]
