@@ -20,6 +20,7 @@ from kangaroo.cache import Block, BlockCache, PastKeys
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM, attention_weights, feed_forward_weights
 from kangaroo.native import LayerWeights
+from kangaroo.sampling import Sampling, candidates
 
 
 @dataclass
@@ -32,15 +33,24 @@ class Architecture:
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         fused: also read the target's final state of the token before, and for a token that is only
             drafted the adapter's own state in its place (after EAGLE-3, arXiv 2503.01840).
+        medusa_heads: instead of all that, so many heads on the target's final state, with LM heads
+            of their own if `own_head` (Medusa, arXiv 2401.10774); see `kangaroo.medusa`.
     """
 
     attention: bool = True
     feed_forward: bool = False
     own_head: bool = False
     fused: bool = False
+    medusa_heads: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.attention or self.feed_forward):
+        if self.medusa_heads:
+            if self.attention or self.feed_forward or self.fused or self.medusa_heads < 0:
+                raise ConfigError(
+                    f"adapter.medusa_heads={self.medusa_heads} must be positive, with "
+                    "adapter.attention, adapter.feed_forward and adapter.fused off."
+                )
+        elif not (self.attention or self.feed_forward):
             raise ConfigError(
                 "an adapter of no part drafts nothing: leave adapter.attention or "
                 "adapter.feed_forward on."
@@ -109,6 +119,10 @@ class Adapter(nn.Module):
                 rows = slice(None) if vocabulary_K is None else vocabulary_K
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
+
+    def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
+        """The one that it drafts with."""
+        return [DraftHead(lm, self.head, vocabulary_K)]
 
     def compile_like(self, lm: LM) -> Adapter:
         """Draft in native code if the target decodes in it."""
@@ -218,3 +232,15 @@ class DraftHead:
             return logits_MK
         logits_MV = logits_MK.new_full((len(logits_MK), self.vocab_size), -torch.inf)
         return logits_MV.index_copy_(1, self.vocabulary_K, logits_MK)
+
+    def candidates(
+        self, logits_BNK: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor,
+        count: int,
+    ) -> Tensor:  # fmt: skip
+        """The `count` tokens `[B, N, count]` that the target would likeliest choose from these
+        logits; see `kangaroo.sampling.candidates`.
+        """
+        if sampling.greedy:
+            return self.token_of(logits_BNK.topk(count).indices)
+        logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])
+        return candidates(logits_BNV, positions_BN, sampling, seeds_B, count)

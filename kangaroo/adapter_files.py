@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
@@ -37,6 +38,8 @@ class AdapterConfig:
         architecture: which parts it has.
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
             else is said; None is all.
+        guesses: of Medusa's heads, on held-out text: entry [k][i] is the share of positions at
+            which guess i of head k (counted from 0) was the target's choice.
         training: provenance: data, schedule, held-out figures, versions, command.
     """
 
@@ -48,6 +51,7 @@ class AdapterConfig:
     parameters: int
     architecture: Architecture = field(default_factory=Architecture)
     vocabulary: int | None = None
+    guesses: list[list[float]] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,8 +68,9 @@ def target_hash(lm: LM) -> str:
 
 
 def describe(
-    lm: LM, adapter: Adapter, training: dict[str, Any], vocabulary: int | None = None
-) -> AdapterConfig:
+    lm: LM, adapter: Adapter | MedusaHeads, training: dict[str, Any],
+    vocabulary: int | None = None, guesses: list[list[float]] | None = None,
+) -> AdapterConfig:  # fmt: skip
     """The config of an adapter trained for `lm`."""
     return AdapterConfig(
         target=lm.name,
@@ -76,11 +81,14 @@ def describe(
         parameters=sum(p.numel() for p in adapter.parameters()),
         architecture=adapter.architecture,
         vocabulary=vocabulary,
+        guesses=guesses or [],
         training=training,
     )
 
 
-def save(adapter: Adapter, config: AdapterConfig, frequent_K: Tensor, folder: Path) -> Path:
+def save(
+    adapter: Adapter | MedusaHeads, config: AdapterConfig, frequent_K: Tensor, folder: Path
+) -> Path:
     """Write weights (bfloat16), config and vocabulary into `folder`, and return it.
 
     Args:
@@ -141,7 +149,20 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
 
 
 def load(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Adapter, DraftHead]:
-    """Load an adapter made for `lm`, in its dtype and on the device of its exit layer.
+    """An adapter made for `lm`, and the head it drafts with; see `load_any`.
+
+    Errors: also `AdapterMismatch` for Medusa's heads.
+    """
+    adapter, (head, *_) = load_any(path, lm, vocabulary)
+    if not isinstance(adapter, Adapter):
+        raise AdapterMismatch(f"'{path}' holds Medusa's heads, no adapter: pass drafter=medusa.")
+    return adapter, head
+
+
+def load_any(
+    path: str, lm: LM, vocabulary: int | None = None
+) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
+    """Load what was trained for `lm`, in its dtype and on the device of its exit layer.
 
     Args:
         vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the
@@ -172,14 +193,14 @@ def load(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Adapter, Dra
         )
     vocabulary_K = draft_vocabulary(path, size) if size else None
     with torch.device("meta"):
-        adapter = Adapter(lm, config.exit_layer, config.architecture, vocabulary_K)
+        adapter = build(lm, config.exit_layer, config.architecture, vocabulary_K)
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
     device = lm.layer_devices[config.exit_layer - 1]
     adapter = adapter.to(device, lm.dtype).eval().requires_grad_(False)
-    return adapter, DraftHead(lm, adapter.head, vocabulary_K)
+    return adapter, adapter.draft_heads(lm, vocabulary_K)
 
 
 def read_config(path: str) -> AdapterConfig:

@@ -32,6 +32,7 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import KangarooError
@@ -152,6 +153,7 @@ def register() -> None:
     cs.store(group="data", name="mix_schema", node=MixConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
+    cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
 

@@ -19,7 +19,20 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # trace, ...) is no concern of the core: no group up to the engine may import it.
 LAYERS = [
     {"errors", "tree", "cache", "sampling", "verify"},
-    {"folders", "native", "graphs", "model", "adapter", "adapter_files", "batch"},
+    {
+        "folders",
+        "native",
+        "graphs",
+        "model",
+        "models",
+        "embedded",
+        "shapes",
+        "adapter",
+        "medusa",
+        "adapter_files",
+        "export",
+        "batch",
+    },
     {"drafters", "engine"},
     {"data", "training", "evaluation", "serve"},
     {"cli"},

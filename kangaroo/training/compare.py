@@ -62,7 +62,7 @@ def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[di
 def _by_vocabulary(trained: Sequence[Trainee]) -> list[list[Trainee]]:
     groups: dict[tuple[int, ...], list[Trainee]] = {}
     for trainee in trained:
-        vocabulary_K = trainee.head.vocabulary_K
+        vocabulary_K = trainee.vocabulary_K
         key = () if vocabulary_K is None else tuple(vocabulary_K.tolist())
         groups.setdefault(key, []).append(trainee)
     return list(groups.values())
@@ -75,10 +75,10 @@ def _below(figures: dict[str, float], prefix: str) -> dict[str, float]:
 def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
     """A finished adapter as training sees one, graded by the paper's loss whatever it learnt by."""
     saved = adapter_files.read_config(path)
-    adapter, head = adapter_files.load(path, lm)
+    adapter, heads = adapter_files.load_any(path, lm)
     parts = asdict(saved.architecture)
     recipe = AdapterRecipe(**parts, name=path, exit_layers=[saved.exit_layer])
-    targets = DraftHead(lm, None, head.vocabulary_K)
+    targets = DraftHead(lm, None, heads[0].vocabulary_K)
     learnt = saved.training
     if not {"adapter", "progress"} <= learnt.keys():
         raise CorruptFile(
@@ -93,7 +93,7 @@ def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
         "draft_steps": learnt["adapter"]["draft_steps"],
         "positions": learnt["progress"]["assistant_tokens"],
     }
-    return Trainee(path, adapter, head, targets, recipe), about
+    return Trainee(path, adapter, heads, targets, recipe), about
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -110,6 +110,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         cells += [f"{held_out['compression_rate']:.2f}"]
         cells += [f"{held_out[f'ctar{w}']:.3f}" for w in range(1, STEPS + 1)]
         cells += [f"{decoded['compression_rate']:.2f}", f"{decoded['ctar1']:.3f}"]
-        cells += [f"{decoded['sampled_acceptance']:.3f}"]
+        sampled = decoded.get("sampled_acceptance")  # Medusa's heads have none
+        cells += ["-" if sampled is None else f"{sampled:.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -10,9 +10,12 @@ import torch
 from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.data.chat import Sample
 from kangaroo.data.filters import answers
+from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.medusa import Medusa, chain_of
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.errors import ConfigError
+from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.training.figures import STEPS, compression
@@ -54,18 +57,20 @@ def decode(
     Returns, under `decode/<name>/`: `compression_rate`, tokens a verification with the bonus token
     counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`, greedy with
     `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at temperature 1
-    by the rejection rule, one a round, which is what `expected_acceptance` expects.
+    by the rejection rule, one a round, which is what `expected_acceptance` expects; not for
+    Medusa's heads, whose first guesses are decoded as a chain.
     """
     metrics: dict[str, float] = {}
     for trainee in trained:
         name = f"decode/{trainee.name}"
-        adapter, head = frozen(lm, trainee)
+        adapter, heads = frozen(lm, trainee)
+        if isinstance(adapter, MedusaHeads):
+            chain = Medusa(lm, adapter, heads, chain_of(trainee.recipe.steps))
+            metrics |= _greedy(lm, chain, name, prompts, new_tokens)
+            continue
+        (head,) = heads
         drafter = Kangaroo(lm, adapter, STEPS, threshold=0, head=head)
-        greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
-        accepted = torch.tensor([record.accepted for record in greedy])
-        ctar = [float((accepted >= w).double().mean()) for w in range(1, STEPS + 1)]
-        written = sum(len(record.tokens) for record in greedy)
-        metrics |= compression(name, ctar, written / len(greedy))
+        metrics |= _greedy(lm, drafter, name, prompts, new_tokens)
         drafter = Kangaroo(lm, adapter, steps=1, threshold=0, head=head)
         sampling = Sampling(temperature=1.0, rule=Rule.rejection)
         sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
@@ -73,16 +78,24 @@ def decode(
     return metrics
 
 
+def _greedy(
+    lm: LM, drafter: Drafter, name: str, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, float]:
+    greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
+    accepted = torch.tensor([record.accepted for record in greedy])
+    ctar = [float((accepted >= w).double().mean()) for w in range(1, STEPS + 1)]
+    written = sum(len(record.tokens) for record in greedy)
+    return compression(name, ctar, written / len(greedy))
+
+
 def _rounds(
-    lm: LM, drafter: Kangaroo, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling
+    lm: LM, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling
 ) -> list[StepRecord]:
     done = Engine(lm, drafter).generate(prompts, new_tokens, sampling, batch_size=_ROWS)
     return [record for generation in done for record in generation.steps]
 
 
-def frozen(lm: LM, trainee: Trainee) -> tuple[Adapter, DraftHead]:
-    """A copy of the adapter as it would be saved and loaded now, and the head it drafts with."""
+def frozen(lm: LM, trainee: Trainee) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
+    """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
     adapter = copy.deepcopy(trainee.adapter).bfloat16().to(lm.dtype).eval().requires_grad_(False)
-    if adapter.head is None:
-        return adapter, trainee.head
-    return adapter, DraftHead(lm, adapter.head, trainee.head.vocabulary_K)
+    return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)

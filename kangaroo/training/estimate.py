@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kangaroo.adapter import Adapter
 from kangaroo.cache import Block
 from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
+from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.training.unroll import Unrolled, unroll
+from kangaroo.training.unroll import Unrolled, look_ahead, unroll
 
 # A token in a `datasets` folder beside its text: id as int32, loss mask as int64. In a shard both
 # are JSON numbers. A conversation adds roles and offsets. (All but text as measured.)
@@ -98,9 +98,9 @@ def expect(
 ) -> Expectation:
     """What `train` takes with the same arguments; `lm` may have no weights."""
     planned = [
-        Planned(lm, recipe, layer, config.vocabulary)
+        Planned(lm, recipe, name, layer, config.vocabulary)
         for recipe in recipes
-        for layer in recipe.exit_layers
+        for name, layer in recipe.places(lm).items()
     ]
     parameters = sum(adapter.parameters for adapter in planned)
     share = 1 - config.holdout / text.conversations
@@ -139,16 +139,18 @@ class Planned:
         vocabulary: size of the draft vocabulary; None is the whole one.
     """
 
-    def __init__(self, lm: LM, recipe: AdapterRecipe, exit_layer: int, vocabulary: int | None):
-        self.name, self.recipe = f"{recipe.name}-exit{exit_layer}", recipe
+    def __init__(
+        self, lm: LM, recipe: AdapterRecipe, name: str, exit_layer: int, vocabulary: int | None
+    ):
+        self.name, self.recipe = name, recipe
         self.exit_layer = exit_layer
         self.without_memory = FakeTensorMode()  # tensors have shapes and types, and no numbers
         with self.without_memory:
             tokens_K = None if vocabulary is None else torch.empty(vocabulary)
-            self.adapter = Adapter(lm, exit_layer, recipe.architecture(), tokens_K).train()
+            self.adapter = build(lm, exit_layer, recipe.architecture(), tokens_K).train()
         self.parameters = _count(self.adapter)
-        head = self.adapter.head
-        self.head = 0 if head is None else _count(head)
+        own = self.adapter.heads if isinstance(self.adapter, MedusaHeads) else self.adapter.head
+        self.head = 0 if own is None else _count(own)
 
     def saved(self, lm: LM, rows: int, width: int) -> int:
         """Bytes that autograd keeps of one micro-batch until the backward pass, half-precision
@@ -173,9 +175,17 @@ class Planned:
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
                 torch.autocast("cpu", torch.bfloat16, enabled=half),
             ):
-                deep_BTD, steps = torch.empty_like(f_BTD), self.recipe.draft_steps
-                unroll(self.adapter, f_BTD, deep_BTD, block, steps, Unrolled())
+                deep_BTD, steps = torch.empty_like(f_BTD), self.recipe.steps
+                if isinstance(self.adapter, MedusaHeads):
+                    look_ahead(self.adapter, deep_BTD, block, steps)
+                else:
+                    unroll(self.adapter, f_BTD, deep_BTD, block, steps, Unrolled())
         return sum(storage.nbytes() for storage in kept.values())
+
+
+def _exits(lm: LM, planned: Sequence[Planned]) -> int:
+    """Hidden states that are kept for adapters, besides the final one."""
+    return len({adapter.exit_layer for adapter in planned} - {lm.n_layers})
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -209,8 +219,8 @@ def _of_a_step(
     rows = max(1, config.batch_tokens // width)
     tokens, size, model = rows * width, lm.dtype.itemsize, lm.config
     learnt = tokens * text.assistant_tokens // text.tokens
-    exits = len({adapter.exit_layer for adapter in planned})
-    students = sum(adapter.recipe.draft_steps + adapter.recipe.on_policy for adapter in planned)
+    exits = _exits(lm, planned)
+    students = sum(adapter.recipe.steps + adapter.recipe.on_policy for adapter in planned)
     # residual stream twice and normed, gate, up and their product
     layer = tokens * (3 * model.hidden_size + 3 * model.intermediate_size) * size
     taps = (exits + 1) * tokens * model.hidden_size * size + learnt * model.hidden_size * size
@@ -232,7 +242,7 @@ def _remembered(
 ) -> dict[str, int]:
     if not config.remember:
         return {}
-    exits = len({adapter.exit_layer for adapter in planned})
+    exits = _exits(lm, planned)
     state = lm.config.hidden_size * lm.dtype.itemsize
     return {"remembered states": ((exits + 1) * tokens + learnt) * state}
 
@@ -264,8 +274,10 @@ def _flops(
     adapters, heads = 0.0, targets * epochs
     for adapter in planned:
         recipe = adapter.recipe
-        steps = recipe.draft_steps + recipe.on_policy
-        adapters += 6.0 * (adapter.parameters - adapter.head) * tokens * steps * epochs
+        steps = recipe.steps + recipe.on_policy
+        # Medusa's heads share nothing: each takes its own step
+        passes = 1 if recipe.medusa_heads else steps
+        adapters += 6.0 * (adapter.parameters - adapter.head) * tokens * passes * epochs
         heads += (3 if adapter.head else 2) * targets * steps * epochs
         if recipe.on_policy:  # every token is followed by the adapter's own
             adapters += (forward + 2.0 * vocabulary * size * tokens) * epochs

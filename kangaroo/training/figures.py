@@ -44,7 +44,7 @@ def step_names(trained: Sequence[Trainee]) -> list[str]:
     """A name for each row of `sums` in training."""
     names = []
     for trainee in trained:
-        names += draft_step_names(trainee.name, trainee.recipe.draft_steps)
+        names += draft_step_names(trainee.name, trainee.recipe.steps)
         if trainee.recipe.on_policy:
             names.append(f"{trainee.name}/own_token")
     return names
@@ -58,7 +58,7 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
         sums_SF: of all draft steps of all adapters.
         accepted_AW: of each adapter, see `accepted`.
     """
-    counts = [STEPS if trainee.recipe.fused else 1 for trainee in trained]
+    counts = [trainee.recipe.graded_steps(STEPS) for trainee in trained]
     names = [
         name
         for trainee, count in zip(trained, counts, strict=True)
@@ -74,17 +74,21 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
     return metrics
 
 
-def accepted(own: Sequence[Graded], wanted_BT: Tensor) -> Tensor:
+def accepted(own: Sequence[Graded], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
     """`[W]`: from how many positions the first 1, 2, ... draft tokens would all be accepted.
 
     Greedy, along texts that the target wrote: had a draft begun at every position, each of its
     tokens would be judged as the grades of its step say.
+
+    Args:
+        most: a draft has no more tokens than this.
     """
     counts = []
     alive_BT = wanted_BT
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
-        agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
+        if step < most:
+            agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
         alive_BT = alive_BT & F.pad(agrees_BT[:, step:], (0, step))
         counts.append(alive_BT.sum())
     return torch.stack(counts)

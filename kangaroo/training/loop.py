@@ -30,7 +30,8 @@ from kangaroo.training.batches import collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.decode import decode, prompts_of
-from kangaroo.training.micro_batch import Seen, grade, look, teach
+from kangaroo.training.figures import STEPS
+from kangaroo.training.micro_batch import Seen, grade, guesses, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.training.work import Work
 
@@ -137,9 +138,11 @@ def train(
             agree=f"{metrics[f'train/{names[0]}/agreement']:.3f}",
         )
     bar.close()
+    for trainee in trained:
+        right = _guesses(lm, trainee, work.held_out, config, ranks)
+        if ranks.is_first:
+            _save(lm, trainee, config, progress, about, frequent_K, right, output, ranks)
     if ranks.is_first:
-        for trainee in trained:
-            _save(lm, trainee, config, progress, about, frequent_K, output, ranks)
         curves.write(output)
     return [output / trainee.name for trainee in trained]
 
@@ -154,12 +157,31 @@ def evaluate(
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
     for batch, _ in ranks.deal(batches):
         seen = _look(lm, samples, batch, config, trained)
-        grades = grade(lm, seen, trained, config.loss_chunk, figures.STEPS)
-        accepted = [figures.accepted(own, seen.tokens.wanted_BT) for own in grades]
+        grades = grade(lm, seen, trained, config.loss_chunk, STEPS)
+        accepted = [
+            figures.accepted(own, seen.tokens.wanted_BT, trainee.recipe.medusa_heads or STEPS)
+            for trainee, own in zip(trained, grades, strict=True)
+        ]
         results.append((figures.sums(grades), torch.stack(accepted).cpu()))
     all_sums, all_accepted = zip(*ranks.merge(results, len(batches)), strict=True)
     sums_SF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
     return figures.held_out(trained, sums_SF, accepted_AW)
+
+
+def _guesses(
+    lm: LM, trainee: Trainee, samples: Sequence[Sample], config: TrainerConfig, ranks: Ranks
+) -> list[list[float]]:
+    """How often each guess of each of Medusa's heads is right, from which its tree is made."""
+    if not trainee.recipe.medusa_heads:
+        return []
+    lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
+    batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
+    results = [
+        guesses(lm, _look(lm, samples, batch, config, [trainee]), trainee, config.loss_chunk)
+        for batch, _ in ranks.deal(batches)
+    ]
+    all_right, all_counts = zip(*ranks.merge(results, len(batches)), strict=True)
+    return (torch.stack(all_right).sum(0) / torch.stack(all_counts).sum(0)[:, None]).tolist()
 
 
 def _look(
@@ -173,7 +195,7 @@ def _look(
 
 def _save(
     lm: LM, trainee: Trainee, config: TrainerConfig, progress: Progress, about: dict[str, Any],
-    frequent_K: Tensor, output: Path, ranks: Ranks,
+    frequent_K: Tensor, guesses: list[list[float]], output: Path, ranks: Ranks,
 ) -> None:  # fmt: skip
     def mine(metrics: dict[str, float], prefix: str) -> dict[str, float]:
         own = f"{prefix}/{trainee.name}/"
@@ -190,7 +212,7 @@ def _save(
         "data": about,
         "processes": ranks.world,
     } | provenance()
-    vocabulary_K = trainee.head.vocabulary_K  # smaller than asked for if the data has fewer tokens
+    vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
     size = None if vocabulary_K is None else len(vocabulary_K)
-    described = adapter_files.describe(lm, trainee.adapter, training, size)
+    described = adapter_files.describe(lm, trainee.adapter, training, size, guesses)
     adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)

@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kangaroo.adapter import Adapter
 from kangaroo.cache import Block, KVCache
+from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.training.batches import Tokens
 from kangaroo.training.distill import Graded, Student, Teacher, distill
 from kangaroo.training.recipe import Trainee
-from kangaroo.training.unroll import Unrolled, bias, sees, unroll
+from kangaroo.training.unroll import Unrolled, bias, look_ahead, sees, unroll
+
+GUESSES = 10  # of each of Medusa's heads, of which its tree takes the best
 
 
 @dataclass
@@ -47,7 +51,7 @@ def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) ->
     block = replace(tokens.block(lm), rows=slice(0, rows))
     followed = any(trainee.recipe.on_policy for trainee in trained)
     cache = lm.new_cache(rows, 2 * width) if followed else None
-    exits = {trainee.adapter.exit_layer for trainee in trained}
+    exits = {t.adapter.exit_layer for t in trained if isinstance(t.adapter, Adapter)}
     x_BTD, taps = lm.run(lm.embed(tokens.input_BT), cache, block, range(lm.n_layers), exits)
     deep_BTD = lm.norm(x_BTD)
     teacher = Teacher.of(lm, deep_BTD[tokens.wanted_BT.to(deep_BTD.device)], loss_chunk)
@@ -61,7 +65,7 @@ def teach(
 
     Returns the grades of each adapter's draft steps, then of its own token if it is on policy.
     """
-    unrolled = [_states(lm, seen, trainee, trainee.recipe.draft_steps) for trainee in trained]
+    unrolled = [_states(lm, seen, trainee, trainee.recipe.steps) for trainee in trained]
     grades = _grade(seen, trained, [states for states, _ in unrolled], loss_chunk, weight)
     for trainee, (states, past), own in zip(trained, unrolled, grades, strict=True):
         if trainee.recipe.on_policy:
@@ -80,10 +84,33 @@ def teach(
 def grade(
     lm: LM, seen: Seen, trained: Sequence[Trainee], loss_chunk: int, steps: int
 ) -> list[list[Graded]]:
-    """The grades of `steps` draft steps of each fused adapter, and of one of any other."""
-    counts = [steps if trainee.recipe.fused else 1 for trainee in trained]
+    """The grades of `steps` draft steps of each fused adapter, of Medusa's heads, and of one step
+    of any other.
+    """
+    counts = [trainee.recipe.graded_steps(steps) for trainee in trained]
     states = [_states(lm, seen, t, count)[0] for t, count in zip(trained, counts, strict=True)]
     return _grade(seen, trained, states, loss_chunk, weight=None)
+
+
+@torch.no_grad()
+def guesses(lm: LM, seen: Seen, trainee: Trainee, loss_chunk: int) -> tuple[Tensor, Tensor]:
+    """Of each head and each of its likeliest tokens, how often that is the target's choice
+    (`[heads, GUESSES]`), and of how many positions of each head (`[heads]`).
+    """
+    steps, _ = _states(lm, seen, trainee, trainee.recipe.steps)
+    wanted_BT = valid_BT = seen.tokens.wanted_BT
+    right, counts = [], []
+    for step, state_BTD in enumerate(steps):
+        head = trainee.heads[min(step, len(trainee.heads) - 1)]
+        right_G, valid_M = torch.zeros(GUESSES), valid_BT[wanted_BT]
+        states, tops = state_BTD[wanted_BT][valid_M], seen.teacher.top_M[valid_M]
+        for state_CD, top_C in zip(states.split(loss_chunk), tops.split(loss_chunk), strict=True):
+            guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)
+            right_G += (guessed_CG == top_C[:, None]).sum(0).cpu()
+        right.append(right_G)
+        counts.append(valid_M.sum().cpu())
+        valid_BT = valid_BT & F.pad(valid_BT[:, :-1], (1, 0))
+    return torch.stack(right), torch.stack(counts)
 
 
 def _grade(
@@ -113,7 +140,7 @@ def _student(
     return Student(
         state_MD=state_BTD[wanted_BT.to(state_BTD.device)],
         valid_M=valid_BT[wanted_BT],
-        head=trainee.head,
+        head=trainee.heads[min(step, len(trainee.heads) - 1)],
         loss=trainee.recipe.loss,
         weight=weight * trainee.recipe.step_decay**step,
     )
@@ -121,9 +148,12 @@ def _student(
 
 def _states(lm: LM, seen: Seen, trainee: Trainee, steps: int) -> tuple[list[Tensor], Unrolled]:
     adapter, past = trainee.adapter, Unrolled()
-    weight = adapter.norm.get_parameter("weight")
-    f_BTD = seen.taps[adapter.exit_layer].to(weight)
+    weight = next(adapter.parameters())
     deep_BTD, block = seen.deep_BTD.to(weight), seen.block.to(weight.device)
+    if isinstance(adapter, MedusaHeads):
+        with _precision(lm):
+            return look_ahead(adapter, deep_BTD, block, steps), past
+    f_BTD = seen.taps[adapter.exit_layer].to(weight)
     with _precision(lm):
         return unroll(adapter, f_BTD, deep_BTD, block, steps, past), past
 
@@ -136,8 +166,10 @@ def _own_tokens(
     Such a token sees the text up to where it stands, and itself; not the others of its kind.
     """
     adapter, width = trainee.adapter, seen.block.positions_RT.shape[1]
+    assert isinstance(adapter, Adapter)
     with torch.no_grad():
-        logits_MV = trainee.head.spread(trainee.head(state_BTD.detach().flatten(0, 1)))
+        (head,) = trainee.heads
+        logits_MV = head.spread(head(state_BTD.detach().flatten(0, 1)))
         token_BT = logits_MV.argmax(-1).unflatten(0, state_BTD.shape[:2])
         positions_RT = seen.block.positions_RT + 1
         itself_TT = torch.eye(width, dtype=torch.bool, device=lm.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.errors import ConfigError
+from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 from kangaroo.training.losses import Loss
 
@@ -46,6 +47,8 @@ class AdapterRecipe(Architecture):
         super().__post_init__()
         if self.draft_steps < 1:
             raise ConfigError(f"adapter.draft_steps must be 1 or more, not {self.draft_steps}.")
+        if self.medusa_heads and self.on_policy:
+            raise ConfigError("adapter.on_policy=true is not for Medusa's heads; leave it off.")
         if self.draft_steps > 1 and not self.fused:
             raise ConfigError(
                 f"adapter.draft_steps={self.draft_steps} needs adapter.fused=true: the states that "
@@ -57,6 +60,21 @@ class AdapterRecipe(Architecture):
     def architecture(self) -> Architecture:
         return Architecture(**{f.name: getattr(self, f.name) for f in fields(Architecture)})
 
+    @property
+    def steps(self) -> int:
+        """How many draft tokens in a row it is trained for."""
+        return self.medusa_heads or self.draft_steps
+
+    def graded_steps(self, most: int) -> int:
+        """How many of the first `most` draft tokens have grades of their own."""
+        return most if self.fused else self.medusa_heads or 1
+
+    def places(self, lm: LM) -> dict[str, int]:
+        """Exit layers by the names of their adapters; Medusa's heads have but one, the last."""
+        if self.medusa_heads:
+            return {self.name: lm.n_layers}
+        return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers}
+
 
 @dataclass
 class Trainee:
@@ -64,14 +82,19 @@ class Trainee:
 
     Args:
         name: of its folder and its figures, such as "attention-exit3".
+        heads: what it drafts with: Medusa's one by one, the last for all further draft steps.
         targets: the target's head over the same draft vocabulary.
     """
 
     name: str
-    adapter: Adapter
-    head: DraftHead
+    adapter: Adapter | MedusaHeads
+    heads: list[DraftHead]
     targets: DraftHead
     recipe: AdapterRecipe
+
+    @property
+    def vocabulary_K(self) -> Tensor | None:
+        return self.targets.vocabulary_K
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to be, as plain values."""
@@ -90,13 +113,12 @@ def trainees(
 
     Errors: `ConfigError` where two would have the same name.
     """
-    made: dict[str, tuple[AdapterRecipe, Adapter]] = {}
+    made: dict[str, tuple[AdapterRecipe, Adapter | MedusaHeads]] = {}
     for recipe in recipes:
-        for layer in recipe.exit_layers:
-            name = f"{recipe.name}-exit{layer}"
+        for name, layer in recipe.places(lm).items():
             if name in made:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
-            adapter = Adapter(lm, layer, recipe.architecture(), vocabulary_K)
+            adapter = build(lm, layer, recipe.architecture(), vocabulary_K)
             if recipe.start is None:
                 adapter.start_from(lm, vocabulary_K)
             else:
@@ -108,25 +130,24 @@ def trainees(
     trained = []
     for name, (recipe, adapter) in made.items():
         adapter = adapter.to(lm.layer_devices[adapter.exit_layer - 1]).train().requires_grad_()
-        own = adapter.head
-        head = targets if own is None else DraftHead(lm, own, vocabulary_K)
-        trained.append(Trainee(name, adapter, head, targets, recipe))
+        heads = adapter.draft_heads(lm, vocabulary_K) if recipe.own_head else [targets]
+        trained.append(Trainee(name, adapter, heads, targets, recipe))
     return trained
 
 
-def go_on_from(path: str, adapter: Adapter, lm: LM) -> None:
+def go_on_from(path: str, adapter: Adapter | MedusaHeads, lm: LM) -> None:
     """Give `adapter` the weights of a trained one.
 
     Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
     """
-    trained, _ = adapter_files.load(path, lm)
+    trained, _ = adapter_files.load_any(path, lm)
     kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
             f"adapter.start={path} is for exit layer {kinds[0][0]} with {kinds[0][1]}; this one is "
             f"for exit layer {kinds[1][0]} with {kinds[1][1]}."
         )
-    heads = [None if a.head is None else a.head.weight.shape for a in (trained, adapter)]
-    if heads[0] != heads[1]:
+    shapes = [{name: x.shape for name, x in a.state_dict().items()} for a in (trained, adapter)]
+    if shapes[0] != shapes[1]:
         raise ConfigError(f"adapter.start={path} has a head of its own over another vocabulary.")
     adapter.load_state_dict(trained.state_dict())

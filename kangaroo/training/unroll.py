@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kangaroo.adapter import Adapter
 from kangaroo.cache import Block
+from kangaroo.medusa import MedusaHeads
 
 
 class Unrolled:
@@ -57,6 +58,18 @@ def unroll(
         at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD)) if step > 1 else block
         states.append(adapter(f_BTD, deep_BTD, at, past))
         deep_BTD = states[-1]
+    return states
+
+
+def look_ahead(heads: MedusaHeads, deep_BTD: Tensor, block: Block, steps: int) -> list[Tensor]:
+    """The states `[B, T, D]` that Medusa's heads read the token after each position from.
+
+    Head k stands k tokens earlier, as an adapter's draft step k does (`unroll`).
+    """
+    states = []
+    for index in range(steps):
+        deep_BTD = before(deep_BTD, block.positions_RT)
+        states.append(heads(deep_BTD, index))
     return states
 
 

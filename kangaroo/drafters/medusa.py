@@ -1,0 +1,152 @@
+"""Medusa: heads on the target's final state guess the next tokens, and a static tree tries them.
+
+Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary, C candidates of a head.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kangaroo import adapter_files
+from kangaroo.adapter import DraftHead
+from kangaroo.batch import Batch
+from kangaroo.cache import Block
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.medusa import MedusaHeads
+from kangaroo.model import LM
+from kangaroo.tree import Draft, Tree
+from kangaroo.verify import Verdict
+
+Choices = Sequence[tuple[int, ...]]
+
+
+@dataclass
+class MedusaConfig(DrafterConfig):
+    """Medusa-1 with a sparse tree (arXiv 2401.10774, sections 2.1 and 2.3).
+
+    Args:
+        heads: folder or hub id of trained heads (`python train.py adapter=medusa`).
+        nodes: size of the tree, the pending token aside; the paper's has 63.
+        top_k: guesses of each head that the tree may hold; 1 is a chain, as long as there are
+            heads.
+    """
+
+    name: str = "medusa"
+    heads: str = "???"
+    nodes: int = 63
+    top_k: int = 10
+
+    def build(self, lm: LM) -> Medusa:
+        """Errors: `AdapterMismatch`, `ConfigError`, what `kangaroo.adapter_files.load_any` raises."""
+        heads, draft_heads = adapter_files.load_any(self.heads, lm)
+        if not isinstance(heads, MedusaHeads):
+            raise AdapterMismatch(
+                f"'{self.heads}' is an adapter, not Medusa's heads: pass drafter=kangaroo, or train "
+                "heads: python train.py adapter=medusa"
+            )
+        guesses = adapter_files.read_config(self.heads).guesses
+        choices = sparse_tree([right[: self.top_k] for right in guesses], self.nodes)
+        return Medusa(lm, heads, draft_heads, choices)
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"weights": adapter_files.weights_hash(self.heads)}
+
+
+def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
+    """The tree of `nodes` nodes with the highest expected acceptance, each as its path of ranks.
+
+    A node is accepted if all guesses on its path are right, taken as independent.
+
+    Args:
+        guesses: how often guess i of head k is right.
+
+    Errors: `ConfigError` for no heads, no guesses or no nodes.
+
+    Source: Medusa, arXiv 2401.10774, appendix on optimised tree construction.
+    """
+    if nodes < 1 or not guesses or not guesses[0]:
+        raise ConfigError(
+            f"drafter.nodes={nodes} and drafter.top_k must be 1 or more, and the heads' config.json "
+            "must say how often their guesses are right (train them again if it does not)."
+        )
+    # the best first; of equals the shallower
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
+    chosen: list[tuple[int, ...]] = []
+    while open_nodes and len(chosen) <= nodes:
+        value, depth, path = heapq.heappop(open_nodes)
+        chosen.append(path)
+        if depth < len(guesses):
+            for rank, right in enumerate(guesses[depth]):
+                heapq.heappush(open_nodes, (value * right, depth + 1, (*path, rank)))
+    return sorted(chosen[1:], key=lambda path: (len(path), path))
+
+
+def chain_of(steps: int) -> Choices:
+    """The first guess of each head."""
+    return [(0,) * depth for depth in range(1, steps + 1)]
+
+
+class Medusa:
+    """Reads the target's final state of the last token that is in the cache.
+
+    Args:
+        draft_heads: one for each head, or one for all.
+        choices: the tree's nodes as paths of ranks, parents before children.
+    """
+
+    def __init__(
+        self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices
+    ):
+        self.lm, self.heads = lm, heads
+        self.draft_heads = [head.compile_like(lm) for head in draft_heads]
+        self.taps: tuple[int, ...] = (lm.n_layers,)
+        self.max_nodes = len(choices)
+        self.depth = max(map(len, choices))
+        self.top_k = 1 + max(path[-1] for path in choices)
+        index = {path: i for i, path in enumerate([(), *choices])}
+        device = lm.device
+        self.head_N = torch.tensor([len(path) - 1 for path in choices], device=device)
+        self.rank_N = torch.tensor([path[-1] for path in choices], device=device)
+        parents_1N = torch.tensor([[0, *(index[path[:-1]] for path in choices)]], device=device)
+        chain = Tree.chain(1 + len(choices), device)
+        is_chain = self.top_k == 1
+        self.tree = chain if is_chain else Tree(parents_1N, max_depth=self.depth)
+
+    def begin(self, batch: Batch) -> None:
+        size, hidden_size = batch.size, self.lm.config.hidden_size
+        self.final_BD = torch.zeros(
+            size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
+        )
+
+    def prefill(
+        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+    ) -> None:
+        self.final_BD[block.rows] = taps[self.lm.n_layers][:, -1]
+
+    def propose(self, batch: Batch) -> Draft:
+        h_B1D = self.lm.norm(self.final_BD[:, None])
+        guessed = []
+        for index in range(self.depth):
+            head = self.draft_heads[min(index, len(self.draft_heads) - 1)]
+            logits_B1K = head(self.heads(h_B1D, index)[:, 0])[:, None]
+            positions_B1 = batch.length_B[:, None] + index
+            guessed.append(
+                head.candidates(logits_B1K, positions_B1, batch.sampling, batch.seeds_B, self.top_k)
+            )
+        drafted_BN = torch.cat(guessed, 1)[:, self.head_N, self.rank_N]
+        tokens_BN = torch.cat([batch.last(1), drafted_BN], 1)
+        return Draft(tokens_BN, self.tree, torch.ones_like(tokens_BN, dtype=torch.bool))
+
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
+        states_BND = taps[self.lm.n_layers]
+        best_B11 = verdict.best_B.to(states_BND.device)[:, None, None]
+        self.final_BD = states_BND.gather(1, best_B11.expand(-1, 1, states_BND.shape[-1]))[:, 0]
