@@ -7,6 +7,7 @@ heads, K key/value heads, C head size, R rows of a block (a contiguous range of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -52,6 +53,31 @@ class Block:
             bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE[:, :, part],
             rope=(cos[:, part], sin[:, part]),
         )
+
+    def take(self, index_RN: Tensor) -> Block:
+        """Tokens by their places, in any order."""
+
+        def taken(x: Tensor) -> Tensor:
+            index = index_RN if x.ndim == 2 else index_RN[..., None].expand(-1, -1, x.shape[-1])
+            return x.gather(1, index)
+
+        assert self.bias_R1TE is not None
+        return replace(
+            self,
+            slots_RT=taken(self.slots_RT),
+            positions_RT=taken(self.positions_RT),
+            bias_R1TE=taken(self.bias_R1TE[:, 0])[:, None],
+            rope=(taken(self.rope[0]), taken(self.rope[1])),
+        )
+
+    @staticmethod
+    def join(blocks: Sequence[Block]) -> Block:
+        """Blocks of the same rows and extent as one."""
+        slots, positions, biases, cos, sin = zip(*(b.tensors() for b in blocks), strict=True)
+        return blocks[0].with_tensors(
+            torch.cat(slots, 1), torch.cat(positions, 1), torch.cat(biases, 2), torch.cat(cos, 1),
+            torch.cat(sin, 1),
+        )  # fmt: skip
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs from step to step in blocks of one shape; see `with_tensors`."""

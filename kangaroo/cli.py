@@ -31,7 +31,11 @@ from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
+from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
@@ -56,6 +60,8 @@ from kangaroo.training.cost import measure as measure_cost
 from kangaroo.training.cost_parts import CostConfig
 from kangaroo.training.estimate import Text, check_disk, expect
 from kangaroo.training.estimate_report import EstimateConfig
+from kangaroo.training.layer_search import SearchConfig
+from kangaroo.training.layer_search import search as search_layers
 from kangaroo.training.loop import train as train_adapters
 from kangaroo.training.recipe import AdapterRecipe
 
@@ -125,6 +131,16 @@ class CompareCommand:
 
 
 @dataclass
+class SearchCommand:
+    """`python scripts/search_layers.py`: which layers a draft may skip."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    search: SearchConfig = field(default_factory=SearchConfig)
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -144,6 +160,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
+    cs.store(name="search_schema", node=SearchCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
@@ -153,7 +170,11 @@ def register() -> None:
     cs.store(group="data", name="mix_schema", node=MixConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
+    cs.store(group="drafter", name="kangaroo_tree_schema", node=KangarooTreeConfig)
+    cs.store(group="drafter", name="draft_model_schema", node=DraftModelConfig)
     cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
+    cs.store(group="drafter", name="layerskip_schema", node=LayerSkipConfig)
+    cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
 
@@ -305,6 +326,19 @@ def compare(config: CompareCommand) -> None:
     (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
     (output / "compare.md").write_text(table)
     log.info("compare.md and compare.json are in %s\n%s", output, table)
+
+
+@command("search")
+def search(config: SearchCommand) -> None:
+    """Search a subset of layers on the data's end, and write it."""
+    lm, tokenizer = load_target(config.model)
+    config.data.make(lm, tokenizer)
+    samples, _ = store.load(Path(config.data.path))
+    found = search_layers(lm, samples, config.search, Path(config.output))
+    log.info(
+        "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * found.search["agreement"],
+        config.output,
+    )  # fmt: skip
 
 
 @command("chat")

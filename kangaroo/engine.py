@@ -208,7 +208,7 @@ class Engine:
         started = clock.mark()
         draft = drafter.propose(batch)
         proposed = clock.mark()
-        block = draft.block or lm.block(
+        block = draft.block = draft.block or lm.block(
             draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
         )
         x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND

@@ -78,4 +78,5 @@ def _model(lm: LM, layers: int, state: dict[str, Tensor]) -> PreTrainedModel:
     )
     model.load_state_dict(state, strict=True, assign=True)
     model.generation_config = deepcopy(lm.hf.generation_config)
-    return model.eval().requires_grad_(False)
+    # what is not in the state, such as the frequencies of positions, was made on the CPU
+    return model.eval().requires_grad_(False).to(lm.device)

@@ -30,7 +30,7 @@ from kangaroo.cache import (
 from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.native import LayerWeights, Sizes
-from kangaroo.tree import Tree
+from kangaroo.tree import Draft, Tree
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -179,22 +179,42 @@ class LM(nn.Module):
         device = start_B.device
         bucket = BUCKET if self.graphs is None else GRAPH_BUCKET
         extent = occupied(n_slots, used + below, bucket)
-        rows, slots_E = slice(0, len(start_B)), torch.arange(extent, device=device)
+        slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
-        bias_B1NE = torch.zeros(len(start_B), 1, tree.size, extent, dtype=self.dtype, device=device)
         if tree.is_chain and not below:
-            bias_B1NE.masked_fill_((slots_E > offsets_BN[..., None])[:, None], -torch.inf)
-            rope = self.rope_within(n_slots, offsets_BN)
-            return Block(offsets_BN, offsets_BN, bias_B1NE, extent, rows, rope)
+            hidden_BNE = slots_E > offsets_BN[..., None]
+            return self.block_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
         slots_BN = offsets_BN % extent
         positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
         seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
         itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
         seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        bias_B1NE.masked_fill_(~seen_BNE[:, None], -torch.inf)
+        return self.block_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
+
+    def block_of(
+        self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
+    ) -> Block:
+        """A block of all rows.
+
+        Args:
+            hidden_BNE: true for the slots that a token does not see.
+        """
+        bias_B1NE = torch.zeros(hidden_BNE.shape, dtype=self.dtype, device=slots_BN.device)
+        bias_B1NE = bias_B1NE.masked_fill_(hidden_BNE, -torch.inf)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
+        rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
         return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope)
+
+    def path(self, draft: Draft, used: int, n_slots: int) -> Block:
+        """Where the accepted path of a draft lies once it is committed: in a line from its root on.
+
+        Args:
+            used: before the draft.
+        """
+        assert draft.block is not None
+        tree = Tree.chain(draft.tree.max_depth + 1, self.device)
+        return self.block(tree, draft.block.slots_RT[:, 0], used + tree.size, n_slots)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""

@@ -68,7 +68,7 @@ class Draft:
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
         entry: the first target layer still to run.
         probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
-        block: where the nodes lie, if the drafter has worked that out already (`LM.block`).
+        block: where the nodes lie; None has the engine lay them out (`LM.block`), and say it here.
     """
 
     tokens_BN: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +13,7 @@ from helpers import (
     EXIT,
     RandomTree,
     Scripted,
+    Sometimes,
     adapter_for,
     adversary,
     graphed,
@@ -24,9 +25,16 @@ from helpers import (
 
 from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layerskip import LayerSkip
+from kangaroo.drafters.medusa import Medusa, chain_of
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, StepRecord
+from kangaroo.export import draft_model
+from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
@@ -49,6 +57,20 @@ def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
     return Kangaroo(lm, adapter_for(lm, architecture=Architecture(**parts)), 4, 0.3)
 
 
+def draft_lm(case: Case) -> LM:
+    draft = LM(draft_model(case.lm, case.adapter))
+    return draft.compile_for_decoding() if case.lm.native else draft
+
+
+def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) -> Medusa:
+    """Untrained: each head guesses what the target's own head says."""
+    parts = Architecture(attention=False, own_head=own_head, medusa_heads=3)
+    vocabulary_K = torch.arange(0, 64, 2)
+    heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    heads = heads.to(lm.dtype).requires_grad_(False)
+    return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
+
+
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
@@ -63,6 +85,32 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
+    "kangaroo-tree": lambda case: KangarooTree(
+        case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
+    ),
+    "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 6),
+    "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
+    "kangaroo-tree-fused": lambda case: KangarooTree(
+        case.lm, adapter_for(case.lm, architecture=Architecture(fused=True)), 3, 0, None, 3, 9
+    ),
+    "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
+    "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
+    "layerskip": lambda case: LayerSkip(case.lm, [1, 3], steps=4, threshold=0),
+    "layerskip-stops": lambda case: LayerSkip(case.lm, [2], steps=4, threshold=0.3),
+    "cascade": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
+    ),
+    "cascade-extended": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 2, 0.3), extend=True
+    ),
+    "cascade-of-trees": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
+    ),
+    "cascade-draft-model": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3), extend=True
+    ),
+    "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "medusa-chain": lambda case: medusa(case.lm, chain_of(3), own_head=False),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
     "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
@@ -70,6 +118,11 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "tree-shared": lambda case: RandomTree(case.lm, case.texts, shared=True),
     "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
 }
+
+TREES = {"medusa", "cascade-of-trees", "lookahead", "rest"} | {
+    name for name in DRAFTERS if "tree" in name
+}
+CHAINS = [name for name in DRAFTERS if name not in TREES]
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -127,7 +180,7 @@ def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, 
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
 
 
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "tree" not in name])
+@pytest.mark.parametrize("drafter", CHAINS)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_compiled_chains_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together; a tree's nodes lie in other slots."""

@@ -6,129 +6,41 @@ Shapes: B rows, N draft nodes, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
-from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.cache import Block
+from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, started
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling, pick, warp
 from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
 
 
 @dataclass
-class KangarooConfig(DrafterConfig):
-    """Chain decoding with early stopping (arXiv 2404.18911, sections 3.1 and 3.2).
-
-    Args:
-        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
-            nonsense in as much time as a trained one.
-        exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
-        steps: at most this many draft tokens a round (the paper's gamma).
-        threshold: stop drafting once the top-1 probability falls to this (the paper's eta); 0 never
-            stops early.
-        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
-            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
-            adapter was saved with.
+class KangarooConfig(EarlyExitConfig):
+    """Chain drafting with early stopping (arXiv 2404.18911, sections 3.1 and 3.2); confidence is
+    the top-1 probability.
     """
 
     name: str = "kangaroo"
-    adapter: str = "???"
-    exit_layer: int | None = None
-    steps: int = 6
-    threshold: float = 0.6
-    vocabulary: int | None = None
 
     def build(self, lm: LM) -> Kangaroo:
-        """Errors: `AdapterMismatch` and whatever `kangaroo.adapter_files.load` raises."""
-        exit_layer = self._untrained()
-        if exit_layer is not None:
-            adapter = Adapter(lm, exit_layer).start_from(lm).to(lm.device, lm.dtype)
-            adapter.eval().requires_grad_(False)
-            return Kangaroo(lm, adapter, self.steps, self.threshold)
-        config = adapter_files.read_config(self.adapter)
-        if self.exit_layer not in (None, config.exit_layer):
-            raise AdapterMismatch(
-                f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer} of "
-                f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
-                "it unset, or pass drafter.adapter= one of that exit layer."
-            )
-        adapter, head = adapter_files.load(self.adapter, lm, self.vocabulary)
+        """Errors: those of `load`."""
+        adapter, head = self.load(lm)
         return Kangaroo(lm, adapter, self.steps, self.threshold, head)
 
-    def _untrained(self) -> int | None:
-        kind, _, layer = self.adapter.partition(":")
-        return int(layer) if kind == "untrained" and layer.isdecimal() else None
 
-    def settings(self) -> dict[str, Any]:
-        if self._untrained() is not None:
-            return super().settings()
-        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
-
-
-class Kangaroo:
-    """Drafts on the target's own cache and hands its shallow states to verification.
-
-    The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: as many as may have changed. That is the one before, which it has not seen
-    after a round that was accepted whole; and if it is fused, all that the last round may have
-    drafted, since their deep states are known now. Writing the others again changes nothing, and
-    shapes are static.
-    """
+class Kangaroo(EarlyExit):
+    """Drafts a chain."""
 
     def __init__(
         self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.6,
         head: DraftHead | None = None,
     ):  # fmt: skip
-        if steps < 1:
-            raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
-        if not 0 <= threshold < 1:
-            raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
-        self.lm, self.adapter = lm, adapter.compile_like(lm)
-        self.head = (head or DraftHead(lm, adapter.head)).compile_like(lm)
-        self.steps, self.threshold = steps, threshold
-        self.exit_layer = adapter.exit_layer
-        self.shallow = range(adapter.exit_layer)
-        self.fused = adapter.architecture.fused
-        taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
-        self.taps: tuple[int, ...] = taps
-        self.max_nodes = steps
-        self.window = steps if self.fused else 1
-        self.target_cache: KVCache | None = None
-
-    def begin(self, batch: Batch) -> None:
-        device = self.lm.layer_devices[self.exit_layer - 1]
-        if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
-            self.target_cache = batch.cache
-            self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
-        size, hidden_size = batch.size, self.lm.config.hidden_size
-        # shallow states of the tokens before the pending one, W the window
-        self.shallow_BWD = torch.zeros(
-            size, self.window, hidden_size, dtype=self.lm.dtype, device=device
-        )
-        # and, for a fused adapter, the deep states that it reads with these and the pending token
-        self.deep_BUD = torch.zeros(
-            size, self.window + 1, hidden_size, dtype=self.lm.dtype, device=device
-        )
-
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
-    ) -> None:
-        f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
-        block, before_1TD = block.to(f_1TD.device), None
-        if self.fused:
-            known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
-            before_1TD = known[:, window:-1] * started(block)
-            self.deep_BUD[rows] = known[:, -window - 1 :]
-        self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
-        self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
+        super().__init__(lm, adapter, steps, threshold, head)
 
     def propose(self, batch: Batch) -> Draft:
         """Draft until every row's confidence has fallen to the threshold, or `steps` tokens."""
@@ -161,7 +73,7 @@ class Kangaroo:
                 active_B1 = active_B1 & (confidence(logits_BK) > self.threshold)
                 if not active_B1.any():  # the one sync a drafted token that a threshold costs
                     break
-        return Draft(
+        self.proposed = Draft(
             tokens_BN=torch.cat(tokens, 1),
             tree=Tree.chain(len(tokens), batch.length_B.device),
             valid_BN=torch.cat(valid, 1),
@@ -170,15 +82,7 @@ class Kangaroo:
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
             block=block.narrow(window, len(tokens)),
         )
-
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
-        new_BND = taps[self.exit_layer]
-        past_B = verdict.best_B.to(new_BND.device) + 1
-        self.shallow_BWD = slide(self.shallow_BWD, new_BND, past_B)
-        if self.fused:
-            self.deep_BUD = slide(self.deep_BUD, self._deep(taps), past_B)
+        return self.proposed
 
     def _draft(
         self, batch: Batch, step: int, f_BND: Tensor, deep_BND: Tensor | None, at: Block,
@@ -218,24 +122,6 @@ class Kangaroo:
         if sampling.greedy:
             return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
         return pick(self.head.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
-
-    def _shallow(self, tokens_B1: Tensor, batch: Batch, block: Block) -> Tensor:
-        return self.lm.run(self.lm.embed(tokens_B1), batch.cache, block, self.shallow)[0]
-
-    def _deep(self, taps: dict[int, Tensor]) -> Tensor:
-        return self.lm.norm(taps[self.lm.n_layers]).to(self.deep_BUD.device)
-
-
-def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
-    """A window over a text that has grown by `past` of the new states: again its last ones."""
-    known = torch.cat([window_BWD, new_BND], 1)
-    index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
-    return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
-
-
-def started(block: Block) -> Tensor:
-    """`[R, N, 1]`: false at the first token of a text, which has none before it."""
-    return (block.positions_RT > 0)[..., None]
 
 
 def confidence(logits_BK: Tensor) -> Tensor:

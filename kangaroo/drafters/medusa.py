@@ -44,12 +44,12 @@ class MedusaConfig(DrafterConfig):
     top_k: int = 10
 
     def build(self, lm: LM) -> Medusa:
-        """Errors: `AdapterMismatch`, `ConfigError`, what `kangaroo.adapter_files.load_any` raises."""
+        """Errors: `AdapterMismatch`, `ConfigError`, those of `adapter_files.load_any`."""
         heads, draft_heads = adapter_files.load_any(self.heads, lm)
         if not isinstance(heads, MedusaHeads):
             raise AdapterMismatch(
-                f"'{self.heads}' is an adapter, not Medusa's heads: pass drafter=kangaroo, or train "
-                "heads: python train.py adapter=medusa"
+                f"'{self.heads}' is an adapter, not Medusa's heads: pass drafter=kangaroo, or "
+                "train heads: python train.py adapter=medusa"
             )
         guesses = adapter_files.read_config(self.heads).guesses
         choices = sparse_tree([right[: self.top_k] for right in guesses], self.nodes)
@@ -73,8 +73,8 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     """
     if nodes < 1 or not guesses or not guesses[0]:
         raise ConfigError(
-            f"drafter.nodes={nodes} and drafter.top_k must be 1 or more, and the heads' config.json "
-            "must say how often their guesses are right (train them again if it does not)."
+            f"drafter.nodes={nodes} and drafter.top_k must be 1 or more, and the heads' "
+            "config.json must say how often their guesses are right; if not, train them again."
         )
     # the best first; of equals the shallower
     open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]

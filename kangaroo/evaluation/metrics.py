@@ -24,8 +24,8 @@ def metrics(records: Sequence[Record]) -> dict[str, Any]:
     spec_bench_speedup: by the formula of Spec-Bench's report, see `spec_bench_speedup`.
     compression_rate: emitted tokens / rounds, so 1 for vanilla.
     ctar: at index w - 1 the share of all rounds in which the first w draft tokens were accepted, up
-        to the most that ever were. compression_rate = 1 + sum(ctar), but for rounds that an EOS or the
-        limit cut, which have no bonus token.
+        to the most that ever were. compression_rate = 1 + sum(ctar), but for rounds that an EOS or
+        the limit cut, which have no bonus token.
     acceptance_rate: accepted / drafted tokens; all nodes of a tree are drafted.
     tokens_per_second and those of the baselines: all tokens (EOS included) / all seconds (prefill
         included), each method over its own texts.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.evaluation.speed_trials import Method, timed_generate
 from kangaroo.export import draft_model, truncated
@@ -22,8 +28,27 @@ def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
     found = {
         "hf_lookup": timed_generate(lm, prompt_lookup_num_tokens=10),
         "hf_early_exit": timed_generate(lm, assistant_early_exit=exit_layer),
-        "hf_truncated": timed_generate(lm, assistant_model=truncated(lm, exit_layer)),
+        "hf_truncated": timed_generate(lm, assistant_model=assistant(truncated(lm, exit_layer))),
     }
     if parts.attention and not parts.fused:
-        found["hf_assistant"] = timed_generate(lm, assistant_model=draft_model(lm, drafter.adapter))
+        found["hf_assistant"] = timed_generate(
+            lm, assistant_model=assistant(draft_model(lm, drafter.adapter))
+        )
     return found
+
+
+def assistant(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, which `generate` can use as it is meant to.
+
+    transformers 5.23 hands its assistant no attention mask where nothing is masked. The assistant
+    then takes the whole text again, on top of its cache, in every round, and drafts after a text
+    that repeats itself. With a mask it goes on where it stopped.
+    """
+    generate = model.generate
+
+    def masked(*, input_ids: Tensor, **kwargs: Any) -> Any:
+        kwargs["attention_mask"] = torch.ones_like(input_ids)
+        return generate(input_ids=input_ids, **kwargs)
+
+    model.generate = masked
+    return model

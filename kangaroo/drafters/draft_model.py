@@ -1,0 +1,111 @@
+"""Speculative sampling with a draft model: a smaller model of the same vocabulary drafts a chain.
+
+Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kangaroo import adapter_files
+from kangaroo.batch import Batch
+from kangaroo.cache import Block, KVCache
+from kangaroo.drafters.autoregressive import Autoregressive
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.errors import ConfigError
+from kangaroo.export import draft_model
+from kangaroo.model import LM
+from kangaroo.models import Dtype, ModelConfig, load
+from kangaroo.tree import Draft
+from kangaroo.verify import Verdict
+
+
+@dataclass
+class DraftModelConfig(DrafterConfig):
+    """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
+    2302.01318). Give either a model or an adapter.
+
+    Args:
+        model: hub id, folder, or any other `model.path` of a model with the target's vocabulary.
+        adapter: an adapter of the target; exported with the layers below it, it is such a model.
+        steps: at most this many draft tokens a round (the papers' gamma, and K).
+        threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
+            never stops early.
+    """
+
+    name: str = "draft_model"
+    model: str | None = None
+    adapter: str | None = None
+    steps: int = 4
+    threshold: float = 0.0
+
+    def build(self, lm: LM) -> DraftModel:
+        """Errors: `ConfigError` for another vocabulary; what loading a model or adapter raises."""
+        if (self.model is None) == (self.adapter is None):
+            raise ConfigError(
+                f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
+            )
+        if self.adapter is not None:
+            adapter, _ = adapter_files.load(self.adapter, lm, vocabulary=0)
+            hf = draft_model(lm, adapter)
+        else:
+            assert self.model is not None
+            dtype = Dtype(str(lm.dtype).removeprefix("torch."))
+            hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
+        compiled = lm.native is not None or lm.graphs is not None
+        draft_lm = LM(hf)
+        draft_lm = draft_lm.compile_for_decoding() if compiled else draft_lm
+        return DraftModel(lm, draft_lm, self.steps, self.threshold)
+
+    def settings(self) -> dict[str, Any]:
+        if self.adapter is None:
+            return super().settings()
+        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
+
+
+class DraftModel(Autoregressive):
+    """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
+    after a round that was accepted whole it has not seen the older one.
+    """
+
+    def __init__(self, lm: LM, draft_lm: LM, steps: int = 4, threshold: float = 0.0):
+        sizes = draft_lm.config.vocab_size, lm.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"the draft model '{draft_lm.name}' has a vocabulary of {sizes[0]} tokens and the "
+                f"target '{lm.name}' one of {sizes[1]}: the same tokenizer is needed. Pass "
+                "drafter.model= a smaller model of the target's own family, or drafter.adapter=."
+            )
+        super().__init__(draft_lm, steps, threshold, window=1)
+        self.layers = range(draft_lm.n_layers)
+        self.target_cache: KVCache | None = None
+        self.proposed: Draft | None = None
+
+    def begin(self, batch: Batch) -> None:
+        if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
+            self.target_cache = batch.cache
+            self.cache = self.lm.new_cache(batch.size, batch.n_slots)
+
+    def prefill(
+        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+    ) -> None:
+        first = int(block.positions_RT[0, 0])
+        own = self.lm.chunk(first, first + tokens_1T.shape[1], block.rows.start, batch.n_slots)
+        self.lm.run(self.lm.embed(tokens_1T), self.cache, own, self.layers)
+
+    def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
+        return self.lm.run(self.lm.embed(tokens_BN), self.cache, block, self.layers)[0]
+
+    def propose(self, batch: Batch) -> Draft:
+        self.proposed = super().propose(batch)
+        return self.proposed
+
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
+        if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
+            tokens_BP = draft.tokens_BN.gather(1, verdict.path_BP)
+            self.run(batch, tokens_BP, self.lm.path(draft, batch.used, batch.n_slots))

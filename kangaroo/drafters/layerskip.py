@@ -1,0 +1,77 @@
+"""Draft & Verify: the target drafts for itself with some of its layers left out.
+
+Shapes: B rows, N draft nodes, T tokens of a prefill chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kangaroo import layer_subset
+from kangaroo.batch import Batch
+from kangaroo.cache import Block
+from kangaroo.drafters.autoregressive import Autoregressive
+from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+
+
+@dataclass
+class LayerSkipConfig(DrafterConfig):
+    """Draft & Verify (Zhang et al. 2024, arXiv 2309.08168), skipping whole layers.
+
+    Args:
+        subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
+        skip: these layers instead, counted from 0.
+        steps: at most this many draft tokens a round (the paper's K).
+        threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
+    """
+
+    name: str = "layerskip"
+    subset: str | None = None
+    skip: list[int] | None = None
+    steps: int = 6
+    threshold: float = 0.6
+
+    def build(self, lm: LM) -> LayerSkip:
+        """Errors: `ConfigError`, and what `layer_subset.read` raises."""
+        return LayerSkip(lm, self._skipped(lm), self.steps, self.threshold)
+
+    def _skipped(self, lm: LM) -> list[int]:
+        if self.skip is not None:
+            return self.skip
+        if self.subset is None:
+            raise ConfigError(
+                "drafter=layerskip needs drafter.skip=[...], or drafter.subset= the file that "
+                "python scripts/search_layers.py writes."
+            )
+        return layer_subset.read(self.subset, lm).skip
+
+    def settings(self) -> dict[str, Any]:
+        skip = self.skip if self.subset is None else layer_subset.found(self.subset).skip
+        return super().settings() | {"skip": skip}
+
+
+class LayerSkip(Stateless, Autoregressive):
+    """Drafts on the target's cache: committed keys are the whole model's, and verification writes
+    those of the draft again.
+    """
+
+    def __init__(self, lm: LM, skip: Collection[int], steps: int = 6, threshold: float = 0.6):
+        if not set(skip) < set(range(lm.n_layers)):
+            raise ConfigError(
+                f"drafter.skip={sorted(skip)} must be some, and not all, of the target's layers 0 "
+                f"to {lm.n_layers - 1}."
+            )
+        super().__init__(lm, steps, threshold, window=0)
+        self.runs = layer_subset.runs(skip, lm.n_layers)
+
+    def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
+        x_BND = self.lm.embed(tokens_BN)
+        for layers in self.runs:
+            x_BND, _ = self.lm.run(x_BND, batch.cache, block, layers)
+        return x_BND

@@ -1,0 +1,72 @@
+"""Which of a target's layers a draft may skip: the file that a search leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kangaroo.adapter_files import target_hash
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.model import LM
+
+
+@dataclass
+class LayerSubset:
+    """What a search found.
+
+    Args:
+        skip: layers, counted from 0.
+        target, target_hash: as of an adapter's config.
+        search: budget, figures, provenance.
+    """
+
+    skip: list[int]
+    target: str
+    target_hash: str
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+def runs(skip: Collection[int], n_layers: int) -> list[range]:
+    """The layers that are left, as ranges."""
+    kept = [layer for layer in range(n_layers) if layer not in set(skip)]
+    # layers in a row differ from their places by the same number
+    groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
+    found = [[layer for _, layer in group] for _, group in groups]
+    return [range(group[0], group[-1] + 1) for group in found]
+
+
+def write(subset: LayerSubset, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(subset), indent=2) + "\n")
+
+
+def found(path: str) -> LayerSubset:
+    """Errors: `AdapterNotFound`, `CorruptFile`."""
+    try:
+        return LayerSubset(**json.loads(Path(path).read_text()))
+    except FileNotFoundError as error:
+        raise AdapterNotFound(
+            f"no subset of layers at '{path}': search one (python scripts/search_layers.py "
+            "model=...), or pass drafter.skip=[...]."
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CorruptFile(
+            f"'{path}' is no subset of layers ({error}); search one again: python "
+            "scripts/search_layers.py"
+        ) from error
+
+
+def read(path: str, lm: LM) -> LayerSubset:
+    """Errors: those of `found`, and `AdapterMismatch` where it was searched for another target."""
+    subset = found(path)
+    if subset.target_hash != target_hash(lm):
+        raise AdapterMismatch(
+            f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
+            f"is {lm.name} (config {target_hash(lm)}). Search one for it: python "
+            "scripts/search_layers.py model=..."
+        )
+    return subset

@@ -1,0 +1,205 @@
+"""Search which of a target's layers a draft may skip, by how often it then still agrees.
+
+Shapes: T tokens of a conversation, M assistant positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kangaroo.adapter_files import target_hash
+from kangaroo.cache import Block, KVCache
+from kangaroo.data.chat import Sample
+from kangaroo.errors import ConfigError
+from kangaroo.layer_subset import LayerSubset, runs, write
+from kangaroo.model import LM
+from kangaroo.provenance import provenance
+
+log = logging.getLogger(__name__)
+
+Subset = tuple[int, ...]  # the layers that are skipped, ascending
+
+
+@dataclass
+class SearchConfig:
+    """How much is tried, and on what.
+
+    Args:
+        budget: subsets that are tried.
+        conversations: at the end of the data.
+        max_length: tokens of each.
+        steps: the longest draft that is thought of.
+        seed: of the order in which subsets are tried.
+    """
+
+    budget: int = 200
+    conversations: int = 8
+    max_length: int = 512
+    steps: int = 6
+    seed: int = 0
+
+
+@dataclass
+class Text:
+    """A conversation in the whole target's cache, and what it says at the assistant's positions."""
+
+    tokens_1M: Tensor
+    top_M: Tensor
+    cache: KVCache
+    block: Block
+
+
+def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) -> LayerSubset:
+    """The subset with the best expected speedup among `budget` that a local search tries.
+
+    A change of one layer, or an exchange of two, is kept unless it is worse. What was tried is kept
+    beside `file`, so that a search that was stopped goes on.
+
+    Errors: `ConfigError`.
+    """
+    if config.budget < 1 or config.conversations < 1 or lm.n_layers < 2:
+        raise ConfigError(
+            f"search.budget={config.budget} and search.conversations={config.conversations} must "
+            f"be 1 or more, and the target must have 2 layers, not {lm.n_layers}."
+        )
+    started = time.perf_counter()
+    texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
+    tried = Tried(file.with_suffix(".tried.jsonl"), asdict(config) | {"target": target_hash(lm)})
+    rng = random.Random(config.seed)
+    current: Subset = tuple(range(1, lm.n_layers - 1, 2))  # every other layer
+    best, agreement, speedup = current, 0.0, 0.0
+    bar = tqdm(total=config.budget, unit="subset", desc="searching")
+    seen: set[Subset] = set()
+    subset = current
+    current_speedup = 0.0
+    while len(seen) < config.budget:
+        if subset not in seen:
+            seen.add(subset)
+            right = tried.get(subset)
+            if right is None:
+                right = agreement_of(lm, texts, subset)
+                tried.add(subset, right)
+            expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
+            if expected >= current_speedup:
+                current, current_speedup = subset, expected
+            if expected > speedup:
+                best, agreement, speedup = subset, right, expected
+            bar.update()
+            bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
+        subset = neighbour(current, lm.n_layers, rng)
+    bar.close()
+    about = {
+        "agreement": agreement,
+        "expected_speedup": speedup,
+        "draft_cost": draft_cost(lm, best),
+        "positions": sum(len(text.top_M) for text in texts),
+        "seconds": time.perf_counter() - started,
+        "settings": asdict(config),
+    } | provenance()
+    found = LayerSubset(list(best), lm.name, target_hash(lm), about)
+    write(found, file)
+    return found
+
+
+class Tried:
+    """What each subset was worth, a line of JSON each, on disk at once."""
+
+    def __init__(self, file: Path, settings: dict[str, object]):
+        self.file, self.known = file, dict[Subset, float]()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps(settings)
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        if not lines or lines[0] != head + "\n":
+            file.write_text(head + "\n")
+            return
+        for line in lines[1:]:
+            if line.endswith("\n"):  # the last may have been cut short
+                entry = json.loads(line)
+                self.known[tuple(entry["skip"])] = entry["agreement"]
+        kept = [head, *(self._line(*item) for item in self.known.items())]
+        file.write_text("\n".join(kept) + "\n")
+
+    def get(self, subset: Subset) -> float | None:
+        return self.known.get(subset)
+
+    def add(self, subset: Subset, agreement: float) -> None:
+        with self.file.open("a") as stream:
+            stream.write(self._line(subset, agreement) + "\n")
+
+    @staticmethod
+    def _line(subset: Subset, agreement: float) -> str:
+        return json.dumps({"skip": subset, "agreement": agreement})
+
+
+def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
+    """Another subset: one layer more or less, or one for another."""
+    skipped = set(subset)
+    layer = rng.randrange(n_layers)
+    skipped ^= {layer}
+    if rng.random() < 0.5:
+        skipped ^= {rng.randrange(n_layers)}
+    return tuple(sorted(skipped)) if 0 < len(skipped) < n_layers else subset
+
+
+def draft_cost(lm: LM, skip: Subset) -> float:
+    """Weights that a draft token reads, as a share of a token's."""
+
+    def count(modules: Sequence[torch.nn.Module]) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
+    head = count([lm.head])
+    return (count(kept) + head) / (count(list(lm.layers)) + head)
+
+
+def expected_speedup(agreement: float, cost: float, steps: int) -> float:
+    """With the best number of draft tokens up to `steps`, if each agrees by itself.
+
+    Source: Leviathan et al. 2023, theorem 3.8.
+    """
+    return max(
+        sum(agreement**k for k in range(gamma + 1)) / (gamma * cost + 1)
+        for gamma in range(1, steps + 1)
+    )
+
+
+@torch.no_grad()
+def look(lm: LM, sample: Sample, max_length: int) -> Text:
+    """The whole target's pass over a conversation, and where its tokens go once more, as drafts."""
+    tokens_1T = torch.tensor([sample["input_ids"][:max_length]], device=lm.device)
+    length = tokens_1T.shape[1]
+    wanted_M = torch.tensor(sample["loss_mask"][1:length], device=lm.device).nonzero()[:, 0]
+    count = len(wanted_M)
+    cache = lm.new_cache(1, length + count)
+    block = lm.chunk(0, length, row=0, n_slots=length + count)
+    x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, block, range(lm.n_layers))
+    top_M = lm.logits(x_1TD[:, wanted_M]).argmax(-1)[0]
+    # a draft's token sees the whole target's keys of the text before it, and its own
+    slots_1M = torch.arange(length, length + count, device=lm.device)[None]
+    slots_E = torch.arange(length + count, device=lm.device)
+    hidden_1ME = (slots_E >= wanted_M[:, None]) & (slots_E != slots_1M[0][:, None])
+    drafts = lm.block_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
+    return Text(tokens_1T[:, wanted_M], top_M, cache, drafts)
+
+
+@torch.no_grad()
+def agreement_of(lm: LM, texts: Sequence[Text], skip: Subset) -> float:
+    """How often the first draft token is the target's choice."""
+    right = total = 0
+    for text in texts:
+        x_1MD = lm.embed(text.tokens_1M)
+        for layers in runs(skip, lm.n_layers):
+            x_1MD, _ = lm.run(x_1MD, text.cache, text.block, layers)
+        right += int((lm.logits(x_1MD).argmax(-1)[0] == text.top_M).sum())
+        total += len(text.top_M)
+    return right / total
