@@ -76,27 +76,29 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
     texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
     tried = Tried(file.with_suffix(".tried.jsonl"), asdict(config) | {"target": target_hash(lm)})
     rng = random.Random(config.seed)
-    current: Subset = tuple(range(1, lm.n_layers - 1, 2))  # every other layer
-    best, agreement, speedup = current, 0.0, 0.0
-    bar = tqdm(total=config.budget, unit="subset", desc="searching")
+    budget = min(config.budget, 2**lm.n_layers - 2)  # all subsets but none and all
+    current = best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
+    current_speedup = speedup = agreement = 0.0
     seen: set[Subset] = set()
-    subset = current
-    current_speedup = 0.0
-    while len(seen) < config.budget:
-        if subset not in seen:
-            seen.add(subset)
-            right = tried.get(subset)
-            if right is None:
-                right = agreement_of(lm, texts, subset)
-                tried.add(subset, right)
-            expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
-            if expected >= current_speedup:
-                current, current_speedup = subset, expected
-            if expected > speedup:
-                best, agreement, speedup = subset, right, expected
-            bar.update()
-            bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
-        subset = neighbour(current, lm.n_layers, rng)
+    bar = tqdm(total=budget, unit="subset", desc="searching")
+    while True:
+        seen.add(subset)
+        right = tried.get(subset)
+        if right is None:
+            right = agreement_of(lm, texts, subset)
+            tried.add(subset, right)
+        expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
+        if expected >= current_speedup:
+            current, current_speedup = subset, expected
+        if expected > speedup:
+            best, agreement, speedup = subset, right, expected
+        bar.update()
+        bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
+        if len(seen) == budget:
+            break
+        subset = current
+        while subset in seen:  # where all that is near is known, the walk leads further
+            subset = neighbour(subset, lm.n_layers, rng)
     bar.close()
     about = {
         "agreement": agreement,

@@ -1,0 +1,134 @@
+"""The search for layers to skip: what a subset is worth, and that a search can be stopped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import random_prompts, tiny, vanilla_texts
+
+from kangaroo.drafters.layerskip import LayerSkip
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.layer_subset import found
+from kangaroo.sampling import Sampling
+from kangaroo.training import layer_search
+from kangaroo.training.layer_search import (
+    SearchConfig,
+    agreement_of,
+    draft_cost,
+    expected_speedup,
+    look,
+    search,
+)
+
+PROMPTS = random_prompts(6, 9, 12)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny("llama", deep_scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def samples(lm):
+    texts = vanilla_texts(lm, PROMPTS, 30, Sampling())
+    return [
+        {"input_ids": text, "loss_mask": [0] * len(prompt) + [1] * 30, "messages": []}
+        for text, prompt in zip(texts, PROMPTS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("skip", [(1,), (2, 3), (0,)])
+def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, skip):
+    right = total = 0
+    drafter = LayerSkip(lm, skip, steps=1, threshold=0)
+    for sample, prompt in zip(samples, PROMPTS, strict=True):
+        for length in range(len(prompt) + 1, len(sample["input_ids"])):
+            text = sample["input_ids"][:length]
+            # the text up to here is the prompt: one step drafts what follows
+            (done,) = Engine(lm, drafter).generate([text], 1)
+            right += done.steps[0].accepted
+            total += 1
+    texts = [look(lm, sample, 512) for sample in samples]
+    # each text's first answer token is judged there, and here its last is not reached
+    firsts = [look(lm, {**s, "loss_mask": mask_of(s, len(p))}, 512) for s, p in zip(
+        samples, PROMPTS, strict=True)]  # fmt: skip
+    whole, first = (agreement_of(lm, some, skip) * count(some) for some in (texts, firsts))
+    assert round(whole - first) == right and count(texts) - count(firsts) == total
+    assert 0 < right < total
+
+
+def mask_of(sample, start):
+    return [int(i == start) for i in range(len(sample["input_ids"]))]
+
+
+def count(texts) -> int:
+    return sum(len(text.top_M) for text in texts)
+
+
+def test_expected_speedup_is_leviathans():
+    assert expected_speedup(0.0, 0.5, 4) == pytest.approx(1 / 1.5)
+    assert expected_speedup(1.0, 0.5, 4) == pytest.approx(5 / 3)
+    alpha, cost = 0.8, 0.1
+    closed = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 7))
+    assert expected_speedup(alpha, cost, 6) == pytest.approx(closed)
+
+
+def test_a_draft_costs_what_it_reads(lm):
+    assert draft_cost(lm, ()) == 1
+    layer, head = (sum(p.numel() for p in m.parameters()) for m in (lm.layers[0], lm.head))
+    assert draft_cost(lm, (1, 2)) == pytest.approx((2 * layer + head) / (4 * layer + head))
+
+
+def test_a_search_that_was_stopped_goes_on_and_ends_alike(lm, samples, tmp_path, monkeypatch):
+    config = SearchConfig(budget=8, conversations=3)
+    whole = search(lm, samples, config, tmp_path / "whole.json")
+    assert found(str(tmp_path / "whole.json")).skip == whole.skip
+    assert 0 < len(whole.skip) < 4
+    calls = []
+
+    def counted(*args):
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return agreement_of(*args)
+
+    monkeypatch.setattr(layer_search, "agreement_of", counted)
+    with pytest.raises(KeyboardInterrupt):
+        search(lm, samples, config, tmp_path / "part.json")
+    tried = tmp_path / "part.tried.jsonl"
+    with tried.open("a") as stream:
+        stream.write('{"skip": [1')  # a kill -9 in the middle of a line
+    calls.clear()
+    monkeypatch.setattr(
+        layer_search, "agreement_of", lambda *a: calls.append(a) or agreement_of(*a)
+    )
+    again = search(lm, samples, config, tmp_path / "part.json")
+    assert again.skip == whole.skip and len(calls) == 3
+    assert all(json.loads(line) for line in tried.read_text().splitlines())
+    # other settings begin anew
+    other = SearchConfig(budget=4, conversations=2)
+    calls.clear()
+    search(lm, samples, other, tmp_path / "part.json")
+    assert len(calls) == 4
+
+
+def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
+    config = SearchConfig(budget=14, conversations=3)  # all subsets of four layers
+    best = search(lm, samples, config, tmp_path / "best.json")
+    texts = [look(lm, sample, 512) for sample in samples]
+    subsets = [tuple(i for i in range(4) if bits >> i & 1) for bits in range(1, 15)]
+    worth = {
+        skip: expected_speedup(agreement_of(lm, texts, skip), draft_cost(lm, skip), 6)
+        for skip in subsets
+    }
+    assert worth[tuple(best.skip)] == max(worth.values())
+    assert best.search["expected_speedup"] == pytest.approx(max(worth.values()))
+
+
+def test_a_search_of_nothing_is_refused(lm, samples, tmp_path):
+    with pytest.raises(ConfigError, match="budget=0"):
+        search(lm, samples, SearchConfig(budget=0), tmp_path / "x.json")
+    assert torch.is_grad_enabled()

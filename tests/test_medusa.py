@@ -1,0 +1,158 @@
+"""Medusa: what its heads are taught, the tree of their guesses, and what is drafted.
+
+Shapes: B rows, T tokens, N draft nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import VOCABULARY, tiny
+from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
+
+from kangaroo import adapter_files
+from kangaroo.adapter import Adapter, Architecture
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.medusa import MedusaConfig, chain_of, sparse_tree
+from kangaroo.engine import Engine
+from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.medusa import MedusaHeads
+from kangaroo.sampling import Sampling, candidates
+from kangaroo.training.unroll import look_ahead
+
+HEADS = Architecture(attention=False, own_head=True, medusa_heads=3)
+
+
+def heads_for(lm, parts: Architecture = HEADS, vocabulary_K=None) -> MedusaHeads:
+    """Heads that say something of their own."""
+    heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    generator = torch.Generator().manual_seed(5)
+    for block in heads.blocks:
+        block.weight.data.normal_(std=0.3, generator=generator)
+    return heads.requires_grad_(False)
+
+
+def test_head_k_learns_from_the_state_k_tokens_before():
+    """At every position of packed texts; zeros where the text has not begun."""
+    lm = tiny("llama")
+    heads = heads_for(lm)
+    states_BTD = torch.randn(1, 9, 32)
+    block = lm.chunk(0, 9, row=0, n_slots=9)
+    block.positions_RT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])  # two texts in a row
+    for k, learnt_BTD in enumerate(look_ahead(heads, states_BTD, block, 3), start=1):
+        for t, position in enumerate(block.positions_RT[0].tolist()):
+            before_D = states_BTD[0, t - k] if position >= k else torch.zeros(32)
+            torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
+
+
+def test_heads_begin_as_the_targets_own():
+    lm = tiny("llama")
+    heads = MedusaHeads(lm, HEADS).start_from(lm)
+    x_BND = torch.randn(2, 3, 32)
+    for index, head in enumerate(heads.draft_heads(lm, None)):
+        assert torch.equal(head(heads(x_BND, index).flatten(0, 1)), lm.head(x_BND.flatten(0, 1)))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS["sampled"]], ids=["greedy", "sampled"])
+def test_drafts_are_guesses_from_the_last_state_in_the_cache(monkeypatch, sampling):
+    case = case_of("llama", "sampled")
+    lm = case.lm
+    choices = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
+    drafter = medusa(lm, choices)
+    propose, checked = drafter.propose, []
+
+    @torch.no_grad()
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            text = batch.texts[row]
+            if batch.done_B[row] or len(text) == 1:
+                continue
+            lm.hf.set_attn_implementation("sdpa")
+            h_1TD = lm.hf.model(torch.tensor([text[:-1]])).last_hidden_state
+            lm.hf.set_attn_implementation("kangaroo")
+            guesses = []
+            for index, head in enumerate(drafter.draft_heads):
+                logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
+                position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
+                found = candidates(logits_1V[:, None], position, sampling, seed, 3)
+                guesses.append(found[0, 0].tolist())
+            expected = [guesses[len(path) - 1][path[-1]] for path in choices]
+            assert draft.tokens_BN[row, 1:].tolist() == expected
+            checked.append(row)
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    assert len(checked) > 20
+    assert {step.accepted for g in done for step in g.steps} >= {0, 1}
+
+
+def test_the_sparse_tree_is_the_best_of_its_size():
+    """Against all trees, on two heads of three guesses."""
+    guesses = [[0.5, 0.2, 0.25], [0.4, 0.3, 0.1]]
+    nodes = [(i,) for i in range(3)] + list(itertools.product(range(3), repeat=2))
+
+    def worth(paths):
+        return sum(math.prod(guesses[d][r] for d, r in enumerate(path)) for path in paths)
+
+    for size in (1, 3, 5, 8):
+        trees = [
+            tree
+            for tree in itertools.combinations(nodes, size)
+            if all(len(path) == 1 or path[:-1] in tree for path in tree)
+        ]
+        found = sparse_tree(guesses, size)
+        assert len(found) == size and tuple(found) in {tuple(sorted(t, key=lambda p: (len(p), p)))
+                                                       for t in trees}  # fmt: skip
+        assert worth(found) == pytest.approx(max(map(worth, trees)))
+    assert sparse_tree(guesses, 99) == sorted(nodes, key=lambda path: (len(path), path))
+    assert sparse_tree([right[:1] for right in guesses], 9) == chain_of(2)
+
+
+def saved(lm, tmp_path, guesses=((0.5, 0.2), (0.4, 0.1), (0.2, 0.1))) -> str:
+    heads = heads_for(lm)
+    frequent_K = torch.arange(VOCABULARY)
+    described = adapter_files.describe(lm, heads, {}, None, [list(row) for row in guesses])
+    return str(adapter_files.save(heads, described, frequent_K, tmp_path / "heads"))
+
+
+def test_heads_are_saved_and_loaded_with_how_often_their_guesses_are_right(tmp_path):
+    lm = tiny("llama")
+    path = saved(lm, tmp_path)
+    loaded, heads = adapter_files.load_any(path, lm)
+    assert isinstance(loaded, MedusaHeads) and len(heads) == 3
+    for name, weight in heads_for(lm).state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.bfloat16().float())
+    config = adapter_files.read_config(path)
+    assert config.parameters == 3 * (32 * 32 + 32 * VOCABULARY)
+    drafter = MedusaConfig(heads=path, nodes=4).build(lm)
+    assert drafter.tree.size == 5 and not drafter.tree.is_chain
+    chain = MedusaConfig(heads=path, nodes=9, top_k=1).build(lm)
+    assert chain.tree.size == 4 and chain.tree.is_chain
+
+
+def test_adapters_and_heads_are_not_taken_for_each_other(tmp_path):
+    lm = tiny("llama")
+    with pytest.raises(AdapterMismatch, match="drafter=medusa"):
+        KangarooConfig(adapter=saved(lm, tmp_path)).build(lm)
+    adapter = Adapter(lm, 2).start_from(lm)
+    described = adapter_files.describe(lm, adapter, {})
+    path = adapter_files.save(adapter, described, torch.arange(VOCABULARY), tmp_path / "adapter")
+    with pytest.raises(AdapterMismatch, match="drafter=kangaroo"):
+        MedusaConfig(heads=str(path)).build(lm)
+
+
+def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
+    lm = tiny("llama")
+    with pytest.raises(ConfigError, match=r"nodes=0"):
+        MedusaConfig(heads=saved(lm, tmp_path), nodes=0).build(lm)
+    with pytest.raises(ConfigError, match="train them again"):
+        MedusaConfig(heads=saved(lm, tmp_path, guesses=())).build(lm)
+    for fields in ({"attention": True}, {"fused": True}, {"medusa_heads": -1}):
+        with pytest.raises(ConfigError, match="medusa_heads"):
+            Architecture(**({"attention": False, "medusa_heads": 2} | fields))
