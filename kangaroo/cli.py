@@ -23,15 +23,19 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
-from kangaroo import adapter_files, models, ranks
+from kangaroo import adapter_files, datastore, models, ranks
 from kangaroo.blueprint import blueprint
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.documents import documents
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.lookahead import LookaheadConfig
+from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+from kangaroo.drafters.rest import RestConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import KangarooError
@@ -124,6 +128,16 @@ class CompareCommand:
 
 
 @dataclass
+class DatastoreCommand:
+    """`python scripts/build_datastore.py`: documents that drafters may search."""
+
+    model: ModelConfig = MISSING
+    data: Any = None  # a dataset; null takes the texts alone
+    texts: list[str] = field(default_factory=list)  # files, each a document
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -143,6 +157,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
+    cs.store(name="datastore_schema", node=DatastoreCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
@@ -152,6 +167,9 @@ def register() -> None:
     cs.store(group="data", name="mix_schema", node=MixConfig)
     cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
+    cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
+    cs.store(group="drafter", name="rest_schema", node=RestConfig)
+    cs.store(group="drafter", name="lookahead_schema", node=LookaheadConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
 
@@ -303,6 +321,22 @@ def compare(config: CompareCommand) -> None:
     (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
     (output / "compare.md").write_text(table)
     log.info("compare.md and compare.json are in %s\n%s", output, table)
+
+
+@command("datastore")
+def build_datastore(config: DatastoreCommand) -> None:
+    """Make a finished dataset and text files searchable."""
+    lm, tokenizer = load_target(config.model)
+    if config.data is not None:
+        config.data.make(lm, tokenizer)
+    found, origin = documents(config.data and config.data.path, config.texts, tokenizer)
+    made = datastore.index(found, lm.config.vocab_size)
+    folder = datastore.save(made, lm, Path(config.output), origin | provenance())
+    log.info(
+        "%d tokens of %d documents in %.1f s; use them: python evaluate.py drafter=rest "
+        "'drafter.datastore=\"%s\"'",
+        made.about["tokens"], made.about["documents"], made.about["build_seconds"], folder,
+    )  # fmt: skip
 
 
 @command("chat")

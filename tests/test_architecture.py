@@ -19,7 +19,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # trace, ...) is no concern of the core: no group up to the engine may import it.
 LAYERS = [
     {"errors", "tree", "cache", "sampling", "verify"},
-    {"folders", "native", "graphs", "model", "adapter", "adapter_files", "batch"},
+    {"folders", "native", "graphs", "model", "adapter", "adapter_files", "batch", "datastore"},
     {"drafters", "engine"},
     {"data", "training", "evaluation", "serve"},
     {"cli"},

@@ -23,8 +23,12 @@ from helpers import (
 )
 
 from kangaroo.adapter import Adapter, Architecture, DraftHead
+from kangaroo.datastore import Datastore, index
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.model import LM
@@ -49,6 +53,12 @@ def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
     return Kangaroo(lm, adapter_for(lm, architecture=Architecture(**parts)), 4, 0.3)
 
 
+def datastore_of(case: Case) -> Datastore:
+    """Of some texts whole, of the others another half: right here, wrong there, nothing elsewhere."""
+    halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
+    return index(case.texts[::2] + halves, case.lm.config.vocab_size)
+
+
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
@@ -63,6 +73,14 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
+    "prompt-lookup": lambda case: PromptLookup(),
+    "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
+    "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
+    "rest-tree-sparse": lambda case: Rest(datastore_of(case), RestConfig(max_matches=3)),
+    "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
+    "lookahead-tree-small": lambda case: Lookahead(
+        LookaheadConfig(window=1, ngram=2, guesses=1, pool=2, pool_from_prompt=False)
+    ),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
     "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
