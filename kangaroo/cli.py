@@ -132,7 +132,7 @@ class DatastoreCommand:
     """`python scripts/build_datastore.py`: documents that drafters may search."""
 
     model: ModelConfig = MISSING
-    data: Any = None  # a dataset; null takes the texts alone
+    data: Any = None  # a dataset; '~data' on the command line leaves it out
     texts: list[str] = field(default_factory=list)  # files, each a document
     output: str = MISSING
 

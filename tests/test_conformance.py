@@ -54,7 +54,7 @@ def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
 
 
 def datastore_of(case: Case) -> Datastore:
-    """Of some texts whole, of the others another half: right here, wrong there, nothing elsewhere."""
+    """Some texts whole, others half, and rubbish: right here, wrong there, nothing elsewhere."""
     halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
@@ -199,6 +199,8 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-fused",
         "kangaroo-fused-layer",
         "sometimes",
+        "prompt-lookup-reference",
+        "rest-tree",
     ):
         assert 0.2 < accepted_share(steps[name]) < 0.9, name
     assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}

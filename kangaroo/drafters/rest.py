@@ -38,7 +38,7 @@ class RestConfig(DrafterConfig):
     datastore: str = "???"
     max_token_span: int = 16
     min_token_span: int = 2
-    max_matches: int = 5000
+    max_matches: int = 1000
     steps: int = 10
     num_draft: int = 64
 
