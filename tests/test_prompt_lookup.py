@@ -124,7 +124,7 @@ def test_a_reference_is_searched_where_the_text_has_no_match_of_that_length(ngra
     assert differs > 3
 
 
-def test_a_reference_is_a_datastore_on_the_disk_and_its_tokens_count_as_settings(tmp_path):
+def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(tmp_path):
     lm = tiny()
     save(index([[1, 2, 3, 4]], 64), lm, tmp_path / "a", {})
     save(index([[1, 2, 3, 5]], 64), lm, tmp_path / "b", {})
@@ -133,7 +133,7 @@ def test_a_reference_is_a_datastore_on_the_disk_and_its_tokens_count_as_settings
     (text,) = begun(drafter, [7, 2, 3]).texts
     assert drafter.continuation(0, text) == [4]
     first, second = (config.settings() for config in configs)
-    assert first["tokens"] != second["tokens"]
+    assert first["fingerprint"] != second["fingerprint"]
 
 
 @pytest.mark.parametrize("ngram", [2, 3])

@@ -92,7 +92,7 @@ class Lookahead(Stateless):
         # where nothing fits the tokens are padding, which has to be of the vocabulary all the same
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
         window_BM = self.window_BJW.flatten(1)
-        found_BM = found_BG.repeat_interleave(self.levels, 1)
+        found_BM = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
         always_BM = torch.ones_like(window_BM, dtype=torch.bool)
         self.drafted = Draft(
             tokens_BN=torch.cat([pending_B1, window_BM, guess_BGJ.flatten(1)], 1),

@@ -38,7 +38,7 @@ class PromptLookupConfig(DrafterConfig):
     def settings(self) -> dict[str, Any]:
         if self.reference is None:
             return super().settings()
-        return super().settings() | {"tokens": datastore.fingerprint(self.reference)}
+        return super().settings() | {"fingerprint": datastore.fingerprint(self.reference)}
 
 
 class PromptLookup(FromText):

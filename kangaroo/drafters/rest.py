@@ -47,7 +47,7 @@ class RestConfig(DrafterConfig):
         return Rest(datastore.load(self.datastore, lm), self)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"tokens": datastore.fingerprint(self.datastore)}
+        return super().settings() | {"fingerprint": datastore.fingerprint(self.datastore)}
 
 
 class Rest(FromText):
