@@ -23,12 +23,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
-from kangaroo import adapter_files, models, ranks
+from kangaroo import adapter_files, datastore, models, ranks
 from kangaroo.blueprint import blueprint
 from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.documents import documents
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.cascade import CascadeConfig
@@ -36,7 +37,10 @@ from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.layerskip import LayerSkipConfig
+from kangaroo.drafters.lookahead import LookaheadConfig
 from kangaroo.drafters.medusa import MedusaConfig
+from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+from kangaroo.drafters.rest import RestConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import KangarooError
@@ -141,6 +145,16 @@ class SearchCommand:
 
 
 @dataclass
+class DatastoreCommand:
+    """`python scripts/build_datastore.py`: documents that drafters may search."""
+
+    model: ModelConfig = MISSING
+    data: Any = None  # a dataset; '~data' on the command line leaves it out
+    texts: list[str] = field(default_factory=list)  # files, each a document
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -161,6 +175,7 @@ def register() -> None:
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="search_schema", node=SearchCommand)
+    cs.store(name="datastore_schema", node=DatastoreCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
@@ -175,6 +190,9 @@ def register() -> None:
     cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
     cs.store(group="drafter", name="layerskip_schema", node=LayerSkipConfig)
     cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
+    cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
+    cs.store(group="drafter", name="rest_schema", node=RestConfig)
+    cs.store(group="drafter", name="lookahead_schema", node=LookaheadConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
 
@@ -338,6 +356,22 @@ def search(config: SearchCommand) -> None:
     log.info(
         "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * found.search["agreement"],
         config.output,
+    )  # fmt: skip
+
+
+@command("datastore")
+def build_datastore(config: DatastoreCommand) -> None:
+    """Make a finished dataset and text files searchable."""
+    lm, tokenizer = load_target(config.model)
+    if config.data is not None:
+        config.data.make(lm, tokenizer)
+    found, origin = documents(config.data and config.data.path, config.texts, tokenizer)
+    made = datastore.index(found, lm.config.vocab_size)
+    folder = datastore.save(made, lm, Path(config.output), origin | provenance())
+    log.info(
+        "%d tokens of %d documents in %.1f s; use them: python evaluate.py drafter=rest "
+        "'drafter.datastore=\"%s\"'",
+        made.about["tokens"], made.about["documents"], made.about["build_seconds"], folder,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ LAYERS = [
         "export",
         "layer_subset",
         "batch",
+        "datastore",
     },
     {"drafters", "engine"},
     {"data", "training", "evaluation", "serve"},

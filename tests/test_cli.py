@@ -156,6 +156,28 @@ def test_training_on_conversations_from_a_file(tmp_path):
         assert saved["training"]["data"]["settings"]["source"] == "talks.json"
 
 
+def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
+    (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    settings = [
+        "data.shards=1", "data.shard_size=16", "data.max_question_tokens=16",
+        "data.max_answer_tokens=48", "data.keep_unfinished_questions=true",
+    ]  # fmt: skip
+    for source, documents in (settings, 17), (["~data"], 1):
+        built = run(
+            "scripts/build_datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
+        )
+        assert built.returncode == 0, built.stderr
+        about = json.loads((tmp_path / "outputs/datastore/tiny/datastore.json").read_text())
+        assert about["documents"] <= documents and about["texts"] == ["notes.txt"]
+        assert about["target"] == "random:tiny" and about["versions"]["torch"]
+        assert (about["dataset"] is None) == (documents == 1)
+    evaluated = run(
+        "evaluate.py", "model=tiny", "drafter=rest", "question_end=1", "max_new_tokens=4",
+        "warmup=0", cwd=tmp_path,
+    )  # fmt: skip
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
 def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     logger = ["logger=wandb", "logger.mode=offline"]
     train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)

@@ -24,13 +24,17 @@ from helpers import (
 )
 
 from kangaroo.adapter import Adapter, Architecture, DraftHead
+from kangaroo.datastore import Datastore, index
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layerskip import LayerSkip
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa, chain_of
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.export import draft_model
@@ -69,6 +73,12 @@ def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) ->
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     heads = heads.to(lm.dtype).requires_grad_(False)
     return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
+
+
+def datastore_of(case: Case) -> Datastore:
+    """Some texts whole, others half, and rubbish: right here, wrong there, nothing elsewhere."""
+    halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
+    return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
 # A new drafter adds its line here.
@@ -111,6 +121,14 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, chain_of(3), own_head=False),
+    "prompt-lookup": lambda case: PromptLookup(),
+    "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
+    "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
+    "rest-tree-sparse": lambda case: Rest(datastore_of(case), RestConfig(max_matches=3)),
+    "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
+    "lookahead-tree-small": lambda case: Lookahead(
+        LookaheadConfig(window=1, ngram=2, guesses=1, pool=2, pool_from_prompt=False)
+    ),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
     "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
@@ -119,7 +137,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
 }
 
-TREES = {"medusa", "cascade-of-trees", "lookahead", "rest"} | {
+TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
     name for name in DRAFTERS if "tree" in name
 }
 CHAINS = [name for name in DRAFTERS if name not in TREES]
@@ -234,6 +252,8 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-fused",
         "kangaroo-fused-layer",
         "sometimes",
+        "prompt-lookup-reference",
+        "rest-tree",
     ):
         assert 0.2 < accepted_share(steps[name]) < 0.9, name
     assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}

@@ -564,6 +564,21 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
         assert syncs.total == 1 + asked, syncs.seen
 
 
+@pytest.mark.parametrize(
+    "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
+)
+def test_drafts_from_text_or_from_the_pool_wait_for_no_device(case, monkeypatch, name):
+    engine = Engine(case.lm, DRAFTERS[name](case))
+    batch = engine.open(3, 90, HOT)
+    for row, prompt in enumerate(PROMPTS):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1, syncs.seen
+
+
 def test_a_tree_step_waits_for_the_device_but_once(case, monkeypatch):
     """The drafter aside: the engine moves accepted paths without asking how long they are."""
     engine = Engine(case.lm, DRAFTERS["tree"](case))

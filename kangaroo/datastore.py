@@ -1,0 +1,184 @@
+"""Documents as tokens that can be searched: one array of all of them, and its suffix array.
+
+Shapes: L tokens, a separator after each document included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydivsufsort import divsufsort
+
+from kangaroo.errors import CorruptFile, DataError
+from kangaroo.model import LM
+
+TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
+
+
+@dataclass
+class Datastore:
+    """Tokens of documents, and where every gram of theirs stands.
+
+    Args:
+        tokens_L: all documents, each followed by the separator.
+        suffixes_L: where the suffixes of `tokens_L` start, in their order.
+        separator: the size of the vocabulary, so above every token.
+        about: counts, the fingerprint, and what the folder says of the documents' origin.
+    """
+
+    tokens_L: np.ndarray
+    suffixes_L: np.ndarray
+    separator: int
+    about: dict[str, Any]
+
+    def find(self, gram: Sequence[int]) -> range:
+        """Those places in `suffixes_L` where a gram stands and its document goes on after it."""
+        low, high = 0, len(self.suffixes_L)
+        places = range(high)
+        for depth, token in enumerate(gram):
+            key = partial(self._token, depth)
+            low = bisect_left(places, token, low, high, key=key)
+            high = bisect_right(places, token, low, high, key=key)
+        after = partial(self._token, len(gram))
+        return range(low, bisect_left(places, self.separator, low, high, key=after))
+
+    def longest(self, text: Sequence[int], most: int, least: int) -> tuple[int, range]:
+        """How many tokens, `most` to `least`, at the end of a text are found, and where (`find`).
+
+        Where none are, the places are empty.
+        """
+        spans = range(least, min(most, len(text)) + 1)
+        # whatever is found is found without its first token
+        count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
+        return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
+
+    def after(self, start: int, count: int) -> list[int]:
+        """At most `count` tokens from a place in `tokens_L` on, to the end of the document."""
+        tokens = self.tokens_L[start : start + count].tolist()
+        return tokens[: tokens.index(self.separator)] if self.separator in tokens else tokens
+
+    def _token(self, depth: int, place: int) -> int:
+        return int(self.tokens_L[int(self.suffixes_L[place]) + depth])
+
+
+def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
+    """The datastore of some documents; empty ones are left out.
+
+    Errors: `DataError` where there are no tokens.
+    """
+    start = time.perf_counter()
+    dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
+    kept = [np.array([*document, vocab_size], dtype) for document in documents if document]
+    if not kept:
+        raise DataError("the documents hold no tokens, so there is nothing to search.")
+    tokens_L = np.concatenate(kept)
+    suffixes_L = divsufsort(tokens_L)
+    if len(tokens_L) <= np.iinfo(np.int32).max:
+        suffixes_L = suffixes_L.astype(np.int32)
+    about = {
+        "vocab_size": vocab_size,
+        "documents": len(kept),
+        "tokens": len(tokens_L),
+        "fingerprint": hashlib.sha256(tokens_L.tobytes()).hexdigest()[:16],
+        "build_seconds": round(time.perf_counter() - start, 3),
+    }
+    return Datastore(tokens_L, suffixes_L, vocab_size, about)
+
+
+def save(store: Datastore, lm: LM, folder: Path, facts: dict[str, Any]) -> Path:
+    """Write a datastore of `lm`'s vocabulary; the folder appears when it is complete.
+
+    A datastore that lies there is replaced.
+
+    Args:
+        facts: where the documents come from, as JSON values.
+
+    Errors: `DataError` where the folder is something else.
+    """
+    if folder.exists() and not (folder / ABOUT).is_file():
+        raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    np.save(part / TOKENS, store.tokens_L)
+    np.save(part / SUFFIXES, store.suffixes_L)
+    recorded = {"target": lm.name} | identity(lm) | store.about | facts
+    (part / ABOUT).write_text(json.dumps(recorded, indent=2) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(part, folder)
+    return folder
+
+
+def load(path: str, lm: LM) -> Datastore:
+    """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read.
+
+    Errors: `DataError` where there is none, or it is of another vocabulary; `CorruptFile`.
+    """
+    about, folder = read_about(path), Path(path)
+    own = identity(lm)
+    other = {name: about.get(name) for name in own}
+    if other != own:
+        raise DataError(
+            f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
+            f"target is {lm.name} ({_words(own)}). Build one for it: python "
+            "scripts/build_datastore.py model=..."
+        )
+    try:
+        # as plain arrays: a memmap's own indexing is several times slower
+        tokens_L = np.asarray(np.load(folder / TOKENS, mmap_mode="r"))
+        suffixes_L = np.asarray(np.load(folder / SUFFIXES, mmap_mode="r"))
+    except (OSError, ValueError, EOFError) as error:
+        raise _unreadable(path, error) from error
+    if not len(tokens_L) == len(suffixes_L) == about.get("tokens"):
+        raise _unreadable(
+            path,
+            f"{len(tokens_L)} tokens and {len(suffixes_L)} suffixes, not {about.get('tokens')}",
+        )
+    return Datastore(tokens_L, suffixes_L, lm.config.vocab_size, about)
+
+
+def read_about(path: str) -> dict[str, Any]:
+    """What a datastore's folder says of it.
+
+    Errors: `DataError` where there is none, `CorruptFile`.
+    """
+    file = Path(path) / ABOUT
+    if not file.is_file():
+        raise DataError(
+            f"no datastore at '{path}' ({ABOUT} is missing). Build one: python "
+            "scripts/build_datastore.py"
+        )
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def fingerprint(path: str) -> str:
+    """Hash of a datastore's tokens, as its folder has it."""
+    return str(read_about(path).get("fingerprint"))
+
+
+def identity(lm: LM) -> dict[str, Any]:
+    """What tells vocabularies apart, as far as a model without its tokenizer knows it."""
+    return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}
+
+
+def _words(identity: dict[str, Any]) -> str:
+    return f"{identity['vocab_size']} tokens, BOS {identity['bos_token_id']}"
+
+
+def _unreadable(path: str, error: Exception | str) -> CorruptFile:
+    return CorruptFile(f"datastore '{path}' cannot be read ({error}); build it again.")

@@ -1,0 +1,154 @@
+"""Lookahead: a Jacobi window writes n-grams into a pool, and those that fit are verified beside it.
+
+Shapes: B rows, N draft nodes, W columns of the window, J = `ngram` - 1 levels of it, P n-grams of
+the pool, G guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kangaroo.batch import Batch
+from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+from kangaroo.tree import Draft, Tree
+from kangaroo.verify import Verdict
+
+
+@dataclass
+class LookaheadConfig(DrafterConfig):
+    """Lookahead decoding (arXiv 2402.02057).
+
+    A round verifies (window + guesses) * (ngram - 1) nodes beside the pending token.
+
+    Args:
+        window: places ahead of the text that are guessed at a time (the paper's W).
+        ngram: tokens of an n-gram (N).
+        guesses: n-grams that are verified a round (G), the newest that start with the pending
+            token.
+        pool: n-grams that are kept, a row.
+        pool_from_prompt: the prompt's n-grams are in the pool from the start.
+    """
+
+    name: str = "lookahead"
+    window: int = 15
+    ngram: int = 5
+    guesses: int = 15
+    pool: int = 4096
+    pool_from_prompt: bool = True
+
+    def build(self, lm: LM) -> Lookahead:
+        return Lookahead(self)
+
+
+class Lookahead(Stateless):
+    """The window's level j holds tokens j + 1 places after the pending one, and on by column.
+
+    Level 0 is a chain, and each column hangs below its token there. What the target writes after
+    the last level completes an n-gram a column, and is the next last level: the levels move down by
+    one a round. The window and the pool are a row's own and fixed by its text alone.
+    """
+
+    def __init__(self, options: LookaheadConfig):
+        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
+            value = getattr(options, name)
+            if value < least:
+                raise ConfigError(f"drafter.{name} must be {least} or more, not {value}.")
+        if options.pool < max(options.window, options.guesses):
+            raise ConfigError(
+                f"drafter.pool={options.pool} must hold the n-grams of a round at least: "
+                f"window={options.window} new ones, guesses={options.guesses} of the old."
+            )
+        self.options, self.levels = options, options.ngram - 1
+        self.max_nodes = (options.window + options.guesses) * self.levels
+
+    def begin(self, batch: Batch) -> None:
+        size, options, device = batch.size, self.options, batch.length_B.device
+        self.tree = topology(options.window, self.levels, options.guesses, device)
+        self.window_BJW = torch.zeros(
+            size, self.levels, options.window, dtype=torch.long, device=device
+        )
+        # the newest first; -1 where there is none
+        self.pool_BPN = torch.full((size, options.pool, options.ngram), -1, device=device)
+        self.texts: list[list[int] | None] = [None] * size
+        self.drafted: Draft | None = None
+
+    def propose(self, batch: Batch) -> Draft:
+        for row, text in enumerate(batch.texts):
+            if text is not self.texts[row]:  # a prompt of one token has no prefill to tell of it
+                self._start(row, text)
+        pending_B1, guesses = batch.last(1), self.options.guesses
+        age_P = torch.arange(self.options.pool, device=pending_B1.device)
+        fits_BP = self.pool_BPN[..., 0] == pending_B1
+        age_BP = torch.where(fits_BP, age_P, self.options.pool)
+        age_BG = age_BP.topk(guesses, largest=False, sorted=True).values
+        found_BG = age_BG < self.options.pool
+        index_BGJ = (age_BG * found_BG)[..., None].expand(-1, -1, self.levels)
+        # where nothing fits the tokens are padding, which has to be of the vocabulary all the same
+        guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
+        window_BM = self.window_BJW.flatten(1)
+        found_BM = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
+        always_BM = torch.ones_like(window_BM, dtype=torch.bool)
+        self.drafted = Draft(
+            tokens_BN=torch.cat([pending_B1, window_BM, guess_BGJ.flatten(1)], 1),
+            tree=self.tree,
+            valid_BN=torch.cat([always_BM[:, :1], always_BM, found_BM], 1),
+        )
+        return self.drafted
+
+    def observe(
+        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
+    ) -> None:
+        if draft is not self.drafted:  # another draft was verified, whose nodes are not the window
+            return
+        last = 1 + (self.levels - 1) * self.options.window
+        new_BW = verdict.choice_BN[:, last : last + self.options.window]
+        self.window_BJW = torch.cat([self.window_BJW, new_BW[:, None]], 1)
+        grams_BWN = self.window_BJW.transpose(1, 2)
+        self.window_BJW = self.window_BJW[:, 1:]
+        self.pool_BPN = remember(self.pool_BPN, grams_BWN)
+
+    def _start(self, row: int, text: list[int]) -> None:
+        """A window of the prompt's last tokens and, if that is asked for, a pool of its n-grams."""
+        options, device = self.options, self.window_BJW.device
+        reach = options.window + self.levels - 1
+        tail = (text * (1 + reach // len(text)))[-reach:]
+        tail_R = torch.tensor(tail, device=device)
+        self.window_BJW[row] = tail_R.unfold(0, options.window, 1)
+        grams = list(zip(*(text[i:] for i in range(options.ngram)), strict=False))
+        newest = list(dict.fromkeys(reversed(grams)))[: options.pool]
+        self.pool_BPN[row] = -1
+        if newest and options.pool_from_prompt:
+            self.pool_BPN[row, : len(newest)] = torch.tensor(newest, device=device)
+        self.texts[row] = text
+
+
+def remember(pool_BPN: Tensor, grams_BWN: Tensor) -> Tensor:
+    """The pool with new n-grams in front, the last of them first, and none of them twice.
+
+    Those that have been new for longest ago fall out.
+    """
+    size, pool_BPN = pool_BPN.shape[1], torch.cat([grams_BWN.flip(1), pool_BPN], 1)
+    n_new = grams_BWN.shape[1]
+    same_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)
+    again_BP = (same_BPW.tril(-1)).any(-1)  # column i is at place i, and newer than those after it
+    kept_BP = (pool_BPN[..., 0] >= 0) & ~again_BP
+    place_BP = torch.where(kept_BP, kept_BP.cumsum(1) - 1, size).clamp(max=size)
+    ordered_BPN = torch.full_like(pool_BPN[:, : size + 1], -1)  # the last place is for what goes
+    ordered_BPN.scatter_(1, place_BP[..., None].expand_as(pool_BPN), pool_BPN)
+    return ordered_BPN[:, :size]
+
+
+@lru_cache(maxsize=16)
+def topology(window: int, levels: int, guesses: int, device: torch.device) -> Tree:
+    """The root, the window level by level, then the guesses one by one."""
+    parents = [0, *range(window)]  # level 0 is a chain
+    parents += range(1, 1 + (levels - 1) * window)  # a window's width before
+    first = len(parents)
+    parents += [first + i - 1 if i % levels else 0 for i in range(guesses * levels)]
+    return Tree(torch.tensor([parents], device=device), max_depth=window + levels - 1)

@@ -1,0 +1,174 @@
+"""What prompt lookup drafts: transformers' candidates, token for token, and LLMA's references."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import random_prompts, tiny
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from kangaroo.datastore import index, save
+from kangaroo.drafters import prompt_lookup as module
+from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from kangaroo.engine import Engine, Request
+from kangaroo.errors import ConfigError, DataError
+from kangaroo.evaluation.speed_trials import timed_engine, timed_generate
+from kangaroo.sampling import Sampling
+
+SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
+
+
+def repeating(length: int, alphabet: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(alphabet, (length,), generator=generator).tolist()
+
+
+def begun(drafter: PromptLookup, *texts: list[int], eos: tuple[int, ...] = ()) -> SimpleNamespace:
+    """Only what the drafter reads of a batch."""
+    eos_ids_E = torch.tensor(eos, dtype=torch.long)
+    batch = SimpleNamespace(texts=list(texts), eos_ids_E=eos_ids_E)
+    drafter.begin(batch)
+    return batch
+
+
+def by_transformers(text: list[int], ngram: int, count: int, eos: tuple[int, ...]) -> list[int]:
+    generator = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor(eos) if eos else None,
+        num_output_tokens=count,
+        max_matching_ngram_size=ngram,
+        max_length=10**6,
+    )
+    return generator.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("eos", [(), (2,), (0, 3)])
+@pytest.mark.parametrize("alphabet", [4, 12, 60])
+@pytest.mark.parametrize("ngram, count", SIZES)
+def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
+    drafter, drafted = PromptLookup(ngram, count), 0
+    batch = begun(drafter, [1], [2], eos=eos)
+    for seed, length in enumerate((60, 25)):  # the second prompt takes the row of the first
+        coming = repeating(length, alphabet, seed)
+        batch.texts[1] = text = coming[: 1 + 7 * seed]
+        for token in coming[len(text) :]:
+            found = drafter.continuation(1, text)
+            assert found == by_transformers(text, ngram, count, eos)
+            drafted += len(found)
+            text.append(token)
+    assert drafted > 10
+
+
+@pytest.mark.parametrize("ngram, count", SIZES)
+def test_another_drafters_tokens_are_looked_up_too_but_not_kept(ngram, count):
+    drafter = PromptLookup(ngram, count)
+    coming = repeating(60, 12, seed=3)
+    (text,) = begun(drafter, coming[:1]).texts
+    for i, token in enumerate(coming[1:]):
+        longer = text + repeating(1 + i % 5, 13, seed=100 + i)
+        assert drafter.continuation(0, longer) == by_transformers(longer, ngram, count, ())
+        assert drafter.continuation(0, text) == by_transformers(text, ngram, count, ())
+        text.append(token)
+
+
+def test_a_step_reads_only_what_was_added(monkeypatch):
+    reads = []
+
+    class Counting(module.Grams):
+        def grow(self):
+            before = self.known
+            super().grow()
+            reads.append(self.known - before)
+
+    monkeypatch.setattr(module, "Grams", Counting)
+    drafter = PromptLookup()
+    (text,) = begun(drafter, repeating(500, 20, seed=0)).texts
+    for _ in range(3):
+        drafter.continuation(0, text)
+        text += [1, 2]
+    assert reads == [499, 2, 2]
+
+
+def in_reference(documents: list[list[int]], gram: list[int], count: int) -> list[int] | None:
+    """What follows the first place of a gram."""
+    n = len(gram)
+    for document in documents:
+        for end in range(n, len(document)):
+            if document[end - n : end] == gram:
+                return document[end : end + count]
+    return None
+
+
+def with_reference(text: list[int], documents: list[list[int]], ngram: int, count: int):
+    for n in range(min(ngram, len(text) - 1), 0, -1):
+        for searched in ([text], documents):
+            found = in_reference(searched, text[-n:], count)
+            if found is not None:
+                return found
+    return []
+
+
+@pytest.mark.parametrize("ngram, count", SIZES)
+def test_a_reference_is_searched_where_the_text_has_no_match_of_that_length(ngram, count):
+    documents = [repeating(length, 20, seed=50 + length) for length in (1, 9, 40, 30)]
+    drafter = PromptLookup(ngram, count, index(documents, vocab_size=64))
+    coming = repeating(50, 22, seed=4)
+    (text,) = begun(drafter, coming[:1]).texts
+    differs = 0
+    for token in coming[1:]:
+        expected = with_reference(text, documents, ngram, count)
+        assert drafter.continuation(0, text) == expected
+        differs += expected != with_reference(text, [], ngram, count)
+        text.append(token)
+    assert differs > 3
+
+
+def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(tmp_path):
+    lm = tiny()
+    save(index([[1, 2, 3, 4]], 64), lm, tmp_path / "a", {})
+    save(index([[1, 2, 3, 5]], 64), lm, tmp_path / "b", {})
+    configs = [PromptLookupConfig(reference=str(tmp_path / name)) for name in "ab"]
+    drafter = configs[0].build(lm)
+    (text,) = begun(drafter, [7, 2, 3]).texts
+    assert drafter.continuation(0, text) == [4]
+    first, second = (config.settings() for config in configs)
+    assert first["fingerprint"] != second["fingerprint"]
+
+
+@pytest.mark.parametrize("ngram", [2, 3])
+def test_as_many_rounds_as_transformers_generate_takes(ngram):
+    """So tokens a forward are the same, round by round."""
+    lm = tiny("llama", eos_token_id=5)
+    own = timed_engine(Engine(lm, PromptLookup(ngram, 10)))
+    theirs = timed_generate(lm, prompt_lookup_num_tokens=10, max_matching_ngram_size=ngram)
+    accepted = 0
+    for prompt in random_prompts(40, 7, 150):
+        prompt = prompt + prompt[: len(prompt) // 2]
+        trials = [write(prompt, 60) for write in (own, theirs)]
+        assert trials[0].tokens == trials[1].tokens
+        written = [[count for count, _ in trial.rounds] for trial in trials]
+        assert written[0] == written[1]
+        accepted += 59 - len(written[0])
+    assert accepted > 10
+
+
+def test_settings_that_cannot_work_are_refused_by_name():
+    lm = tiny()
+    with pytest.raises(ConfigError, match=r"max_matching_ngram_size.*0"):
+        PromptLookupConfig(max_matching_ngram_size=0).build(lm)
+    with pytest.raises(ConfigError, match=r"num_pred_tokens.*-1"):
+        PromptLookupConfig(num_pred_tokens=-1).build(lm)
+    with pytest.raises(DataError, match="no datastore at 'nowhere'"):
+        PromptLookupConfig(reference="nowhere").build(lm)
+
+
+def test_a_prompt_of_one_token_in_a_used_row_starts_anew():
+    lm = tiny()
+    drafter = PromptLookup()
+    engine = Engine(lm, drafter)
+    batch = engine.open(1, 80, Sampling())
+    engine.admit(batch, 0, Request([1, 2, 3, 1, 2, 3], 4))
+    assert drafter.propose(batch).tokens_BN.tolist() == [[3, 1, 2, 3]]
+    engine.admit(batch, 0, Request([3], 4))
+    assert drafter.propose(batch).tokens_BN.tolist() == [[3]]
