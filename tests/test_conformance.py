@@ -138,8 +138,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 }
 
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
-    name for name in DRAFTERS if "tree" in name
-}
 CHAINS = [name for name in DRAFTERS if name not in TREES]
 
 SAMPLINGS = {
