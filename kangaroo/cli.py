@@ -270,6 +270,7 @@ def evaluate(config: EvaluateCommand) -> None:
         model_name=config.model.name,
         drafter_name=config.drafter.name,
         settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+        made_by=config.drafter.made_by(),
         log=lambda figures: tracker.log(figures, next(steps)),
     )
     tracker.finish()

@@ -72,6 +72,18 @@ class KangarooConfig(DrafterConfig):
             return super().settings()
         return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
 
+    def made_by(self) -> dict[str, Any]:
+        """With `start`, where the training went on from another adapter, whose own comes on top."""
+        if self._untrained() is not None:
+            return {}
+        training = adapter_files.read_config(self.adapter).training
+        told = {
+            "trained_positions": training.get("progress", {}).get("assistant_tokens"),
+            "epochs": training.get("trainer", {}).get("epochs"),
+            "start": training.get("adapter", {}).get("start"),
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
 
 class Kangaroo:
     """Drafts on the target's own cache and hands its shallow states to verification.
