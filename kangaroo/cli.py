@@ -7,6 +7,7 @@ mistyped key or a wrong type is refused before anything is loaded.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -20,6 +21,9 @@ import datasets
 import hydra
 import transformers
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 
@@ -34,14 +38,15 @@ from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
-from kangaroo.errors import KangarooError
-from kangaroo.evaluation import report, speed_report
+from kangaroo.errors import ConfigError, KangarooError
+from kangaroo.evaluation import comparison, report, speed_report
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.memory import measure_memory
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.run import evaluate as run_evaluation
 from kangaroo.evaluation.speed import SpeedConfig, measure
 from kangaroo.evaluation.speed_trials import long_prompt
+from kangaroo.folders import named_by
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
@@ -154,6 +159,7 @@ def register() -> None:
     cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
+    OmegaConf.register_new_resolver("overrides", named_by, replace=True)
 
 
 register()
@@ -169,14 +175,32 @@ def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], 
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
             datasets.disable_progress_bars()
+            failure, in_sweep = None, sweep_folder() is not None
             try:
                 run(OmegaConf.to_object(config))
-            except KangarooError as error:
-                raise SystemExit(f"{type(error).__name__}: {error}") from error
+            except Exception as error:
+                mendable = isinstance(error, KangarooError)
+                if not (mendable or in_sweep):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+                if in_sweep:
+                    log.error("this job failed: %s", failure, exc_info=not mendable)
+            # beyond the handler, whose traceback holds the target: the next job needs its memory
+            gc.collect()
+            if failure is not None and in_sweep:
+                raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
+            if failure is not None:
+                raise SystemExit(failure)
 
         return main
 
     return decorate
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
+    known = HydraConfig.get()
+    return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
 
 
 def load_target(config: ModelConfig) -> tuple[LM, Any]:
@@ -254,7 +278,18 @@ def cost(config: CostCommand) -> None:
 
 @command("evaluate")
 def evaluate(config: EvaluateCommand) -> None:
-    """Measure a drafter on a bench; print the table and write the artefacts."""
+    """Measure a drafter on a bench; print the table and write the artefacts. In a sweep, the same
+    of all its methods.
+    """
+    sweep = sweep_folder()
+    if sweep is not None:
+        if sweep.resolve() not in Path(config.output).resolve().parents:
+            raise ConfigError(
+                f"output={config.output} lies outside the sweep's folder '{sweep}', where its "
+                "methods are compared. Leave it out, or pass hydra.sweep.dir= instead."
+            )
+        if isinstance(config.logger, WandbConfig) and config.logger.group is None:
+            config.logger.group = f"{config.model.name}-{sweep.name}"
     lm, tokenizer = load_target(config.model)
     drafter = config.drafter.build(lm)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -262,21 +297,28 @@ def evaluate(config: EvaluateCommand) -> None:
     known = {"provenance": provenance()}
     tracker = logger.start(_plain(config) | known, Path(config.output))
     steps = itertools.count(1)
-    result = run_evaluation(
-        lm,
-        tokenizer,
-        drafter,
-        config,
-        model_name=config.model.name,
-        drafter_name=config.drafter.name,
-        settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
-        made_by=config.drafter.made_by(),
-        log=lambda figures: tracker.log(figures, next(steps)),
-    )
-    tracker.finish()
-    if first_rank:
-        Console().print(report.terminal_table(result))
-        log.info("answers, summary, report and plots are in %s", config.output)
+    try:
+        result = run_evaluation(
+            lm,
+            tokenizer,
+            drafter,
+            config,
+            model_name=config.model.name,
+            drafter_name=config.drafter.name,
+            settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+            made_by=config.drafter.made_by(),
+            log=lambda figures: tracker.log(figures, next(steps)),
+        )
+        if first_rank:
+            Console().print(report.terminal_table(result))
+            log.info("answers, summary, report and plots are in %s", config.output)
+    finally:
+        tracker.finish()
+        # whatever became of this one; a text that is not vanilla's has to show there
+        if first_rank and sweep is not None and (found := comparison.compare(sweep)):
+            comparison.write(found, sweep)
+            Console().print(comparison.terminal_table(found))
+            log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
 
 
 @command("speed")

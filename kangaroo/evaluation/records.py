@@ -154,8 +154,13 @@ def enter(
     for old in (*folder.glob("records-*.jsonl"), folder / SUMMARY):
         old.unlink(missing_ok=True)
     about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
-    partial = folder / f"{RUN}.partial"
-    partial.write_text(json.dumps(about, indent=2) + "\n")
+    write_json(file, about)
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """All of it or, if the process is killed, nothing."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, file)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.metrics import metrics, runs
-from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run
+from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, write_json
 from kangaroo.sampling import Rule
 
 
@@ -112,4 +112,4 @@ def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> N
     write_answers(records, METHOD, f"{model}-{drafter}", folder / "answers.jsonl")
     if runs(records, "vanilla"):
         write_answers(records, "vanilla", f"{model}-vanilla", folder / "baseline.jsonl")
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / SUMMARY, summary)
