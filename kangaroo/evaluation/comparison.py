@@ -30,8 +30,12 @@ DEFINITIONS = {
         "the same against `generate` of transformers, which tells no rounds: a text of its that is "
         "longer than the method's counts in proportion."
     ),
-    **{name: report.DEFINITIONS[name] for name in ("CR", "CTAR(w)", "Accepted", "tokens/s")},
-    "Parameters": "weights that the method has beyond the target's; what it shares is not counted.",
+    **{name: report.DEFINITIONS[name] for name in ("CR", "CTAR(w)", "Accepted")},
+    "tokens/s": (
+        "all tokens over all seconds, prefill included. Jobs ran one after the other: where the "
+        "machine was not equally free, compare speedups instead."
+    ),
+    "Params": "weights that the method has beyond the target's; what it shares is not counted.",
     "Memory": (
         "what the method held beyond the target and its KV cache, at the most, after any question: "
         "weights, copied rows of the head, its own caches, datastores."
