@@ -124,6 +124,21 @@ def weights_hash(path: str) -> str:
     return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
 
 
+def made_by(path: str) -> dict[str, Any]:
+    """What training took, as far as the config says; with `start`, where it went on from another
+    adapter, whose own comes on top.
+    """
+    training = read_config(path).training
+    progress = training.get("progress", {})
+    told = {
+        "trained_positions": progress.get("assistant_tokens"),
+        "epochs": training.get("trainer", {}).get("epochs"),
+        "seconds": round(progress.get("seconds", 0)) or None,
+        "start": training.get("adapter", {}).get("start"),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def draft_vocabulary(path: str, size: int) -> Tensor:
     """The `size` most frequent tokens of an adapter's training data, in ascending order.
 

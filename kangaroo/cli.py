@@ -1,200 +1,67 @@
-"""The command line: the only module that knows Hydra and OmegaConf.
-
-Every component brings a dataclass; here they become the groups and fields of the command line, so a
-mistyped key or a wrong type is refused before anything is loaded.
-"""
+"""The command line: with its types (`cli_schema.py`) the only module that knows Hydra and OmegaConf."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import hydra
 import transformers
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kangaroo import adapter_files, datastore, models, ranks
 from kangaroo.blueprint import blueprint
-from kangaroo.chat import ChatConfig, questions
 from kangaroo.chat import chat as talk
+from kangaroo.chat import questions
+from kangaroo.cli_schema import (
+    CompareCommand,
+    CostCommand,
+    DatastoreCommand,
+    EstimateCommand,
+    EvaluateCommand,
+    SearchCommand,
+    SpeedCommand,
+    TalkCommand,
+    TrainCommand,
+    register,
+)
 from kangaroo.data import store
-from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.documents import documents
-from kangaroo.data.mix import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.draft_model import DraftModelConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
-from kangaroo.drafters.layerskip import LayerSkipConfig
-from kangaroo.drafters.lookahead import LookaheadConfig
-from kangaroo.drafters.medusa import MedusaConfig
-from kangaroo.drafters.prompt_lookup import PromptLookupConfig
-from kangaroo.drafters.rest import RestConfig
-from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
-from kangaroo.errors import KangarooError
-from kangaroo.evaluation import report, speed_report
-from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.errors import ConfigError, KangarooError
+from kangaroo.evaluation import comparison, report, speed_report
 from kangaroo.evaluation.memory import measure_memory
-from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.run import evaluate as run_evaluation
-from kangaroo.evaluation.speed import SpeedConfig, measure
+from kangaroo.evaluation.speed import measure
 from kangaroo.evaluation.speed_trials import long_prompt
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
-from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.training import backend, cost_report, estimate_report
-from kangaroo.training.compare import CompareConfig, markdown
 from kangaroo.training.compare import compare as compare_adapters
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.compare import markdown
 from kangaroo.training.cost import measure as measure_cost
-from kangaroo.training.cost_parts import CostConfig
 from kangaroo.training.estimate import Text, check_disk, expect
-from kangaroo.training.estimate_report import EstimateConfig
-from kangaroo.training.layer_search import SearchConfig
 from kangaroo.training.layer_search import search as search_layers
 from kangaroo.training.loop import train as train_adapters
-from kangaroo.training.recipe import AdapterRecipe
 
 CONFIGS = str(Path(__file__).parent.parent / "configs")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainCommand:
-    """`python train.py`: a target, its data, how to train, where to log."""
-
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    adapter: AdapterRecipe = MISSING
-    more: dict[str, AdapterRecipe] = field(default_factory=dict)  # from the same frozen pass
-    trainer: TrainerConfig = MISSING
-    logger: Any = MISSING
-    output: str = MISSING
-
-
-@dataclass
-class EstimateCommand(TrainCommand):
-    """`python scripts/estimate.py`: what `train.py` would take."""
-
-    estimate: EstimateConfig = field(default_factory=EstimateConfig)
-
-
-@dataclass
-class CostCommand:
-    """`python scripts/training_cost.py`: training against the frozen forward alone."""
-
-    model: ModelConfig = MISSING
-    trainer: TrainerConfig = MISSING
-    cost: CostConfig = field(default_factory=CostConfig)
-    output: str = MISSING
-
-
-@dataclass
-class EvaluateCommand(EvaluateConfig):
-    """`python evaluate.py`: a target, a drafter, and what they are asked."""
-
-    output: str = MISSING
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
-    logger: Any = MISSING
-
-
-@dataclass
-class SpeedCommand:
-    """`python scripts/bench.py`: how fast, against what the memory allows."""
-
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
-    output: str = MISSING
-
-
-@dataclass
-class CompareCommand:
-    """`python scripts/compare.py`: finished adapters on text that they were not trained on."""
-
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    compare: CompareConfig = field(default_factory=CompareConfig)
-    output: str = MISSING
-
-
-@dataclass
-class SearchCommand:
-    """`python scripts/search_layers.py`: which layers a draft may skip."""
-
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    search: SearchConfig = field(default_factory=SearchConfig)
-    output: str = MISSING
-
-
-@dataclass
-class DatastoreCommand:
-    """`python scripts/build_datastore.py`: documents that drafters may search."""
-
-    model: ModelConfig = MISSING
-    data: Any = None  # a dataset; '~data' on the command line leaves it out
-    texts: list[str] = field(default_factory=list)  # files, each a document
-    output: str = MISSING
-
-
-@dataclass
-class TalkCommand:
-    """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
-
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
-    sampling: Sampling = field(default_factory=Sampling)
-    chat: ChatConfig = field(default_factory=ChatConfig)
-
-
-def register() -> None:
-    """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
-    cs = ConfigStore.instance()
-    cs.store(name="train_schema", node=TrainCommand)
-    cs.store(name="estimate_schema", node=EstimateCommand)
-    cs.store(name="cost_schema", node=CostCommand)
-    cs.store(name="evaluate_schema", node=EvaluateCommand)
-    cs.store(name="speed_schema", node=SpeedCommand)
-    cs.store(name="chat_schema", node=TalkCommand)
-    cs.store(name="compare_schema", node=CompareCommand)
-    cs.store(name="search_schema", node=SearchCommand)
-    cs.store(name="datastore_schema", node=DatastoreCommand)
-    cs.store(group="model", name="schema", node=ModelConfig)
-    cs.store(group="bench", name="schema", node=BenchConfig)
-    cs.store(group="adapter", name="schema", node=AdapterRecipe)
-    cs.store(group="trainer", name="schema", node=TrainerConfig)
-    cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
-    cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
-    cs.store(group="data", name="mix_schema", node=MixConfig)
-    cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
-    cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
-    cs.store(group="drafter", name="kangaroo_tree_schema", node=KangarooTreeConfig)
-    cs.store(group="drafter", name="draft_model_schema", node=DraftModelConfig)
-    cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
-    cs.store(group="drafter", name="layerskip_schema", node=LayerSkipConfig)
-    cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
-    cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
-    cs.store(group="drafter", name="rest_schema", node=RestConfig)
-    cs.store(group="drafter", name="lookahead_schema", node=LookaheadConfig)
-    cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
-    cs.store(group="logger", name="wandb_schema", node=WandbConfig)
 
 
 register()
@@ -210,14 +77,32 @@ def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], 
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
             datasets.disable_progress_bars()
+            failure, in_sweep = None, sweep_folder() is not None
             try:
                 run(OmegaConf.to_object(config))
-            except KangarooError as error:
-                raise SystemExit(f"{type(error).__name__}: {error}") from error
+            except Exception as error:
+                mendable = isinstance(error, KangarooError)
+                if not (mendable or in_sweep):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+                if in_sweep:
+                    log.error("this job failed: %s", failure, exc_info=not mendable)
+            # beyond the handler, whose traceback holds the target: the next job needs its memory
+            gc.collect()
+            if failure is not None and in_sweep:
+                raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
+            if failure is not None:
+                raise SystemExit(failure)
 
         return main
 
     return decorate
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
+    known = HydraConfig.get()
+    return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
 
 
 def load_target(config: ModelConfig) -> tuple[LM, Any]:
@@ -295,7 +180,18 @@ def cost(config: CostCommand) -> None:
 
 @command("evaluate")
 def evaluate(config: EvaluateCommand) -> None:
-    """Measure a drafter on a bench; print the table and write the artefacts."""
+    """Measure a drafter on a bench; print the table and write the artefacts. In a sweep, the same
+    of all its methods.
+    """
+    sweep = sweep_folder()
+    if sweep is not None:
+        if sweep.resolve() not in Path(config.output).resolve().parents:
+            raise ConfigError(
+                f"output={config.output} lies outside the sweep's folder '{sweep}', where its "
+                "methods are compared. Leave it out, or pass hydra.sweep.dir= instead."
+            )
+        if isinstance(config.logger, WandbConfig) and config.logger.group is None:
+            config.logger.group = f"{config.model.name}-{sweep.name}"
     lm, tokenizer = load_target(config.model)
     drafter = config.drafter.build(lm)
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -303,20 +199,28 @@ def evaluate(config: EvaluateCommand) -> None:
     known = {"provenance": provenance()}
     tracker = logger.start(_plain(config) | known, Path(config.output))
     steps = itertools.count(1)
-    result = run_evaluation(
-        lm,
-        tokenizer,
-        drafter,
-        config,
-        model_name=config.model.name,
-        drafter_name=config.drafter.name,
-        settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
-        log=lambda figures: tracker.log(figures, next(steps)),
-    )
-    tracker.finish()
-    if first_rank:
-        Console().print(report.terminal_table(result))
-        log.info("answers, summary, report and plots are in %s", config.output)
+    try:
+        result = run_evaluation(
+            lm,
+            tokenizer,
+            drafter,
+            config,
+            model_name=config.model.name,
+            drafter_name=config.drafter.name,
+            settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+            made_by=config.drafter.made_by(),
+            log=lambda figures: tracker.log(figures, next(steps)),
+        )
+        if first_rank:
+            Console().print(report.terminal_table(result))
+            log.info("answers, summary, report and plots are in %s", config.output)
+    finally:
+        tracker.finish()
+        # whatever became of this one; a text that is not vanilla's has to show there
+        if first_rank and sweep is not None and (found := comparison.compare(sweep)):
+            comparison.write(found, sweep)
+            Console().print(comparison.terminal_table(found))
+            log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
 
 
 @command("speed")

@@ -171,6 +171,12 @@ def fingerprint(path: str) -> str:
     return str(read_about(path).get("fingerprint"))
 
 
+def made_by(path: str) -> dict[str, Any]:
+    """What it took to make: tokens, and seconds of sorting them."""
+    about = read_about(path)
+    return {"tokens": about.get("tokens"), "seconds": round(about.get("build_seconds", 0))}
+
+
 def identity(lm: LM) -> dict[str, Any]:
     """What tells vocabularies apart, as far as a model without its tokenizer knows it."""
     return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}

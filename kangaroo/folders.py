@@ -1,8 +1,9 @@
-"""Where things are kept that can be made again."""
+"""Where things are kept that can be made again, and what folders are called."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -11,3 +12,19 @@ from platformdirs import user_cache_dir
 def cache_folder() -> Path:
     """`$KANGAROO_CACHE`, else the platform's cache folder."""
     return Path(os.environ.get("KANGAROO_CACHE") or user_cache_dir("kangaroo"))
+
+
+def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
+    """What was asked for, as a part of a folder's name, each after a comma.
+
+    Args:
+        overrides: as given on the command line, such as `drafter.steps=4`.
+        excluded: names that are left out.
+        part: "drafter" takes the drafter's own, by their short names; "others" all but these.
+    """
+    found = []
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
+            found.append(f",{name.removeprefix('drafter.')}={value}")
+    return re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found)))

@@ -40,6 +40,7 @@ SETTINGS = {
 }  # fmt: skip
 ABOUT = {
     "settings": SETTINGS,
+    "drafter_cost": {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}},
     "provenance": {
         "command": "evaluate.py", "git_revision": None, "time": "now", "versions": {"torch": "2"},
         "hardware": {"cpu": "x", "threads": 1, "cuda": None},

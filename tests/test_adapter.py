@@ -308,3 +308,18 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
     assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
     assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None
+
+
+def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path):
+    assert KangarooConfig(adapter=str(saved)).made_by() == {}  # its file does not say
+    assert KangarooConfig(adapter="untrained:2").made_by() == {}
+    told = {
+        "progress": {"assistant_tokens": 1200},
+        "trainer": {"epochs": 2},
+        "adapter": {"start": "adapters/other"},
+    }
+    adapter = adapter_for(lm)
+    folder = save(adapter, describe(lm, adapter, told), torch.tensor([7]), tmp_path / "told")
+    assert KangarooConfig(adapter=str(folder)).made_by() == {
+        "trained_positions": 1200, "epochs": 2, "start": "adapters/other",
+    }  # fmt: skip

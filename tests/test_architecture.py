@@ -37,10 +37,10 @@ LAYERS = [
     },
     {"drafters", "engine"},
     {"data", "training", "evaluation", "serve"},
-    {"cli"},
+    {"cli", "cli_schema"},
 ]
 CORE = LAYERS[0]
-HYDRA_USERS = {"kangaroo.cli"}
+HYDRA_USERS = {"kangaroo.cli", "kangaroo.cli_schema"}
 
 
 def part(name: str) -> str:

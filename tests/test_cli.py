@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import adapter_for
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo import cli
+from kangaroo import adapter_files, cli
 from kangaroo.adapter_files import WEIGHTS
-from kangaroo.models import ModelConfig
+from kangaroo.model import LM
+from kangaroo.models import Dtype, ModelConfig, load
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
@@ -195,3 +198,55 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     parts = list((tmp_path / "outputs/train").rglob("*.wandb"))
     assert {part.name for part in parts} == {kept.name}  # the id of the same run
     assert len(list((tmp_path / "outputs/evaluate").rglob("*.wandb"))) == 1
+
+
+def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path):
+    def sweep(*more):
+        return run(
+            "evaluate.py", "-m", "model=tiny", "drafter=kangaroo,vanilla", "max_new_tokens=6",
+            "question_every=40", "warmup=0", *more, cwd=tmp_path,
+        )  # fmt: skip
+
+    def compared():
+        found = json.loads((folder / "comparison.json").read_text())
+        return {method["name"]: method for method in found["methods"]}
+
+    failed = sweep()  # there is no adapter
+    folder = tmp_path / "outputs/evaluate/tiny"
+    folder /= "compare-demo,max_new_tokens=6,question_every=40,warmup=0"
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "AdapterNotFound: no adapter at 'adapters/tiny'" in failed.stderr
+    assert "tiny on demo: methods compared" in failed.stdout
+    assert list(compared()) == ["vanilla"]
+    measured = (folder / "vanilla/records-0.jsonl").read_bytes()
+
+    lm = LM(load(ModelConfig("tiny", "random:tiny", dtype=Dtype.float32, device="cpu"))[0])
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
+    adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / "adapters/tiny")
+    done = sweep("logger=wandb", "logger.mode=offline")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "vanilla/records-0.jsonl").read_bytes() == measured
+    both = compared()
+    assert set(both) == {"kangaroo", "vanilla"}
+    cost = both["kangaroo"]["drafter_cost"]
+    assert cost["parameters"] == sum(p.numel() for p in adapter.parameters())
+    assert cost["training"] == {"trained_positions": 7} and cost["bytes"] > cost["parameters"]
+    assert both["vanilla"]["drafter_cost"] == {"parameters": 0, "bytes": 0, "training": {}}
+    for job in both:
+        (kept,) = (folder / job).rglob("*.wandb")
+        assert f"tiny-{folder.name}".encode() in kept.read_bytes()
+
+
+def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
+    asked = ["model=tiny", "drafter.threshold=0.4", "seed=1", "logger=wandb", "drafter=kangaroo"]
+    sweep = composed("evaluate", *asked).hydra.sweep
+    assert sweep.dir == "outputs/evaluate/tiny/compare-demo,seed=1"
+    assert sweep.subdir == "kangaroo,threshold=0.4"
+    assert composed("evaluate", "drafter=vanilla").hydra.sweep.subdir == "vanilla"
+
+
+def test_a_sweeps_output_lies_in_its_folder(tmp_path):
+    result = run("evaluate.py", "-m", "model=tiny", "output=elsewhere", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "ConfigError: output=elsewhere lies outside the sweep's folder" in result.stderr

@@ -57,6 +57,32 @@ def test_the_speedup_is_the_ratio_of_total_seconds():
     assert metrics(records)["speedup"] == pytest.approx((5 + 5) / (2 + 10))
 
 
+def hf_run(count, seconds):
+    return Run(list(range(count)), "text", "length", count, seconds, [], [], [], [], [], [])
+
+
+def test_hf_is_timed_up_to_the_same_number_of_tokens_too():
+    """It wrote 10 tokens in 20 seconds, the method 4 in 3: hf's share of them is 8."""
+    some = record(1, (run([4], [3], [3], [2.0]), None))
+    some.turns[0].runs["hf"] = hf_run(10, 20.0)
+    assert paired_seconds(some, "hf") == pytest.approx((8, 3))
+    assert metrics([some])["hf_speedup"] == pytest.approx(8 / 3)
+    some.turns[0].runs["hf"] = hf_run(
+        2, 6.0
+    )  # and here the method's are cut: prefill, half a round
+    assert paired_seconds(some, "hf") == pytest.approx((6, 2))
+
+
+def test_each_baseline_has_a_speedup_and_an_interval_of_its_own():
+    records = [record(i, (run([4], [3], [3], [1.0]), vanilla_run(4))) for i in range(5)]
+    for some in records:
+        some.turns[0].runs["hf"] = hf_run(4, 8.0)
+    m = metrics(records)
+    assert (m["speedup"], m["hf_speedup"]) == pytest.approx((5 / 2, 8 / 2))
+    assert m["speedup_ci95"] == pytest.approx([2.5, 2.5])
+    assert m["hf_speedup_ci95"] == pytest.approx([4, 4])
+
+
 def test_the_interval_contains_the_speedup_and_narrows_with_more_questions():
     rng = np.random.default_rng(1)
     pairs = np.stack([rng.uniform(2, 4, 400), rng.uniform(1, 2, 400)], 1)
@@ -80,6 +106,7 @@ def test_spec_bench_counts_vanilla_by_its_text():
 def test_without_vanilla_there_is_no_speedup():
     m = metrics([record(1, (run([4], [3], [3], [1.0]), None))])
     assert m["speedup"] is m["speedup_ci95"] is m["spec_bench_speedup"] is None
+    assert m["hf_speedup"] is m["hf_speedup_ci95"] is None
     assert m["tokens_per_second"] == 2
 
 

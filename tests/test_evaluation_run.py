@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from evaluation_worker import evaluate_tiny, tiny_lm
+from helpers import adapter_for
 
 import kangaroo.engine
 import kangaroo.evaluation.run
@@ -57,8 +58,9 @@ def lines(file):
 
 TIMES = {
     "seconds", "draft_seconds", "verify_seconds", "host_seconds", "prefill_seconds", "finished",
-    "tstamp", "wall_time", "speedup", "speedup_ci95", "spec_bench_speedup", "tokens_per_second",
-    "vanilla_tokens_per_second", "hf_tokens_per_second", "provenance",
+    "tstamp", "wall_time", "speedup", "speedup_ci95", "hf_speedup", "hf_speedup_ci95",
+    "spec_bench_speedup", "tokens_per_second", "vanilla_tokens_per_second", "hf_tokens_per_second",
+    "provenance",
 }  # fmt: skip
 
 
@@ -209,13 +211,17 @@ def test_other_settings_are_refused_by_name(finished, bench):
         evaluate_tiny(output, bench, sampling=Sampling(0.5))
 
 
-def test_resume_false_measures_again(bench, tmp_path):
+def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
     evaluate_tiny(tmp_path, bench, question_end=1)
     before = store.read(tmp_path)[0].finished
     evaluate_tiny(tmp_path, bench, question_end=1, max_new_tokens=5, resume=False)
     (record,) = store.read(tmp_path)
     assert record.finished > before
     assert len(record.turns[0].runs[METHOD].tokens) == 5
+    monkeypatch.setattr(kangaroo.engine.Engine, "generate", None)
+    with pytest.raises(TypeError):
+        evaluate_tiny(tmp_path, bench, question_end=1, resume=False)
+    assert not (tmp_path / "summary.json").exists()  # it told of texts that are gone
 
 
 def test_question_begin_and_end_are_indices(bench, tmp_path):
@@ -225,6 +231,36 @@ def test_question_begin_and_end_are_indices(bench, tmp_path):
         ConfigError, match="question_begin=9, question_end=None select none of the 5"
     ):
         evaluate_tiny(tmp_path, bench, question_begin=9)
+
+
+def test_question_every_takes_each_so_manieth_of_the_range(bench, tmp_path):
+    evaluate_tiny(tmp_path, bench, question_begin=1, question_every=2, warmup=0)
+    assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
+    with pytest.raises(ConfigError, match="question_every=2 there, 3 now"):
+        evaluate_tiny(tmp_path, bench, question_begin=1, question_every=3)
+    with pytest.raises(ConfigError, match="question_every must be 1 or more, not 0"):
+        evaluate_tiny(tmp_path, bench, question_every=0)
+
+
+def test_a_run_of_before_a_setting_existed_is_refused_by_its_name(bench, tmp_path):
+    evaluate_tiny(tmp_path, bench, question_end=1, warmup=0)
+    about = json.loads((tmp_path / "run.json").read_text())
+    del about["settings"]["question_every"], about["drafter_cost"]
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="question_every=None there, 1 now"):
+        evaluate_tiny(tmp_path, bench, question_end=1)
+
+
+def test_the_summary_tells_what_the_drafter_adds(finished):
+    output, summary = finished
+    cost = summary["drafter_cost"]
+    lm = tiny_lm()
+    adapter = adapter_for(lm)
+    assert cost["parameters"] == sum(p.numel() for p in adapter.parameters())
+    assert cost["bytes"] == max(record.drafter_bytes for record in store.read(output))
+    cache = 2 * 4 * lm.config.num_key_value_heads * lm.config.head_dim  # of one slot, at least
+    assert cost["bytes"] > 4 * cost["parameters"] + 100 * cache
+    assert cost["training"] == {}
 
 
 def test_no_new_tokens_is_refused(bench, tmp_path):

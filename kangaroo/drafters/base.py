@@ -63,6 +63,13 @@ class DrafterConfig:
         """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""
         return asdict(self)
 
+    def made_by(self) -> dict[str, Any]:
+        """What it took to make the drafter for its target, by name; empty where it took nothing.
+
+        Of training: `trained_positions` that entered the loss, all epochs together, and `epochs`.
+        """
+        return {}
+
 
 class Stateless:
     """A drafter's methods for those that keep nothing between steps and read no hidden state."""

@@ -44,6 +44,9 @@ class CascadeConfig(DrafterConfig):
         parts = {"first": self.first.settings(), "second": self.second.settings()}
         return {"name": self.name, "extend": self.extend} | parts
 
+    def made_by(self) -> dict[str, Any]:
+        return self.first.made_by() | self.second.made_by()
+
 
 class Cascade:
     """Each of the two sees every round, whoever drafted in it."""

@@ -65,6 +65,9 @@ class DraftModelConfig(DrafterConfig):
             return super().settings()
         return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
 
+    def made_by(self) -> dict[str, Any]:
+        return {} if self.adapter is None else adapter_files.made_by(self.adapter)
+
 
 class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:

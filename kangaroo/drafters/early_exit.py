@@ -69,6 +69,9 @@ class EarlyExitConfig(DrafterConfig):
             return super().settings()
         return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
 
+    def made_by(self) -> dict[str, Any]:
+        return {} if self._untrained() is not None else adapter_files.made_by(self.adapter)
+
 
 class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.

@@ -55,6 +55,13 @@ class LayerSkipConfig(DrafterConfig):
         skip = self.skip if self.subset is None else layer_subset.found(self.subset).skip
         return super().settings() | {"skip": skip}
 
+    def made_by(self) -> dict[str, Any]:
+        if self.subset is None:
+            return {}
+        search = layer_subset.found(self.subset).search
+        tried = search.get("settings", {}).get("budget")
+        return {"subsets": tried, "seconds": round(search.get("seconds", 0))}
+
 
 class LayerSkip(Stateless, Autoregressive):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes

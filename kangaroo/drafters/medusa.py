@@ -58,6 +58,9 @@ class MedusaConfig(DrafterConfig):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"weights": adapter_files.weights_hash(self.heads)}
 
+    def made_by(self) -> dict[str, Any]:
+        return adapter_files.made_by(self.heads)
+
 
 def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     """The tree of `nodes` nodes with the highest expected acceptance, each as its path of ranks.

@@ -49,6 +49,9 @@ class RestConfig(DrafterConfig):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"fingerprint": datastore.fingerprint(self.datastore)}
 
+    def made_by(self) -> dict[str, Any]:
+        return datastore.made_by(self.datastore)
+
 
 class Rest(FromText):
     """Looks up the longest end of the text that the datastore has, and drafts what follows there.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from kangaroo.drafters.base import Drafter
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.records import Run
 from kangaroo.evaluation.speed_trials import transformers_attention
@@ -22,15 +21,11 @@ from kangaroo.sampling import Sampling
 Method = Callable[[list[int], int, int], Run]
 
 
-def by_engine(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, sampling: Sampling
-) -> Method:
-    engine = Engine(lm, drafter)
-
+def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
     def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
-        start = now(lm.device)
+        start = now(engine.lm.device)
         (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
-        seconds = now(lm.device) - start
+        seconds = now(engine.lm.device) - start
         return as_run(tokenizer, generation.tokens, generation.finish, seconds, generation.steps)
 
     return write

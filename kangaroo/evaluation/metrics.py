@@ -21,6 +21,7 @@ def metrics(records: Sequence[Record]) -> dict[str, Any]:
 
     speedup: seconds of vanilla / seconds of the method, see `paired_seconds`.
     speedup_ci95: its 95% interval, see `interval`.
+    hf_speedup, hf_speedup_ci95: the same against transformers' `generate`.
     spec_bench_speedup: by the formula of Spec-Bench's report, see `spec_bench_speedup`.
     compression_rate: emitted tokens / rounds, so 1 for vanilla.
     ctar: at index w - 1 the share of all rounds in which the first w draft tokens were accepted, up
@@ -34,12 +35,11 @@ def metrics(records: Sequence[Record]) -> dict[str, Any]:
     """
     method = runs(records, METHOD)
     drafted = sum(sum(run.drafted) for run in method)
-    pairs_Q2 = np.array([paired_seconds(record) for record in records if has(record, "vanilla")])
     return {
         "questions": len(records),
         "tokens": sum(len(run.tokens) for run in method),
-        "speedup": ratio(*pairs_Q2.sum(0)) if len(pairs_Q2) else None,
-        "speedup_ci95": interval(pairs_Q2) if len(pairs_Q2) else None,
+        **speedup(records, "vanilla", "speedup"),
+        **speedup(records, "hf", "hf_speedup"),
         "spec_bench_speedup": spec_bench_speedup(records),
         "compression_rate": ratio(
             sum(sum(run.emitted) for run in method), sum(len(run.emitted) for run in method)
@@ -53,6 +53,16 @@ def metrics(records: Sequence[Record]) -> dict[str, Any]:
         "draft_seconds": sum(sum(run.draft_seconds) for run in method),
         "verify_seconds": sum(sum(run.verify_seconds) for run in method),
         "host_seconds": sum(sum(run.host_seconds) for run in method),
+    }
+
+
+def speedup(records: Sequence[Record], baseline: str, name: str) -> dict[str, Any]:
+    """The ratio of total seconds and its interval; None where the baseline did not run."""
+    paired = [record for record in records if has(record, baseline)]
+    pairs_Q2 = np.array([paired_seconds(record, baseline) for record in paired])
+    return {
+        name: ratio(*pairs_Q2.sum(0)) if paired else None,
+        f"{name}_ci95": interval(pairs_Q2) if paired else None,
     }
 
 
@@ -83,33 +93,39 @@ def prefill_seconds(run: Run) -> float:
 
 
 def seconds_until(run: Run, count: int) -> float:
-    """Seconds until the first `count` tokens were there; a round they cut counts in proportion."""
+    """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
+
+    hf tells no rounds: it is charged its mean time a token. Its prefill is spread over the whole
+    text with that, so of a text that is cut it is charged too little, if anything.
+    """
+    if not run.emitted:
+        return run.seconds * count / len(run.tokens)
     tokens = np.cumsum([0, *run.emitted])
     seconds = prefill_seconds(run) + np.cumsum([0.0, *round_seconds(run)])
     return float(np.interp(count, tokens, seconds))
 
 
-def paired_seconds(record: Record) -> tuple[float, float]:
-    """Seconds of vanilla and of the method for the same number of tokens.
+def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, float]:
+    """Seconds of a baseline and of the method for the same number of tokens.
 
     In each turn both get as many tokens as the shorter of the two texts has, so that a text which
-    ended elsewhere (another EOS after a fork) favours nobody.
+    ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
     """
-    vanilla = method = 0.0
+    theirs = method = 0.0
     for turn in record.turns:
-        a, b = turn.runs["vanilla"], turn.runs[METHOD]
+        a, b = turn.runs[baseline], turn.runs[METHOD]
         count = min(len(a.tokens), len(b.tokens))
-        vanilla += seconds_until(a, count)
+        theirs += seconds_until(a, count)
         method += seconds_until(b, count)
-    return vanilla, method
+    return theirs, method
 
 
 def interval(pairs_Q2: np.ndarray) -> list[float]:
     """95% interval of the ratio of total seconds: percentile bootstrap over questions."""
     rng = np.random.default_rng(0)
     picked_RQ = rng.integers(len(pairs_Q2), size=(RESAMPLES, len(pairs_Q2)))
-    vanilla_R, method_R = pairs_Q2[picked_RQ].sum(1).T
-    return np.percentile(vanilla_R / method_R, [2.5, 97.5]).tolist()
+    baseline_R, method_R = pairs_Q2[picked_RQ].sum(1).T
+    return np.percentile(baseline_R / method_R, [2.5, 97.5]).tolist()
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:

@@ -17,13 +17,21 @@ NAMES = {
 
 
 def speedup(summary: dict[str, Any]) -> Figure:
-    """Speedup over vanilla by task, with its interval and the compression rate, its upper bound."""
-    rows = _rows(summary)
-    figure, axes = _figure(summary, 1.0 + 0.42 * len(rows), "Speedup over vanilla decoding")
-    for y, (task, m) in enumerate(rows):
+    """Speedup over vanilla by task."""
+    return speedup_bars(_rows(summary), about(summary), accent="overall")
+
+
+def speedup_bars(rows: list[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
+    """Speedups with their intervals and the compression rates, their upper bound.
+
+    Args:
+        accent: the name of the row that stands out.
+    """
+    figure, axes = blank(subtitle, 1.0 + 0.42 * len(rows), "Speedup over vanilla decoding")
+    for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
-        color = METHOD if task == "overall" else "#e9b184"
+        color = METHOD if name == accent else "#e9b184"
         axes.barh(y, m["speedup"], height=0.62, color=color)
         low, high = m["speedup_ci95"]
         if m["questions"] > 1:
@@ -41,7 +49,9 @@ def speedup(summary: dict[str, Any]) -> Figure:
 
 def ctar(summary: dict[str, Any]) -> Figure:
     """CTAR by position: bold over all questions, faint by task."""
-    figure, axes = _figure(summary, 3.6, "Share of rounds whose first w draft tokens are accepted")
+    figure, axes = blank(
+        about(summary), 3.6, "Share of rounds whose first w draft tokens are accepted"
+    )
     shades = ["#4c78a8", "#72b7b2", "#54a24b", "#b79a20", "#b279a2", "#9d755d"]
     for i, (task, m) in enumerate(summary["by_task"].items()):
         positions = range(1, len(m["ctar"]) + 1)
@@ -71,7 +81,7 @@ def ctar(summary: dict[str, Any]) -> Figure:
 def time_split(summary: dict[str, Any]) -> Figure:
     """Milliseconds a token of the method in its parts, and vanilla's and hf's totals as marks."""
     rows = _rows(summary)
-    figure, axes = _figure(summary, 1.0 + 0.42 * len(rows), "Time per token, ms")
+    figure, axes = blank(about(summary), 1.0 + 0.42 * len(rows), "Time per token, ms")
     for y, (_, m) in enumerate(rows):
         left = 0.0
         for part, color in PARTS.items():
@@ -93,16 +103,19 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [("overall", summary["overall"]), *summary["by_task"].items()]
 
 
-def _figure(summary: dict[str, Any], height: float, title: str) -> tuple[Figure, Axes]:
+def about(summary: dict[str, Any]) -> str:
+    return "{model} with {drafter} on {bench}, {dtype}, {device}".format(**summary)
+
+
+def blank(subtitle: str, height: float, title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.6, height + 0.9), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9)
     axes.set_title(title, fontsize=11, loc="left", pad=18)
-    about = "{model} with {drafter} on {bench}, {dtype}, {device}".format(**summary)
     axes.annotate(
-        about, (0, 1), xytext=(0, 4), xycoords="axes fraction", textcoords="offset points",
+        subtitle, (0, 1), xytext=(0, 4), xycoords="axes fraction", textcoords="offset points",
         fontsize=8, color="#666666",
     )  # fmt: skip
     return figure, axes

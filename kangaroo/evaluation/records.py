@@ -16,7 +16,7 @@ from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
-RUN = "run.json"
+RUN, SUMMARY = "run.json", "summary.json"
 
 
 @dataclass
@@ -85,12 +85,14 @@ class Record:
 
     Args:
         finished: Unix time.
+        drafter_bytes: memory that the method then held beyond the target, see `footprint`.
     """
 
     question_id: int
     category: str
     turns: list[Turn]
     finished: float
+    drafter_bytes: int = 0
 
 
 class Writer:
@@ -129,11 +131,14 @@ def read(folder: Path) -> list[Record]:
     return [records[question_id] for question_id in sorted(records)]
 
 
-def enter(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+def enter(
+    folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
+) -> None:
     """Make `folder` this run's, or go on with the run that it holds.
 
     Args:
         settings: by name; they must be those the run began with.
+        drafter_cost: what is known of it before anything is asked.
 
     Errors: `ConfigError` names the settings that differ.
     """
@@ -146,16 +151,21 @@ def enter(folder: Path, settings: dict[str, Any], resume: bool) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("records-*.jsonl"):
-        old.unlink()
-    about = {"settings": settings, "provenance": provenance()}
-    partial = folder / f"{RUN}.partial"
-    partial.write_text(json.dumps(about, indent=2) + "\n")
+    for old in (*folder.glob("records-*.jsonl"), folder / SUMMARY):
+        old.unlink(missing_ok=True)
+    about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
+    write_json(file, about)
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """All of it or, if the process is killed, nothing."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, file)
 
 
 def begun(folder: Path) -> dict[str, Any]:
-    """The settings and the provenance that the run of `folder` began with."""
+    """What `enter` wrote when the run of `folder` began, with its provenance."""
     return json.loads((folder / RUN).read_text())
 
 

@@ -13,22 +13,33 @@ from kangaroo.evaluation import plots
 
 PLOTS = {"speedup": plots.speedup, "ctar": plots.ctar, "time": plots.time_split}
 
-DEFINITIONS = """\
-- **Speedup**: seconds of vanilla decoding (same engine, cache and kernels, a drafter that proposes
-  nothing) over seconds of the method, prefill included, summed over questions; in each turn both
-  are timed up to the same number of tokens. The interval is a bootstrap over questions.
-- **Spec-Bench**: the speedup by the formula of Spec-Bench's own report: a ratio of mean tokens/s,
-  in which vanilla's tokens are its text tokenised again, EOS not counted.
-- **CR** (compression rate): tokens emitted per forward of the target, bonus token included;
-  vanilla's is 1.
-- **CTAR(w)**: share of rounds whose first w draft tokens were all accepted.
-- **Accepted**: accepted over drafted tokens.
-- **tokens/s**: all tokens over all seconds, prefill included, of each method's own texts; hf is
-  `generate` of transformers.
-- **Fork**: the first token of a turn that is not vanilla's. The gap says how far below the best
-  score the lower of the two tokens lies under teacher forcing; a near-tie is within what rounding
-  does.
-"""
+DEFINITIONS = {
+    "Speedup": (
+        "seconds of vanilla decoding (same engine, cache and kernels, a drafter that proposes "
+        "nothing) over seconds of the method, prefill included, summed over questions; in each "
+        "turn both are timed up to the same number of tokens. The interval is a bootstrap over "
+        "questions."
+    ),
+    "Spec-Bench": (
+        "the speedup by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which "
+        "vanilla's tokens are its text tokenised again, EOS not counted."
+    ),
+    "CR": (
+        "compression rate: tokens emitted per forward of the target, bonus token included; "
+        "vanilla's is 1."
+    ),
+    "CTAR(w)": "share of rounds whose first w draft tokens were all accepted.",
+    "Accepted": "accepted over drafted tokens.",
+    "tokens/s": (
+        "all tokens over all seconds, prefill included, of each method's own texts; hf is "
+        "`generate` of transformers."
+    ),
+    "Fork": (
+        "the first token of a turn that is not vanilla's. The gap says how far below the best "
+        "score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
+        "rounding does."
+    ),
+}
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
@@ -42,17 +53,24 @@ def terminal_table(summary: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
     heads, *rows = speeds(summary)
     shown = [i for i, head in enumerate(heads) if head not in ("questions", "accepted")]
-    table = Table(
-        title=title(summary), title_justify="left", caption=verdict(summary),
-        caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for i in shown:
-        table.add_column(heads[i], justify="right" if i else "left", no_wrap=True)
+    result = terminal(title(summary), verdict(summary), [heads[i] for i in shown])
     for row in rows:
         task, *rest = (row[i] for i in shown)
         style = "bold" if task == "overall" else None
-        table.add_row(plots.NAMES.get(task, task), *rest, style=style)
-    return table
+        result.add_row(plots.NAMES.get(task, task), *rest, style=style)
+    return result
+
+
+def terminal(title: str, caption: str, heads: list[str]) -> Table:
+    """An empty table for a rich console; names in the first column fold where room is short."""
+    result = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left",
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    result.add_column(heads[0], overflow="fold")
+    for head in heads[1:]:
+        result.add_column(head, justify="right", no_wrap=True)
+    return result
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -61,20 +79,20 @@ def markdown(summary: dict[str, Any]) -> str:
     parts = [
         f"# {title(summary)}",
         headline(summary),
-        _table(speeds(summary)),
+        markdown_table(speeds(summary)),
         "![speedup by task](speedup.png)",
         "## Losslessness",
         verdict(summary),
-        *([_table(fork_rows(forks))] if forks else []),
+        *([markdown_table(fork_rows(forks))] if forks else []),
         "## Acceptance by position",
-        _table(ctars(summary)),
+        markdown_table(ctars(summary)),
         "![CTAR by position](ctar.png)",
         "## Where the time goes",
         "Milliseconds per token of the method; vanilla's total beside it.",
-        _table(times(summary)),
+        markdown_table(times(summary)),
         "![time split](time.png)",
         "## How to read this",
-        DEFINITIONS.strip(),
+        defined(DEFINITIONS),
         "## Provenance",
         "\n".join(f"- {line}" for line in provenance_lines(summary)),
     ]
@@ -86,20 +104,25 @@ def title(summary: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> str:
-    overall, settings = summary["overall"], summary["settings"]
-    greedy = settings["sampling.temperature"] == 0
-    how = "greedy" if greedy else f"temperature {settings['sampling.temperature']}"
-    counted = (
-        f"{summary['questions']} questions, {summary['lossless']['turns']} turns, at most "
-        f"{settings['max_new_tokens']} new tokens, {how}, batch 1, {summary['dtype']} on "
-        f"{summary['device']}."
-    )
+    overall = summary["overall"]
     if overall["speedup"] is None:
-        return f"{number(overall['tokens_per_second'], 1)} tokens/s. {counted}"
+        return f"{number(overall['tokens_per_second'], 1)} tokens/s. {asked(summary)}"
     return (
         f"**{overall['speedup']:.2f}x** the speed of vanilla decoding (95% interval "
         f"{span(overall)}), {overall['compression_rate']:.2f} tokens per forward of the target. "
-        f"{counted}"
+        f"{asked(summary)}"
+    )
+
+
+def asked(summary: dict[str, Any]) -> str:
+    """What was asked, and how it was answered."""
+    settings = summary["settings"]
+    greedy = settings["sampling.temperature"] == 0
+    how = "greedy" if greedy else f"temperature {settings['sampling.temperature']}"
+    return (
+        f"{summary['questions']} questions, {summary['lossless']['turns']} turns, at most "
+        f"{settings['max_new_tokens']} new tokens, {how}, batch 1, {summary['dtype']} on "
+        f"{summary['device']}."
     )
 
 
@@ -137,7 +160,7 @@ def speeds(summary: dict[str, Any]) -> list[list[str]]:
             span(m),
             number(m["spec_bench_speedup"]),
             number(m["compression_rate"]),
-            "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
+            share(m["acceptance_rate"]),
             number(m["tokens_per_second"], 1),
             number(m["vanilla_tokens_per_second"], 1),
             number(m["hf_tokens_per_second"], 1),
@@ -191,12 +214,26 @@ def fork_rows(forks: list[dict[str, Any]]) -> list[list[str]]:
 
 def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:
     about = summary["provenance"]
-    hardware = about["hardware"]
     yield f"`{about['command']}`"
     yield f"git {about['git_revision']}, {about['time']}"
+    yield from circumstances(about)
+    yield listed(summary["settings"])
+
+
+def circumstances(about: dict[str, Any]) -> Iterator[str]:
+    """Versions and hardware."""
+    hardware = about["hardware"]
     yield ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     yield f"{hardware['cuda'] or hardware['cpu']}, CPU threads: {hardware['threads']}"
-    yield ", ".join(f"{name}={value}" for name, value in summary["settings"].items())
+
+
+def listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def defined(terms: dict[str, str]) -> str:
+    """A Markdown list of terms."""
+    return "\n".join(f"- **{term}**: {meaning}" for term, meaning in terms.items())
 
 
 def groups(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -207,14 +244,18 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def span(m: dict[str, Any]) -> str:
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def span(m: dict[str, Any], name: str = "speedup") -> str:
     """A confidence interval; of a single question there is none."""
-    if m["speedup_ci95"] is None or m["questions"] < 2:
+    if m[f"{name}_ci95"] is None or m["questions"] < 2:
         return "-"
-    return "{:.2f}-{:.2f}".format(*m["speedup_ci95"])
+    return "{:.2f}-{:.2f}".format(*m[f"{name}_ci95"])
 
 
-def _table(rows: list[list[str]]) -> str:
+def markdown_table(rows: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     lines = [rows[0], rule, *rows[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

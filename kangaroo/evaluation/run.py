@@ -24,10 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
+from kangaroo.evaluation.footprint import footprint
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics
@@ -53,6 +55,8 @@ class EvaluateConfig:
         output: folder of records and artefacts; a run that was stopped goes on from there.
         question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
             flags of these names); None is the end of the list.
+        question_every: of these, every so manieth: Spec-Bench is sorted by task, so that 20 takes 4
+            of each.
         max_new_tokens: a turn; None takes the bench's own.
         seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
         baselines: each answers every turn from the same prompt as the method.
@@ -64,6 +68,7 @@ class EvaluateConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     question_begin: int = 0
     question_end: int | None = None
+    question_every: int = 1
     max_new_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -75,6 +80,7 @@ class EvaluateConfig:
 def evaluate(
     lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig, *,
     model_name: str, drafter_name: str, settings: dict[str, Any] | None = None,
+    made_by: dict[str, Any] | None = None,
     log: Callable[[dict[str, float]], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the bench and write the artefacts to `config.output`; returns the summary.
@@ -84,6 +90,7 @@ def evaluate(
     Args:
         settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
             an adapter's weights); a run is resumed under the same settings only.
+        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
         log: called with the running figures after each question.
 
     Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
@@ -91,7 +98,9 @@ def evaluate(
     """
     output = Path(config.output)
     all_questions = load_questions(config.bench)
-    questions = all_questions[config.question_begin : config.question_end]
+    if config.question_every < 1:
+        raise ConfigError(f"question_every must be 1 or more, not {config.question_every}.")
+    questions = all_questions[config.question_begin : config.question_end : config.question_every]
     if not questions:
         raise ConfigError(
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
@@ -104,9 +113,10 @@ def evaluate(
         raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
     names = {"model": model_name, "drafter": drafter_name}
     about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
+    cost = {"parameters": footprint(drafter, [lm]).parameters, "training": made_by or {}}
     with _ranks() as (rank, world):
         if rank == 0:
-            store.enter(output, about, config.resume)
+            store.enter(output, about, cost, config.resume)
         _wait(world)  # no rank reads before the folder is this run's
         examiner = Examiner(lm, tokenizer, drafter, config, limit)
         done = store.read(output)
@@ -145,9 +155,10 @@ class Examiner:
     ):  # fmt: skip
         self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
         sampling = config.sampling
-        self.methods: dict[str, Method] = {METHOD: by_engine(lm, tokenizer, drafter, sampling)}
+        self.engine = Engine(lm, drafter)
+        self.methods: dict[str, Method] = {METHOD: by_engine(self.engine, tokenizer, sampling)}
         if Baseline.vanilla in config.baselines:
-            self.methods["vanilla"] = by_engine(lm, tokenizer, Vanilla(), sampling)
+            self.methods["vanilla"] = by_engine(Engine(lm, Vanilla()), tokenizer, sampling)
         if Baseline.hf in config.baselines:
             self.methods["hf"] = by_transformers(lm, tokenizer, sampling)
         comparable = sampling.greedy or sampling.rule is Rule.match
@@ -190,7 +201,10 @@ class Examiner:
             messages.append(Message(role="user", content=text))
             turns.append(self.turn(question, number, messages, reverse))
             messages.append(Message(role="assistant", content=turns[-1].runs[METHOD].text))
-        return Record(question.question_id, question.category, turns, finished=time.time())
+        held = footprint(self.engine.drafter, [self.lm, self.engine.batch]).bytes
+        return Record(
+            question.question_id, question.category, turns, finished=time.time(), drafter_bytes=held
+        )
 
     def turn(self, question: Question, number: int, messages: list[Message], reverse: bool) -> Turn:
         prompt = prompt_ids(self.tokenizer, messages)
@@ -225,6 +239,7 @@ def _settings(
         "bench.fingerprint": fingerprint(questions),
         "question_begin": config.question_begin,
         "question_end": config.question_end,
+        "question_every": config.question_every,
         "max_new_tokens": limit,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,

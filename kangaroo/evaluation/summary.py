@@ -10,7 +10,7 @@ from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.metrics import metrics, runs
-from kangaroo.evaluation.records import METHOD, Record, Run
+from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, write_json
 from kangaroo.sampling import Rule
 
 
@@ -23,6 +23,9 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     `lossless` counts turns whose text is vanilla's token for token; `identical` is None where that
     is not to be expected (no vanilla, or rejection sampling). `hf_identical` counts turns in which
     transformers wrote vanilla's text: None under sampling, where its noise is another.
+
+    `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
+    held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
     """
     settings = about["settings"]
     by_task: dict[str, list[Record]] = {}
@@ -35,6 +38,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
         "overall": metrics(records),
         "by_task": {task: metrics(some) for task, some in by_task.items()},
         "lossless": lossless(records, settings),
+        "drafter_cost": about["drafter_cost"]
+        | {"bytes": max(record.drafter_bytes for record in records)},
         "settings": settings,
         "provenance": about["provenance"],
     }
@@ -107,4 +112,4 @@ def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> N
     write_answers(records, METHOD, f"{model}-{drafter}", folder / "answers.jsonl")
     if runs(records, "vanilla"):
         write_answers(records, "vanilla", f"{model}-vanilla", folder / "baseline.jsonl")
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / SUMMARY, summary)

@@ -24,6 +24,7 @@ class Progress:
         step: optimizer steps done.
         tokens: tokens that the frozen target has read.
         assistant_tokens: positions that entered the loss.
+        seconds: of the optimizer steps, on the machine's clock.
         held_out: figures of the last held-out evaluation.
         decoded: figures of the last decoding of held-out prompts.
     """
@@ -31,6 +32,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     assistant_tokens: int = 0
+    seconds: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
     decoded: dict[str, float] = field(default_factory=dict)
 

@@ -107,12 +107,14 @@ def train(
         backend.step([share * rate for rate in rates])
 
         tokens = sum(work.tokens[i] for batch in group for i in batch)
+        seconds = time.perf_counter() - started
+        progress.seconds += seconds
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += wanted
         metrics = figures.named("train", names, sums_SF) | {
             "tokens": progress.tokens,
-            "tokens_per_second": tokens / (time.perf_counter() - started),
+            "tokens_per_second": tokens / seconds,
             "peak_memory_gib": figures.peak_memory(lm.device),
         }
         for trainee, rate in zip(trained, rates, strict=True):

@@ -1,0 +1,164 @@
+"""What can be written on the command line: each command's groups and fields, by their dataclasses.
+
+Every component brings a dataclass; here they become Hydra's types, so a mistyped key or a wrong
+type is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from kangaroo.chat import ChatConfig
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.mix import MixConfig
+from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.draft_model import DraftModelConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
+from kangaroo.drafters.layerskip import LayerSkipConfig
+from kangaroo.drafters.lookahead import LookaheadConfig
+from kangaroo.drafters.medusa import MedusaConfig
+from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+from kangaroo.drafters.rest import RestConfig
+from kangaroo.drafters.vanilla import VanillaConfig
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.run import EvaluateConfig
+from kangaroo.evaluation.speed import SpeedConfig
+from kangaroo.models import ModelConfig
+from kangaroo.sampling import Sampling
+from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.training.compare import CompareConfig
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.cost_parts import CostConfig
+from kangaroo.training.estimate_report import EstimateConfig
+from kangaroo.training.layer_search import SearchConfig
+from kangaroo.training.recipe import AdapterRecipe
+
+
+@dataclass
+class TrainCommand:
+    """`python train.py`: a target, its data, how to train, where to log."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    adapter: AdapterRecipe = MISSING
+    more: dict[str, AdapterRecipe] = field(default_factory=dict)  # from the same frozen pass
+    trainer: TrainerConfig = MISSING
+    logger: Any = MISSING
+    output: str = MISSING
+
+
+@dataclass
+class EstimateCommand(TrainCommand):
+    """`python scripts/estimate.py`: what `train.py` would take."""
+
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
+
+
+@dataclass
+class CostCommand:
+    """`python scripts/training_cost.py`: training against the frozen forward alone."""
+
+    model: ModelConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    cost: CostConfig = field(default_factory=CostConfig)
+    output: str = MISSING
+
+
+@dataclass
+class EvaluateCommand(EvaluateConfig):
+    """`python evaluate.py`: a target, a drafter, and what they are asked."""
+
+    output: str = MISSING
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    logger: Any = MISSING
+
+
+@dataclass
+class SpeedCommand:
+    """`python scripts/bench.py`: how fast, against what the memory allows."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    output: str = MISSING
+
+
+@dataclass
+class CompareCommand:
+    """`python scripts/compare.py`: finished adapters on text that they were not trained on."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    output: str = MISSING
+
+
+@dataclass
+class SearchCommand:
+    """`python scripts/search_layers.py`: which layers a draft may skip."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    search: SearchConfig = field(default_factory=SearchConfig)
+    output: str = MISSING
+
+
+@dataclass
+class DatastoreCommand:
+    """`python scripts/build_datastore.py`: documents that drafters may search."""
+
+    model: ModelConfig = MISSING
+    data: Any = None  # a dataset; '~data' on the command line leaves it out
+    texts: list[str] = field(default_factory=list)  # files, each a document
+    output: str = MISSING
+
+
+@dataclass
+class TalkCommand:
+    """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+
+
+def register() -> None:
+    """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
+    cs = ConfigStore.instance()
+    cs.store(name="train_schema", node=TrainCommand)
+    cs.store(name="estimate_schema", node=EstimateCommand)
+    cs.store(name="cost_schema", node=CostCommand)
+    cs.store(name="evaluate_schema", node=EvaluateCommand)
+    cs.store(name="speed_schema", node=SpeedCommand)
+    cs.store(name="chat_schema", node=TalkCommand)
+    cs.store(name="compare_schema", node=CompareCommand)
+    cs.store(name="search_schema", node=SearchCommand)
+    cs.store(name="datastore_schema", node=DatastoreCommand)
+    cs.store(group="model", name="schema", node=ModelConfig)
+    cs.store(group="bench", name="schema", node=BenchConfig)
+    cs.store(group="adapter", name="schema", node=AdapterRecipe)
+    cs.store(group="trainer", name="schema", node=TrainerConfig)
+    cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
+    cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
+    cs.store(group="data", name="mix_schema", node=MixConfig)
+    cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
+    cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
+    cs.store(group="drafter", name="kangaroo_tree_schema", node=KangarooTreeConfig)
+    cs.store(group="drafter", name="draft_model_schema", node=DraftModelConfig)
+    cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
+    cs.store(group="drafter", name="layerskip_schema", node=LayerSkipConfig)
+    cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
+    cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
+    cs.store(group="drafter", name="rest_schema", node=RestConfig)
+    cs.store(group="drafter", name="lookahead_schema", node=LookaheadConfig)
+    cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
+    cs.store(group="logger", name="wandb_schema", node=WandbConfig)
+    OmegaConf.register_new_resolver("overrides", named_by, replace=True)

@@ -1,0 +1,156 @@
+"""Methods side by side, from summaries of records written by hand."""
+
+import io
+import json
+import re
+
+import pytest
+from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
+from rich.console import Console
+
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation import comparison, summary
+from kangaroo.evaluation.records import Fork, Run
+from kangaroo.folders import named_by
+
+TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
+HF = Run(list(range(8)), "text", "length", 8, 12.0, [], [], [], [], [], [])
+
+
+def finish(folder, name, seconds=1.0, fork=None, drafts=True, cost=None, tasks=TASKS, **settings):
+    """A job whose rounds took so long; vanilla took 9 seconds for each question, hf 12."""
+    records = []
+    for i, task in enumerate([*tasks, *tasks]):
+        emitted = [4, 4] if drafts else [1] * 8
+        accepted = [3, 3] if drafts else [0] * 8
+        drafted = [5, 5] if drafts else [0] * 8
+        method = run(emitted, accepted, drafted, [seconds + i / 50] * len(emitted))
+        some = record(i, (method, vanilla_run(8)), category=task, fork=fork if i == 0 else None)
+        some.turns[0].runs["hf"] = HF
+        some.drafter_bytes = 1_250_000
+        records.append(some)
+    about = ABOUT | {"settings": SETTINGS | {"drafter": name} | settings}
+    if cost is not None:
+        about |= {"drafter_cost": cost}
+    (folder / name).mkdir()
+    text = json.dumps(summary.summarise(records, about))
+    (folder / name / "summary.json").write_text(text)
+
+
+FREE = {"parameters": 0, "training": {}}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Three methods, and a job that was stopped."""
+    finish(tmp_path, "vanilla", drafts=False, cost=FREE)
+    finish(tmp_path, "kangaroo,threshold=0.4")
+    finish(tmp_path, "medusa", 2.0, fork=Fork(3, 7.0, "bug"))
+    (tmp_path / "lookahead").mkdir()
+    (tmp_path / "lookahead/run.json").write_text("{}")
+    return tmp_path
+
+
+def test_the_fastest_comes_first_and_what_is_not_finished_nowhere(sweep):
+    found = comparison.compare(sweep)
+    names = [method["name"] for method in found["methods"]]
+    assert names == ["kangaroo,threshold=0.4", "medusa", "vanilla"]
+
+
+def test_a_folder_without_a_finished_job_compares_nothing(tmp_path):
+    assert comparison.compare(tmp_path) is None
+
+
+def test_the_table_holds_each_methods_figures_and_costs(sweep):
+    heads, kangaroo, medusa, vanilla = comparison.methods(comparison.compare(sweep))
+    assert dict(zip(heads, kangaroo, strict=True)) == {
+        "method": "kangaroo,threshold=0.4", "speedup": "2.80", "95%": kangaroo[2],
+        "vs hf": "3.73", "95% vs hf": kangaroo[4], "CR": "4.00", "CTAR(1)": "1.00",
+        "CTAR(2)": "1.00", "CTAR(3)": "1.00", "accepted": "60%", "tokens/s": "2.5", "params": "10",
+        "memory": "1.25MB", "lossless": "12/12",
+        "training": "trained positions: 1.2k, epochs: 2",
+    }  # fmt: skip
+    low, high = map(float, kangaroo[2].split("-"))
+    assert low < 12 * 9 / (12 * 3 + 2 * 66 / 50) < high
+    assert medusa[heads.index("lossless")] == "12/12, bugs: 1"
+    assert vanilla[5:10] == ["1.00", "-", "-", "-", "-"]  # it drafts nothing, so accepts nothing
+    assert vanilla[heads.index("training")] == "none"
+
+
+def test_what_was_never_accepted_has_a_ctar_of_zero(tmp_path):
+    finish(tmp_path, "kangaroo")
+    (method,) = comparison.compare(tmp_path)["methods"]
+    assert comparison.reached(method["overall"], 3) == 1
+    assert comparison.reached(method["overall"], 4) == 0
+
+
+@pytest.mark.parametrize(
+    "name, value", [("max_new_tokens", 9), ("bench.fingerprint", "x"), ("model.path", "y")]
+)
+def test_jobs_that_were_asked_differently_are_not_compared(sweep, name, value):
+    finish(sweep, "rest", **{name: value})
+    mend = rf"'rest' and 'kangaroo,threshold=0.4' in .* other settings: {name}=.*{value}.* now"
+    with pytest.raises(ConfigError, match=mend):
+        comparison.compare(sweep)
+
+
+def test_settings_of_the_drafter_may_differ(sweep):
+    finish(sweep, "kangaroo", **{"drafter.steps": 4})
+    assert comparison.compare(sweep)["methods"][0]["settings"]["drafter.steps"] == 4
+
+
+def test_the_files_tell_every_method_under_every_task(sweep):
+    found = comparison.compare(sweep)
+    comparison.write(found, sweep)
+    assert json.loads((sweep / "comparison.json").read_text()) == found
+    text = (sweep / "report.md").read_text()
+    assert text.count("| kangaroo,threshold=0.4 |") == 3
+    assert "| method | qa | rag | math_reasoning |" in text
+    assert "12 questions, 12 turns, at most 8 new tokens, greedy" in text
+    for image in re.findall(r"\((\w+\.png)\)", text):
+        assert (sweep / image).read_bytes().startswith(b"\x89PNG")
+    assert comparison.compare(sweep) == found  # it does not read what it wrote
+
+
+def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_path):
+    some = record(1, (run([4], [3], [3], [1.0]), None))
+    about = ABOUT | {"settings": SETTINGS | {"baselines": []}}
+    (tmp_path / "kangaroo").mkdir()
+    text = json.dumps(summary.summarise([some], about))
+    (tmp_path / "kangaroo/summary.json").write_text(text)
+    found = comparison.compare(tmp_path)
+    comparison.write(found, tmp_path)
+    _, row = comparison.methods(found)
+    assert row[1:5] == ["-"] * 4 and "-" in row
+
+
+def test_the_terminals_table_fits_80_columns(sweep):
+    finish(sweep, "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.4", 0.01)
+    found = comparison.compare(sweep)
+    for method in found["methods"]:
+        method["overall"] |= {"speedup": 12.5, "hf_speedup": 12.5}
+        method["drafter_cost"] |= {"parameters": 885_888, "bytes": 123_456_789}
+    text = io.StringIO()
+    Console(width=80, file=text).print(comparison.terminal_table(found))
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue() and "886k" in text.getvalue() and "123MB" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0, "0"), (66, "66"), (999, "999"), (1000, "1k"), (885_888, "886k"),
+                    (1_267_359, "1.27M"), (7_000_000_000, "7G")]
+)  # fmt: skip
+def test_numbers_are_shortened_to_three_digits(value, text):
+    assert comparison.short(value) == text
+
+
+def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_others():
+    asked = [
+        "model=tiny", "drafter=kangaroo", "seed=3", "drafter.threshold=0.4", "bench=demo",
+        "drafter.adapter=adapters/x", "+sampling.top_p=0.9", "logger=wandb",
+    ]  # fmt: skip
+    excluded = ["model", "drafter", "bench", "logger"]
+    assert named_by(asked, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
+    assert named_by(asked, excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert named_by(asked[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert named_by([], excluded, "drafter") == ""

@@ -1,0 +1,82 @@
+"""What a drafter adds to the target in memory."""
+
+import mmap
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from helpers import adapter_for, random_prompts, tiny
+from torch import nn
+
+from kangaroo.adapter import Architecture, DraftHead
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.evaluation.footprint import Footprint, footprint
+
+
+def size(*tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def after_a_text(lm, drafter):
+    """Its footprint once it has written something."""
+    engine = Engine(lm, drafter)
+    engine.generate(random_prompts(5), 8)
+    return footprint(drafter, [lm, engine.batch])
+
+
+def test_vanilla_adds_nothing():
+    assert after_a_text(tiny(), Vanilla()) == Footprint(0, 0)
+
+
+def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not():
+    lm = tiny()
+    adapter = adapter_for(lm)
+    drafter = Kangaroo(lm, adapter, threshold=0.0)
+    parameters = list(adapter.parameters())
+    assert footprint(drafter, [lm]) == Footprint(
+        sum(p.numel() for p in parameters), size(*parameters, *adapter.buffers())
+    )
+    found = after_a_text(lm, drafter)
+    assert found.parameters == sum(p.numel() for p in parameters)
+    states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BUD)
+    held = size(*parameters, *adapter.buffers()) + drafter.cache.bytes() + states
+    assert found.bytes == held
+
+
+def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
+    lm, vocabulary_K = tiny(), torch.tensor([1, 4, 6])
+    adapter = adapter_for(lm)
+    plain = footprint(Kangaroo(lm, adapter), [lm])
+    gathered = footprint(Kangaroo(lm, adapter, head=DraftHead(lm, None, vocabulary_K)), [lm])
+    assert gathered.parameters == plain.parameters
+    rows = 3 * lm.config.hidden_size * 4
+    assert gathered.bytes == plain.bytes + rows + size(vocabulary_K)
+    own = footprint(Kangaroo(lm, adapter_for(lm, architecture=Architecture(own_head=True))), [lm])
+    assert own.parameters == plain.parameters + lm.head.weight.numel()
+
+
+def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_path):
+    @dataclass
+    class Store:
+        entries: dict[str, object] = field(default_factory=dict)
+
+    mapped = np.memmap(tmp_path / "store", np.int32, "w+", shape=(6,))
+    assert isinstance(mapped.base, mmap.mmap)
+    weight = nn.Linear(3, 2, bias=False)
+    table = torch.zeros(10)
+    store = Store(
+        {"mapped": mapped[2:], "views": [table[:3], (table[5:],)], "again": weight.weight}
+    )
+    drafter = SimpleNamespace(store=store, layers=nn.ModuleList([weight]), array=np.zeros(4))
+    drafter.itself = drafter
+    assert footprint(drafter, []) == Footprint(6, 6 * 4 + 10 * 4 + 6 * 4 + 4 * 8)
+    assert footprint(drafter, [{"theirs": table[1:2]}, weight]).bytes == 6 * 4 + 4 * 8
+
+
+def test_a_model_that_drafts_counts_and_the_target_does_not():
+    target, small = tiny(), tiny(num_hidden_layers=1)
+    found = footprint(SimpleNamespace(lm=target, small=small), [target])
+    assert found.parameters == sum(p.numel() for p in small.parameters())
