@@ -1,4 +1,4 @@
-"""The command line: with its types (`cli_schema.py`) the only module that knows Hydra and OmegaConf."""
+"""The command line: alone with `cli_schema.py`, its types, it knows Hydra and OmegaConf."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed import SpeedConfig
+from kangaroo.folders import named_by
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig

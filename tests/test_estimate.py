@@ -138,7 +138,7 @@ def test_activations_are_what_autograd_keeps(recipe, dtype):
     ):
         unroll(adapter, f_BTD, deep_BTD, seen.block, recipe.draft_steps, Unrolled())
     real = sum(storage.nbytes() for storage in kept.values())
-    expected = Planned(lm, recipe, 2, None).saved(lm, rows=2, width=40)
+    expected = Planned(lm, recipe, "it", 2, None).saved(lm, rows=2, width=40)
     # the cosines of RoPE are in the target's format, a few hundred bytes
     assert expected == pytest.approx(real, rel=0.02)
 

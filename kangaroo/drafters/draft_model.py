@@ -112,3 +112,4 @@ class DraftModel(Autoregressive):
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
             tokens_BP = draft.tokens_BN.gather(1, verdict.path_BP)
             self.run(batch, tokens_BP, self.lm.path(draft, batch.used, batch.n_slots))
+        self.proposed = None

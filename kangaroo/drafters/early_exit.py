@@ -140,6 +140,7 @@ class EarlyExit:
         deep_BPD = along(draft, verdict, self._deep(taps)) if self.fused else None
         if draft is not self.proposed or not draft.tree.is_chain:
             self._follow(batch, draft, new_BPD, deep_BPD)
+        self.proposed = None
         past_B = verdict.count_B.to(new_BPD.device) + 1
         self.shallow_BWD = slide(self.shallow_BWD, new_BPD, past_B)
         if deep_BPD is not None:

@@ -76,7 +76,7 @@ class Lookahead(Stateless):
         # the newest first; -1 where there is none
         self.pool_BPN = torch.full((size, options.pool, options.ngram), -1, device=device)
         self.texts: list[list[int] | None] = [None] * size
-        self.drafted: Draft | None = None
+        self.proposed: Draft | None = None
 
     def propose(self, batch: Batch) -> Draft:
         for row, text in enumerate(batch.texts):
@@ -94,17 +94,18 @@ class Lookahead(Stateless):
         window_BM = self.window_BJW.flatten(1)
         found_BM = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
         always_BM = torch.ones_like(window_BM, dtype=torch.bool)
-        self.drafted = Draft(
+        self.proposed = Draft(
             tokens_BN=torch.cat([pending_B1, window_BM, guess_BGJ.flatten(1)], 1),
             tree=self.tree,
             valid_BN=torch.cat([always_BM[:, :1], always_BM, found_BM], 1),
         )
-        return self.drafted
+        return self.proposed
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
-        if draft is not self.drafted:  # another draft was verified, whose nodes are not the window
+        proposed, self.proposed = self.proposed, None
+        if draft is not proposed:  # another draft was verified, whose nodes are not the window
             return
         last = 1 + (self.levels - 1) * self.options.window
         new_BW = verdict.choice_BN[:, last : last + self.options.window]
