@@ -98,7 +98,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-tree": lambda case: KangarooTree(
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
     ),
-    "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 6),
+    "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
     "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
     "kangaroo-tree-fused": lambda case: KangarooTree(
         case.lm, adapter_for(case.lm, architecture=Architecture(fused=True)), 3, 0, None, 3, 9

@@ -180,8 +180,9 @@ class KangarooTree(EarlyExit):
         )
         keep_BN = keep_BN.gather(1, index_BN)
         parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
+        depth = min(len(levels), size) - 1
         chain = self.top_k == 1
-        tree = Tree.chain(size, parents_BN.device) if chain else Tree(parents_BN, len(levels) - 1)
+        tree = Tree.chain(size, parents_BN.device) if chain else Tree(parents_BN, depth)
         self.proposed = Draft(
             tokens_BN=torch.cat([level.tokens_BL for level in levels], 1).gather(1, index_BN),
             tree=tree,
