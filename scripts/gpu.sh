@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All that wants a GPU in one go: the tests that need one; steps, verifications, batches and memory of
 # models of 7B shape with random weights; then the model writes data, adapters of three kinds for
-# several exit layers are trained from one frozen pass, compared on held-out text, and each is
-# evaluated and timed. Run again, it goes on where it was stopped.
+# several exit layers and Medusa's heads are trained from one frozen pass, compared on held-out text,
+# and each is evaluated and timed; at last all methods side by side, at the papers' settings. Run
+# again, it goes on where it was stopped.
 #
 #   scripts/gpu.sh                                   # SmolLM2-135M into outputs/gpu/smollm2-135m
 #   MODEL=llama-3.2-1b EXITS=2,3 scripts/gpu.sh
@@ -34,7 +35,8 @@ done
 
 "$PYTHON" train.py "${DATA[@]}" "output=$OUT" adapter=fused "adapter.exit_layers=[$EXITS]" \
   +adapter@more.layer=layer "more.layer.exit_layers=[$EXITS]" \
-  +adapter@more.attention=attention "more.attention.exit_layers=[$EXITS]" "${TRAIN[@]}"
+  +adapter@more.attention=attention "more.attention.exit_layers=[$EXITS]" \
+  +adapter@more.medusa=medusa "${TRAIN[@]}"
 
 folders=()
 for kind in fused layer attention; do
@@ -49,3 +51,20 @@ for folder in "${folders[@]}"; do
   "$PYTHON" evaluate.py "model=$MODEL" "$adapter" "output=$OUT/evaluate-$name" "${EVALUATE[@]}"
   "$PYTHON" scripts/bench.py "model=$MODEL" "$adapter" "output=$OUT/speed-$name" "${SPEED[@]}"
 done
+
+# all methods, each job with its own baselines, in one folder
+"$PYTHON" scripts/search_layers.py "${DATA[@]}" "output=$OUT/layerskip.json"
+"$PYTHON" scripts/build_datastore.py "${DATA[@]}" "output=$OUT/datastore"
+adapter="drafter.adapter=\"${BEST:-$OUT/attention-exit${EXITS%%,*}}\""
+method() {
+  "$PYTHON" evaluate.py -m "model=$MODEL" "hydra.sweep.dir=$OUT/methods" "${EVALUATE[@]}" "$@"
+}
+method drafter=vanilla
+method drafter=kangaroo,draft_model "$adapter"
+method drafter=kangaroo_tree drafter.top_k=10 drafter.nodes=32 drafter.steps=6 "$adapter"
+method drafter=medusa drafter.nodes=63 "drafter.heads=\"$OUT/medusa\""
+method drafter=lookahead drafter.window=15 drafter.ngram=5 drafter.guesses=15
+method drafter=prompt_lookup drafter.num_pred_tokens=10
+method drafter=rest drafter.num_draft=64 "drafter.datastore=\"$OUT/datastore\""
+method drafter=layerskip "drafter.subset=\"$OUT/layerskip.json\""
+method drafter=cascade drafter.first.num_pred_tokens=10 "${adapter/drafter./drafter.second.}"

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import VOCABULARY, tiny
+from helpers import VOCABULARY, tiny, vanilla_texts
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
 
+from kangaroo import models
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.layerskip import LayerSkip, LayerSkipConfig
@@ -21,6 +22,8 @@ from kangaroo.evaluation.rivals import assistant
 from kangaroo.evaluation.speed_trials import timed_generate
 from kangaroo.export import draft_model
 from kangaroo.layer_subset import runs
+from kangaroo.model import LM
+from kangaroo.models import Dtype, ModelConfig
 from kangaroo.sampling import Rule, Sampling, pick
 
 SAMPLED = SAMPLINGS["sampled"]
@@ -129,6 +132,20 @@ def test_rejection_sampling_has_the_draft_models_probabilities(case):
 def test_a_draft_model_of_another_vocabulary_is_refused_with_both_sizes(case):
     with pytest.raises(ConfigError, match=rf"96 tokens.*{VOCABULARY}.*drafter\.model="):
         DraftModel(case.lm, tiny("llama", vocab_size=96))
+
+
+def test_any_model_of_the_same_vocabulary_drafts():
+    """By way of `model=`, as LLaMA-68M before Vicuna."""
+    hf, _ = models.load(ModelConfig("tiny", models.TINY, dtype=Dtype.float32, device="cpu"))
+    lm = LM(hf)
+    prompts = [[1, 5, 9], [7]]
+    drafter = DraftModelConfig(model=models.TINY, steps=3).build(lm)
+    done = Engine(lm, drafter).generate(prompts, 12)
+    assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == vanilla_texts(
+        lm, prompts, 12
+    )
+    # the very same model: nothing is refused
+    assert {step.accepted for g in done for step in g.steps} == {3}
 
 
 def test_one_of_model_and_adapter_is_needed(case):

@@ -4,18 +4,28 @@ import os
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from test_cli import DRAFTERS, composed
 
+from kangaroo import adapter_files
 from kangaroo.data.chat import Message, prompt_ids
+from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.evaluation.rivals import assistant
 from kangaroo.evaluation.run import EvaluateConfig, evaluate
+from kangaroo.evaluation.speed_trials import timed_engine, timed_generate
+from kangaroo.export import draft_model
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
+# but vanilla, and draft models from the hub
+SHIPPED = [name for name in DRAFTERS if name != "vanilla" and not name.startswith("draft_model-")]
 SPEC_BENCH = Path(
     os.environ.get("SPEC_BENCH", ROOT.parent / "shared/spec_bench/question.jsonl")
 )  # not ours to ship
@@ -32,6 +42,47 @@ def prompts(tokenizer, bench, count):
     questions = load_questions(bench)
     chosen = questions[:: len(questions) // count][:count]
     return [prompt_ids(tokenizer, [{"role": "user", "content": q.turns[0]}]) for q in chosen]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
+    target, monkeypatch, name, sampling
+):
+    monkeypatch.chdir(ROOT)
+    lm, tokenizer = target
+    some = prompts(tokenizer, BenchConfig(), 3)
+    alone = Engine(lm, Vanilla()).generate(some, 12, sampling, batch_size=1)
+    config = OmegaConf.to_object(composed("evaluate", f"drafter={name}").drafter)
+    ragged = Engine(lm, config.build(lm)).generate(some, 12, sampling, batch_size=2)
+    assert [g.tokens for g in ragged] == [g.tokens for g in alone]
+    steps = [step for g in ragged for step in g.steps]
+    assert sum(step.drafted for step in steps) > 0
+
+
+@pytest.mark.parametrize("method", ["prompt lookup", "draft model"])
+def test_rounds_are_those_of_transformers(target, method):
+    """The same drafts and the same acceptance, by an implementation that is not ours."""
+    lm, tokenizer = target
+    if method == "prompt lookup":
+        drafter = PromptLookup(max_matching_ngram_size=3, num_pred_tokens=5)
+        speculation = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
+    else:
+        adapter, _ = adapter_files.load(ADAPTER, lm, vocabulary=0)
+        drafter = DraftModelConfig(adapter=ADAPTER, steps=3).build(lm)
+        model = assistant(draft_model(lm, adapter))
+        config = model.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = 3, "constant"
+        config.assistant_confidence_threshold = 0.0
+        speculation = {"assistant_model": model}
+    accepted = 0
+    for prompt in prompts(tokenizer, BenchConfig(), 3):
+        theirs = timed_generate(lm, **speculation)(prompt, 32)
+        ours = timed_engine(Engine(lm, drafter))(prompt, 32)
+        assert ours.tokens == theirs.tokens
+        assert [count for count, _ in ours.rounds] == [count for count, _ in theirs.rounds]
+        accepted += 32 - len(ours.rounds)
+    assert accepted > 10
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
