@@ -151,10 +151,10 @@ def train(config: TrainCommand) -> None:
                 tracker.save(folder, name, "adapter", described | figures)
         tracker.finish()
     for folder in folders:
+        is_medusa = adapter_files.read_config(str(folder)).architecture.medusa_heads
+        option = "drafter=medusa 'drafter.heads" if is_medusa else "'drafter.adapter"
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        log.info(
-            "saved %s; measure it: python evaluate.py 'drafter.adapter=\"%s\"'", folder, folder
-        )
+        log.info("saved %s; measure it: python evaluate.py %s=\"%s\"'", folder, option, folder)
 
 
 @command("estimate")

@@ -25,6 +25,7 @@ def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
     found = []
     for override in overrides:
         name, _, value = override.lstrip("+~").partition("=")
+        name = name.removeprefix("drafter@")  # a part of a cascade
         if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
             found.append(f",{name.removeprefix('drafter.')}={value}")
     return re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found)))

@@ -16,6 +16,9 @@ from omegaconf import OmegaConf
 
 from kangaroo import adapter_files, cli
 from kangaroo.adapter_files import WEIGHTS
+from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.medusa import MedusaConfig
+from kangaroo.drafters.rest import RestConfig
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load
 
@@ -236,6 +239,22 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
     for job in both:
         (kept,) = (folder / job).rglob("*.wandb")
         assert f"tiny-{folder.name}".encode() in kept.read_bytes()
+
+
+def test_any_two_drafters_make_a_cascade():
+    asked = ["drafter=cascade", "drafter@drafter.first=rest", "drafter@drafter.second=medusa"]
+    config = composed("evaluate", *asked, "drafter.first.num_draft=7", "drafter.extend=true")
+    cascade = OmegaConf.to_object(config.drafter)
+    assert isinstance(cascade, CascadeConfig) and cascade.extend
+    assert isinstance(cascade.first, RestConfig) and cascade.first.num_draft == 7
+    assert isinstance(cascade.second, MedusaConfig)
+    assert cascade.second.heads == "adapters/smollm2-135m-medusa"
+    assert cascade.settings()["first"]["num_draft"] == 7
+    with pytest.raises(Exception, match="num_drafts"):
+        composed("evaluate", *asked, "drafter.first.num_drafts=7")
+    sweep = composed("evaluate", *asked).hydra.sweep
+    assert sweep.dir.endswith("compare-demo")
+    assert sweep.subdir == "cascade,first=rest,second=medusa"
 
 
 def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():

@@ -117,10 +117,10 @@ def conversations(target, engine, bench, new_tokens, sampling):
     return written
 
 
-def assert_lossless(target, bench, new_tokens, temperature):
+def assert_lossless(target, bench, new_tokens, temperature, drafter=None):
     lm, _ = target
     sampling = Sampling(temperature=temperature)
-    drafter = KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm)
+    drafter = drafter or KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm)
     vanilla = conversations(target, Engine(lm, Vanilla()), bench, new_tokens, sampling)
     kangaroo = conversations(target, Engine(lm, drafter), bench, new_tokens, sampling)
     assert kangaroo == vanilla
@@ -131,6 +131,16 @@ def assert_lossless(target, bench, new_tokens, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_whole_demo_bench(target, temperature):
     assert assert_lossless(target, BenchConfig(), 64, temperature) == 82
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_whole_demo_bench_by_every_method(target, monkeypatch, name, temperature):
+    monkeypatch.chdir(ROOT)
+    config = OmegaConf.to_object(composed("evaluate", f"drafter={name}").drafter)
+    drafter = config.build(target[0])
+    assert assert_lossless(target, BenchConfig(), 32, temperature, drafter) == 82
 
 
 @pytest.mark.slow
