@@ -154,7 +154,7 @@ def train(config: TrainCommand) -> None:
         is_medusa = adapter_files.read_config(str(folder)).architecture.medusa_heads
         option = "drafter=medusa 'drafter.heads" if is_medusa else "'drafter.adapter"
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        log.info("saved %s; measure it: python evaluate.py %s=\"%s\"'", folder, option, folder)
+        log.info('saved %s; measure it: python evaluate.py %s="%s"\'', folder, option, folder)
 
 
 @command("estimate")

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import VOCABULARY, tiny, vanilla_texts
+from helpers import VOCABULARY, Sometimes, tiny, vanilla_texts
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
 
 from kangaroo import models
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.layerskip import LayerSkip, LayerSkipConfig
 from kangaroo.engine import Engine
@@ -35,8 +36,11 @@ def case() -> Case:
     return case_of("llama", "sampled")
 
 
-def drafts_are(drafter: Drafter, case: Case, sampling: Sampling, expected: Expected) -> set[int]:
-    """Decode, and compare every draft with what is expected after the text; how many accepted."""
+def drafts_are(
+    drafter: Drafter, whole: Drafter, case: Case, sampling: Sampling, expected: Expected
+) -> set[int]:
+    """Decode with `whole`, of which `drafter` is a part, and compare every draft of this with what
+    is expected after the text; how many were accepted."""
     propose = drafter.propose
 
     def check(batch):
@@ -49,14 +53,17 @@ def drafts_are(drafter: Drafter, case: Case, sampling: Sampling, expected: Expec
         return draft
 
     drafter.propose = check
-    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    engine = Engine(case.lm, whole, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     return {step.accepted for generation in done for step in generation.steps}
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling):
-    model = draft_lm(case)
+def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
+    """Also after rounds in which another drafter had its way."""
+    rope = {"rope_type": "default", "rope_theta": 300.0}  # positions of its own
+    model = draft_lm(case) if own else tiny("llama", rope_parameters=rope, num_hidden_layers=2)
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
@@ -73,8 +80,11 @@ def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, 
         return drafted
 
     drafter = DraftModel(case.lm, model, steps=3)
-    # after rounds accepted whole and others
-    assert {1, 3} <= drafts_are(drafter, case, sampling, expected)
+    accepted = drafts_are(drafter, drafter, case, sampling, expected)
+    assert not own or {1, 3} <= accepted  # after rounds accepted whole and others
+    drafter = DraftModel(case.lm, model, steps=3)
+    cascade = Cascade(case.lm, Sometimes(case.texts), drafter)
+    drafts_are(drafter, cascade, case, sampling, expected)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -100,7 +110,8 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
             drafted.append(int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed]))))
         return drafted
 
-    accepted = drafts_are(LayerSkip(lm, skip, steps=3, threshold=0), case, sampling, expected)
+    drafter = LayerSkip(lm, skip, steps=3, threshold=0)
+    accepted = drafts_are(drafter, drafter, case, sampling, expected)
     assert skip == [0, 1, 2] or len(accepted) > 2
 
 

@@ -148,7 +148,10 @@ class EarlyExit:
 
     def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor, deep_BPD: Tensor | None) -> None:
         """Write the adapter's keys of the accepted path where its tokens now lie."""
-        block = self.lm.path(draft, batch.used, batch.n_slots).to(f_BPD.device)
+        block = draft.block  # where a chain's path lies already
+        if block is None or not draft.tree.is_chain:
+            block = self.lm.path(draft, batch.used, batch.n_slots)
+        block = block.to(f_BPD.device)
         if deep_BPD is not None:
             deep_BPD = torch.cat([self.deep_BUD[:, -1:], deep_BPD[:, :-1]], 1) * started(block)
         self.adapter(f_BPD, deep_BPD, block, self.cache.at(block))
