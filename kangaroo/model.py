@@ -30,7 +30,7 @@ from kangaroo.cache import (
 from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.native import LayerWeights, Sizes
-from kangaroo.tree import Draft, Tree
+from kangaroo.tree import Tree
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -205,16 +205,6 @@ class LM(nn.Module):
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
         return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope)
-
-    def path(self, draft: Draft, used: int, n_slots: int) -> Block:
-        """Where the accepted path of a draft lies once it is committed: in a line from its root on.
-
-        Args:
-            used: before the draft.
-        """
-        assert draft.block is not None
-        tree = Tree.chain(draft.tree.max_depth + 1, self.device)
-        return self.block(tree, draft.block.slots_RT[:, 0], used + tree.size, n_slots)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""

@@ -26,11 +26,12 @@ def case() -> Case:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("extend", [False, True])
-def test_rows_are_drafted_by_the_first_or_else_the_second(case, monkeypatch, rows, extend):
+def test_rows_are_drafted_by_the_first_or_else_the_second(case, monkeypatch, rows, extend, steps):
     """Whose caches then are as if it had drafted alone, whoever did before."""
     first = Sometimes(case.texts)
-    cascade = Cascade(case.lm, first, Kangaroo(case.lm, case.adapter, 2, 0), extend)
+    cascade = Cascade(case.lm, first, Kangaroo(case.lm, case.adapter, steps, 0), extend)
     propose, who = cascade.propose, []
 
     def check(batch):
@@ -42,7 +43,7 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, monkeypatch, row
             drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
             found = first.continuation(row, text)
             seed = int(batch.seeds_B[row])
-            own = drafted_without_cache(case, text, 2, SAMPLED, seed)
+            own = drafted_without_cache(case, text, steps, SAMPLED, seed)
             more = first.continuation(row, text + own) if extend else []
             assert drafted == (found or own + more)
             who.append("first" if found else "extended" if more else "second")

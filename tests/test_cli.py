@@ -21,6 +21,7 @@ from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load
+from kangaroo.training.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
@@ -75,7 +76,7 @@ def test_yaml_holds_only_differences():
     """A YAML file that repeats a dataclass default would drift from it."""
     for path in (ROOT / "configs/trainer").glob("*.yaml"):
         given = OmegaConf.load(path)
-        default = OmegaConf.structured(cli.TrainerConfig)
+        default = OmegaConf.structured(TrainerConfig)
         assert all(key == "defaults" or given[key] != default[key] for key in given)
 
 
@@ -173,7 +174,7 @@ def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
             "scripts/build_datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
         )
         assert built.returncode == 0, built.stderr
-        about = json.loads((tmp_path / "outputs/datastore/tiny/datastore.json").read_text())
+        about = json.loads((tmp_path / "adapters/tiny-datastore/datastore.json").read_text())
         assert about["documents"] <= documents and about["texts"] == ["notes.txt"]
         assert about["target"] == "random:tiny" and about["versions"]["torch"]
         assert (about["dataset"] is None) == (documents == 1)

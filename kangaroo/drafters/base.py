@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.tree import Draft
+from kangaroo.model import LM
+from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
 
@@ -88,6 +89,20 @@ class Stateless:
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         pass
+
+
+def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
+    """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
+    and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
+
+    The one before the root is in no such cache if it ended a draft of its own, accepted whole.
+    """
+    assert draft.block is not None
+    length = draft.tree.max_depth + 1
+    tree = Tree.chain(window + length, batch.length_B.device)
+    below = 0 if min(batch.lengths) > window else window
+    start_B = draft.block.slots_RT[:, 0] - window
+    return lm.block(tree, start_B, batch.used + length, batch.n_slots, below)
 
 
 class FromText(Stateless, ABC):

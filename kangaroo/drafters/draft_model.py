@@ -14,7 +14,7 @@ from kangaroo import adapter_files
 from kangaroo.batch import Batch
 from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import ConfigError
 from kangaroo.export import draft_model
 from kangaroo.model import LM
@@ -110,6 +110,7 @@ class DraftModel(Autoregressive):
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
-            tokens_BP = draft.tokens_BN.gather(1, verdict.path_BP)
-            self.run(batch, tokens_BP, self.lm.path(draft, batch.used, batch.n_slots))
+            block = path_block(self.lm, batch, draft, self.window)
+            tokens_BN = batch.tokens_BS.gather(1, block.positions_RT)
+            self.run(batch, tokens_BN, block)
         self.proposed = None

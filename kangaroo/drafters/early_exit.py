@@ -16,7 +16,7 @@ from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block, KVCache
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
 from kangaroo.tree import Draft
@@ -148,12 +148,10 @@ class EarlyExit:
 
     def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor, deep_BPD: Tensor | None) -> None:
         """Write the adapter's keys of the accepted path where its tokens now lie."""
-        block = draft.block  # where a chain's path lies already
-        if block is None or not draft.tree.is_chain:
-            block = self.lm.path(draft, batch.used, batch.n_slots)
-        block = block.to(f_BPD.device)
+        block = path_block(self.lm, batch, draft, self.window).to(f_BPD.device)
         if deep_BPD is not None:
-            deep_BPD = torch.cat([self.deep_BUD[:, -1:], deep_BPD[:, :-1]], 1) * started(block)
+            deep_BPD = torch.cat([self.deep_BUD, deep_BPD[:, :-1]], 1) * started(block)
+        f_BPD = torch.cat([self.shallow_BWD, f_BPD], 1)
         self.adapter(f_BPD, deep_BPD, block, self.cache.at(block))
 
     def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
