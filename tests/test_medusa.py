@@ -6,12 +6,14 @@ Shapes: B rows, T tokens, N draft nodes.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
-from helpers import VOCABULARY, tiny
+from helpers import VOCABULARY, forward_logits, random_prompts, tiny, vanilla_texts
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
+from test_observability import run, sample
 
 from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, Architecture
@@ -21,6 +23,10 @@ from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.medusa import MedusaHeads
 from kangaroo.sampling import Sampling, candidates
+from kangaroo.training import loop
+from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.micro_batch import GUESSES, teach
+from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.training.unroll import look_ahead
 
 HEADS = Architecture(attention=False, own_head=True, medusa_heads=3)
@@ -71,9 +77,7 @@ def test_drafts_are_guesses_from_the_last_state_in_the_cache(monkeypatch, sampli
             text = batch.texts[row]
             if batch.done_B[row] or len(text) == 1:
                 continue
-            lm.hf.set_attn_implementation("sdpa")
-            h_1TD = lm.hf.model(torch.tensor([text[:-1]])).last_hidden_state
-            lm.hf.set_attn_implementation("kangaroo")
+            h_1TD = final_states(lm, text[:-1])
             guesses = []
             for index, head in enumerate(drafter.draft_heads):
                 logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
@@ -156,3 +160,71 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     for fields in ({"attention": True}, {"fused": True}, {"medusa_heads": -1}):
         with pytest.raises(ConfigError, match="medusa_heads"):
             Architecture(**({"attention": False, "medusa_heads": 2} | fields))
+
+
+def test_training_saves_heads_that_decode_as_told(tmp_path):
+    """Loss falls, and how often each guess is right is what counting by hand gives."""
+    lm = tiny("llama", deep_scale=0.5)
+    prompts = random_prompts(*[6] * 14)
+    texts = vanilla_texts(lm, prompts, 40)
+    data = [sample(text, 6) for text in texts]
+    recipe = AdapterRecipe(
+        name="medusa", attention=False, medusa_heads=2, own_head=True, learning_rate=1e-2
+    )
+    folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
+    assert folder.name == "medusa"
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    losses = [row["train/medusa/loss"] for row in rows]
+    assert losses[-1] < losses[0]
+    assert {"train/medusa/step2/loss", "held_out/medusa/ctar2"} <= rows[-1].keys()
+    assert rows[-1]["held_out/medusa/ctar3"] == 0  # there are but two heads
+
+    heads, draft_heads = adapter_files.load_any(str(folder), lm)
+    right = [[0] * GUESSES for _ in range(2)]
+    counts = [0, 0]
+    for text in texts[-3:]:
+        states_1TD = final_states(lm, text)
+        logits = forward_logits(lm, text)
+        for k, head in enumerate(draft_heads):
+            # the pending token and those of the draft before this one are the assistant's
+            for t in range(5 + k, len(text) - 1):
+                guessed = head(heads(states_1TD[:, t - 1 - k][:, None], k)[:, 0]).topk(GUESSES)
+                tokens = head.token_of(guessed.indices)[0].tolist()
+                choice = int(logits[t].argmax())
+                counts[k] += 1
+                if choice in tokens:
+                    right[k][tokens.index(choice)] += 1
+    told = adapter_files.read_config(str(folder)).guesses
+    for k in range(2):
+        expected = [hits / counts[k] for hits in right[k]]
+        # saved in bfloat16, so that a guess here and there changes its place
+        assert max(abs(a - b) for a, b in zip(told[k], expected, strict=True)) < 3 / counts[k]
+    assert sum(told[0]) > 0.2
+
+
+def test_training_of_heads_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    recipe = AdapterRecipe(name="medusa", attention=False, medusa_heads=2)
+    whole = run(tiny("llama"), tmp_path / "whole", recipe)
+    calls = []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return teach(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "teach", lambda *args, **named: stop(*args, *named.values()))
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny("llama"), tmp_path / "part", recipe)
+    again = run(tiny("llama"), tmp_path / "part", recipe)
+    name = adapter_files.WEIGHTS
+    assert (again / name).read_bytes() == (whole / name).read_bytes()
+
+
+@torch.no_grad()
+def final_states(lm, text):
+    lm.hf.set_attn_implementation("sdpa")
+    states_1TD = lm.hf.model(torch.tensor([text])).last_hidden_state
+    lm.hf.set_attn_implementation("kangaroo")
+    return states_1TD
