@@ -5,8 +5,8 @@ Shapes: T tokens of a conversation, M assistant positions, D hidden size.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 import random
 import time
 from collections.abc import Sequence
@@ -24,8 +24,6 @@ from kangaroo.errors import ConfigError
 from kangaroo.layer_subset import LayerSubset, runs, write
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
-
-log = logging.getLogger(__name__)
 
 Subset = tuple[int, ...]  # the layers that are skipped, ascending
 
@@ -73,12 +71,17 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
             f"be 1 or more, and the target must have 2 layers, not {lm.n_layers}."
         )
     started = time.perf_counter()
+    asked = [
+        sample["input_ids"][: config.max_length] for sample in samples[-config.conversations :]
+    ]
+    text_hash = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
-    tried = Tried(file.with_suffix(".tried.jsonl"), asdict(config) | {"target": target_hash(lm)})
+    identity = {"target": target_hash(lm), "text": text_hash}
+    tried = Tried(file.with_suffix(".tried.jsonl"), identity)
     rng = random.Random(config.seed)
     budget = min(config.budget, 2**lm.n_layers - 2)  # all subsets but none and all
-    current = best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
-    current_speedup = speedup = agreement = 0.0
+    best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
+    speedup = agreement = 0.0
     seen: set[Subset] = set()
     bar = tqdm(total=budget, unit="subset", desc="searching")
     while True:
@@ -88,15 +91,13 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
             right = agreement_of(lm, texts, subset)
             tried.add(subset, right)
         expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
-        if expected >= current_speedup:
-            current, current_speedup = subset, expected
-        if expected > speedup:
+        if expected >= speedup:
             best, agreement, speedup = subset, right, expected
         bar.update()
         bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
         if len(seen) == budget:
             break
-        subset = current
+        subset = best
         while subset in seen:  # where all that is near is known, the walk leads further
             subset = neighbour(subset, lm.n_layers, rng)
     bar.close()
@@ -116,10 +117,10 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
 class Tried:
     """What each subset was worth, a line of JSON each, on disk at once."""
 
-    def __init__(self, file: Path, settings: dict[str, object]):
+    def __init__(self, file: Path, identity: dict[str, str]):
         self.file, self.known = file, dict[Subset, float]()
         file.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(settings)
+        head = json.dumps(identity)
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         if not lines or lines[0] != head + "\n":
             file.write_text(head + "\n")
