@@ -45,13 +45,17 @@ class Batch:
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
     next draft. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
     growing, until another prompt takes it.
+
+    Args:
+        longest: tokens of the longest text that there is room for, prompt included.
     """
 
     def __init__(
-        self, cache: KVCache, sampling: Sampling, eos_ids: list[int], device: torch.device
-    ):
+        self, cache: KVCache, longest: int, sampling: Sampling, eos_ids: list[int],
+        device: torch.device,
+    ):  # fmt: skip
         size, self.n_slots = cache.batch_size, cache.n_slots
-        self.cache, self.sampling = cache, sampling
+        self.cache, self.longest, self.sampling = cache, longest, sampling
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)

@@ -6,6 +6,7 @@ heads, K key/value heads, C head size, R rows of a block (a contiguous range of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ class Block:
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         rope: cosine and sine of `positions_RT`.
+        recordable: a step of decoding, whose shape comes again and again; not a prompt, and not a
+            text that is learnt or judged.
     """
 
     slots_RT: Tensor
@@ -41,6 +44,7 @@ class Block:
     extent: int
     rows: slice
     rope: tuple[Tensor, Tensor]
+    recordable: bool = False
 
     def narrow(self, start: int, width: int) -> Block:
         """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
@@ -87,7 +91,13 @@ class Block:
     def with_tensors(
         self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
     ) -> Block:
-        return Block(slots_RT, positions_RT, bias_R1TE, self.extent, self.rows, (cos, sin))
+        return replace(
+            self,
+            slots_RT=slots_RT,
+            positions_RT=positions_RT,
+            bias_R1TE=bias_R1TE,
+            rope=(cos, sin),
+        )
 
     def to(self, device: torch.device) -> Block:
         """The same block for layers that lie on another device."""
@@ -110,12 +120,18 @@ class KVCache:
 
     Args:
         devices: the device of each layer.
+
+    Attributes:
+        serial: no other cache of this process has it, or had it.
     """
+
+    serials = itertools.count()
 
     def __init__(
         self, batch_size: int, n_slots: int, n_heads: int, head_size: int,
         dtype: torch.dtype, devices: list[torch.device],
     ):  # fmt: skip
+        self.serial = next(self.serials)
         self.batch_size, self.n_slots = batch_size, n_slots
         shape = (batch_size * n_slots, n_heads, head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]

@@ -5,7 +5,6 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V voc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.batch import Batch
-from kangaroo.cache import KVCache
+from kangaroo.cache import BUCKET, KVCache
+from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
@@ -99,28 +99,6 @@ class Stream:
         return self.tokens
 
 
-class Clock:
-    """Time between marks on one device; reading it is valid once the device has been waited for."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-
-    def mark(self) -> float | torch.cuda.Event:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
-        """Seconds from `start` to `stop`."""
-        if isinstance(start, float) and isinstance(stop, float):
-            return stop - start
-        assert isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event)
-        return start.elapsed_time(stop) / 1000
-
-
 class Engine:
     """A target and a drafter.
 
@@ -151,13 +129,12 @@ class Engine:
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included."""
-        n_slots = longest + self.spare_slots
+        # rounded up, since attention kernels want the rows of a mask aligned
+        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
-            if self.cache is not None and self.lm.graphs is not None:
-                self.lm.graphs.forget(self.cache)
             self.batch = self.cache = None  # their memory may be needed for the new ones
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        batch = Batch(self.cache, sampling, sorted(self.eos_ids), self.lm.device)
+        batch = Batch(self.cache, longest, sampling, sorted(self.eos_ids), self.lm.device)
         self.drafter.begin(batch)
         self.batch = batch
         return batch
@@ -169,14 +146,13 @@ class Engine:
         Errors: `PromptError` where it cannot be served, or not by a batch this small.
         """
         self.check(request)
-        longest = batch.n_slots - self.spare_slots
-        if len(request.prompt) + request.max_new_tokens > longest:
+        if len(request.prompt) + request.max_new_tokens > batch.longest:
             raise PromptError(
-                f"the batch was opened for texts of {longest} tokens; the prompt has "
+                f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        start = time.perf_counter()
         lm, end = self.lm, len(request.prompt) - 1
+        start = now(lm.device)
         prompt_T = torch.tensor(request.prompt, device=lm.device)
         batch.place(row, prompt_T, request.max_new_tokens, request.seed)
         for first in range(0, end, self.prefill_chunk):
@@ -187,9 +163,7 @@ class Engine:
                 lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
             )
             self.drafter.prefill(batch, tokens_1T, block, taps)
-        if self.clock.cuda:
-            torch.cuda.synchronize(lm.device)
-        return Generation(prefill_seconds=time.perf_counter() - start)
+        return Generation(prefill_seconds=now(lm.device) - start)
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[StepRecord]:
@@ -204,8 +178,7 @@ class Engine:
                 "next, or make an Engine with a drafter of its own for each."
             )
         lm, drafter, clock = self.lm, self.drafter, self.clock
-        wall = time.perf_counter()
-        started = clock.mark()
+        entered, started = running(), clock.mark()
         draft = drafter.propose(batch)
         proposed = clock.mark()
         block = draft.block = draft.block or lm.block(
@@ -230,7 +203,7 @@ class Engine:
             text += tokens
         draft_seconds = clock.between(started, proposed)
         verify_seconds = clock.between(proposed, verified)
-        host_seconds = time.perf_counter() - wall - draft_seconds - verify_seconds
+        host_seconds = running() - entered - draft_seconds - verify_seconds
         return [
             StepRecord(tokens, accepted, drafted, draft_seconds, verify_seconds, host_seconds)
             for tokens, accepted, drafted in rows

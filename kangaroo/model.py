@@ -90,7 +90,7 @@ class LM(nn.Module):
         by CUDA graphs on one GPU. Training and the prefill of prompts stay as they are.
         """
         if {device.type for device in self.layer_devices} == {"cuda"}:
-            self.graphs = Graphs() if len(set(self.layer_devices)) == 1 else None
+            self.graphs = Graphs(self.device) if len(set(self.layer_devices)) == 1 else None
         self.native = native.library() if self.is_native_kind() else None
         if self.native is not None:
             layers = [layer_weights(layer) for layer in self.layers]
@@ -204,7 +204,7 @@ class LM(nn.Module):
         bias_B1NE = bias_B1NE.masked_fill_(hidden_BNE, -torch.inf)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope)
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
@@ -262,12 +262,13 @@ class LM(nn.Module):
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
         if self.graphs and cache and self.graphs.take(x_BND, block):
-            key = (id(cache), layers, x_BND.shape, block.extent)
 
             def work(x_BND: Tensor, *tensors: Tensor) -> tuple[Tensor]:
                 return (self._eager(x_BND, cache, block.with_tensors(*tensors), layers),)
 
-            return self.graphs(key, work, x_BND, *block.tensors())[0]
+            key = ("layers", layers, block.rows.start)
+            (x_BND,) = self.graphs((cache,), key, work, x_BND, *block.tensors())
+            return x_BND.clone()  # the next pass of this shape overwrites it
         return self._eager(x_BND, cache, block, layers)
 
     def _eager(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from strict_graphs import StrictGraphs
 from torch import Tensor
 
 from kangaroo.adapter import Adapter, Architecture
@@ -15,7 +16,6 @@ from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.graphs import Graphs
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
@@ -52,26 +52,9 @@ def tiny(architecture: str = "llama", **overrides: object) -> LM:
     return LM(tiny_model(architecture, **overrides))
 
 
-class CpuGraphs(Graphs):
-    """Graphs without a GPU: a repetition sees what recording saw, and nothing newer."""
-
-    def __init__(self) -> None:
-        super().__init__(self._record)
-
-    def _record(self, work: Callable[[], tuple[Tensor, ...]]):
-        results = work()
-
-        def replay() -> None:
-            self.recording = True
-            for mine, new in zip(results, work(), strict=True):
-                mine.copy_(new)
-            self.recording = False
-
-        return replay, results
-
-
 def graphed(lm: LM) -> LM:
-    lm.graphs = CpuGraphs()
+    """Decoding by graphs, by a stand-in for CUDA's that is as strict."""
+    lm.graphs = StrictGraphs()
     return lm
 
 

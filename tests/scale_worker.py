@@ -52,7 +52,7 @@ class KillsAt(NoTracker):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_tiny(output, settings, tracker=None, ranks=None, lm=None):
+def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None):
     """Three adapters on a random four-layer model, in 6 steps (accumulate=3) or 9."""
     samples = [
         {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
@@ -65,7 +65,7 @@ def train_tiny(output, settings, tracker=None, ranks=None, lm=None):
     }  # fmt: skip
     config = TrainerConfig(**(shared | settings))
     about = {"fingerprint": "test"}
-    recipes = [
+    recipes = recipes or [
         AdapterRecipe(name="attention", exit_layers=[1, 2]),
         AdapterRecipe(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
     ]

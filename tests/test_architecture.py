@@ -23,6 +23,7 @@ LAYERS = [
         "folders",
         "native",
         "graphs",
+        "clock",
         "model",
         "models",
         "embedded",

@@ -1,96 +1,309 @@
-"""Recorded work is replayed with new inputs, and only where it may be."""
+"""Recorded work is replayed with new inputs, where it may be, and never outlives its memory."""
+
+import gc
+import json
+import weakref
 
 import pytest
 import torch
-from helpers import CpuGraphs, adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from scale_worker import train_tiny
+from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
+from kangaroo import clock
+from kangaroo import graphs as graphs_module
+from kangaroo.adapter import Architecture
+from kangaroo.batch import Batch
+from kangaroo.cache import KVCache
+from kangaroo.clock import Clock
+from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.graphs import Graphs
+from kangaroo.evaluation.lossless import target_logits
+from kangaroo.export import draft_model
+from kangaroo.graphs import Graphs, Recorder
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.recipe import AdapterRecipe
 
 PROMPTS = random_prompts(5, 30, 9)
 
 
-def count_calls(graphs: Graphs) -> list[tuple]:
-    """The keys of all calls from now on."""
-    keys = []
-
-    class Counting(CpuGraphs):
-        def __call__(self, key, work, *inputs):
-            keys.append(key)
-            return super().__call__(key, work, *inputs)
-
-    graphs.__class__ = Counting
-    return keys
+def cache() -> KVCache:
+    return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
 
 
-@torch.no_grad()
+def untimed(line: str) -> dict[str, float]:
+    timed = ("tokens_per_second", "peak_memory_gib")
+    return {name: value for name, value in json.loads(line).items() if name not in timed}
+
+
+def texts_of(engine: Engine, prompts, new_tokens: int, **options) -> list[list[int]]:
+    done = engine.generate(prompts, new_tokens, **options)
+    return [p + g.tokens for p, g in zip(prompts, done, strict=True)]
+
+
+# what the stand-in refuses, as CUDA would or should
+
+
+def test_a_recording_computes_nothing():
+    there = torch.zeros(3)
+    replay, (result,) = StrictRecorder()(lambda: (there.add_(1) * 2,))
+    assert there.tolist() == [2, 2, 2]  # the two runs that warm up
+    assert result.isnan().all()
+    replay()
+    assert there.tolist() == [3, 3, 3] and result.tolist() == [6, 6, 6]
+
+
+def test_a_replay_leaves_nothing_but_its_results():
+    passing = []
+    there = torch.ones(3)
+
+    def work():
+        passing.append(there + 1)
+        return (passing[-1] * 2,)
+
+    replay, (result,) = StrictRecorder()(work)
+    replay()
+    assert result.tolist() == [4, 4, 4] and passing[-1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.tensor([1.0]),
+        lambda x: x if x.any() else -x,
+    ],
+    ids=["item", "mask", "from the host", "if"],
+)
+def test_work_that_waits_for_the_device_cannot_be_recorded(work):
+    with pytest.raises(CaptureError):
+        StrictRecorder()(lambda: (work(torch.ones(2)),))
+
+
+def test_a_replay_on_freed_or_moved_memory_fails():
+    there = torch.ones(3)
+    replay, _ = StrictRecorder()(lambda: (there + 1,))
+    replay()
+    there.untyped_storage().resize_(1 << 20)
+    with pytest.raises(DanglingGraph, match="moved"):
+        replay()
+    there = None
+    gc.collect()
+    with pytest.raises(DanglingGraph, match="freed"):
+        replay()
+
+
+# recording and replaying
+
+
 def test_work_is_recorded_once_and_replayed_with_new_inputs():
-    graphs, runs = CpuGraphs(), []
+    graphs, own, runs = StrictGraphs(), cache(), []
 
     def work(x):
         runs.append(1)
         return (x + 1, x * 2)
 
-    first = graphs((0, "a"), work, torch.tensor([1.0]))
+    first = graphs((own,), ("a",), work, torch.tensor([1.0]))
     assert [t.item() for t in first] == [2, 2] and len(graphs.made) == 1
-    second = graphs((0, "a"), work, torch.tensor([5.0]))
-    assert [t.item() for t in second] == [6, 10]
-    assert [t.item() for t in first] == [2, 2]  # not overwritten
-    graphs((0, "b"), work, torch.tensor([5.0]))
-    assert len(graphs.made) == 2
+    warm = len(runs)
+    second = graphs((own,), ("a",), work, torch.tensor([5.0]))
+    assert [t.item() for t in second] == [6, 10] and len(runs) == warm
+    graphs((own,), ("b",), work, torch.tensor([5.0]))
+    graphs((own,), ("b",), work, torch.tensor([5.0, 6.0]))
+    graphs((cache(),), ("b",), work, torch.tensor([5.0]))
+    assert len(graphs.made) == 3  # and the last cache is gone already
 
 
-@torch.no_grad()
 def test_work_inside_work_becomes_part_of_it():
-    graphs = CpuGraphs()
+    graphs, own = StrictGraphs(), cache()
 
     def outer(x):
-        return graphs((0, "inner"), lambda y: (y + 1,), x)
+        return graphs((own,), ("inner",), lambda y: (y + 1,), x)
 
-    assert graphs((0, "outer"), outer, torch.tensor([1.0]))[0].item() == 2
-    assert set(graphs.made) == {(0, "outer")}
+    assert graphs((own,), ("outer",), outer, torch.tensor([1.0]))[0].item() == 2
+    assert len(graphs.made) == 1
 
 
-def test_few_shapes_are_recorded_and_replayed_for_texts_of_all_lengths():
+def test_what_is_held_is_not_copied_again():
+    graphs, own = StrictGraphs(), cache()
+    for value in (1.0, 7.0):
+        (held,) = graphs.hold((own,), ("round",), torch.tensor([value]))
+        (first,) = graphs((own,), ("first",), lambda x: (x + 1,), held)
+        (second,) = graphs((own,), ("second",), lambda x, y: (x + y,), first, held)
+        assert second.item() == 2 * value + 1
+    _, _, last = graphs.made.values()
+    assert last.inputs[0] is first and last.inputs[1] is held
+
+
+def test_what_was_used_longest_ago_gives_way():
+    graphs, own = StrictGraphs(most=2), cache()
+    one = torch.ones(1)
+    for name in ("a", "b", "a", "c"):
+        graphs((own,), (name,), lambda x: (x + 1,), one)
+    assert [key[1] for key in graphs.made] == ["a", "c"]
+
+
+def test_few_graphs_are_enough_and_any_number_decodes_the_same():
+    expected = vanilla_texts(tiny(), PROMPTS, 24)
+    for most in (256, 3):
+        lm = tiny()
+        lm.graphs = StrictGraphs(most)
+        engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
+        assert texts_of(engine, PROMPTS, 24, batch_size=1) == expected
+        assert len(lm.graphs.made) == min(most, len(lm.graphs.made)) <= 20
+
+
+def test_another_seed_needs_no_further_graph():
     lm = graphed(tiny())
-    keys = count_calls(lm.graphs)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
-    done = engine.generate(PROMPTS, 60, batch_size=1)
-    steps = sum(len(g.steps) for g in done)
-    assert len(keys) > 2 * steps  # every verification, the shallow passes, the draft tokens
-    assert len(lm.graphs.made) < 20
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=3, threshold=0))
+    engine.generate(PROMPTS[:1], 30, Sampling(temperature=0.8, seed=1))
+    made = set(lm.graphs.made)
+    engine.generate(PROMPTS[:1], 30, Sampling(temperature=0.8, seed=2))
+    assert set(lm.graphs.made) == made
 
 
-def test_engines_of_one_model_do_not_share_what_was_recorded():
+# caches come and go
+
+
+def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     lm = graphed(tiny())
-    expected = vanilla_texts(tiny(), PROMPTS, 20)
-    engines = [Engine(lm, Vanilla()), Engine(lm, Kangaroo(lm, adapter_for(lm), 4, 0.0))] * 2
-    for engine in engines:  # their caches differ, and grow with the second prompt
-        done = engine.generate(PROMPTS, 20, batch_size=1)
-        assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == expected
+    expected = vanilla_texts(tiny(), PROMPTS, 12)
+    adapter = adapter_for(lm)
+    for turn in range(12):
+        drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
+        assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
+    del drafter
+    gc.collect()
+    assert not lm.graphs.made and not lm.graphs.watched
 
 
-def test_a_cache_that_was_outgrown_is_forgotten():
+def test_the_judge_of_forks_records_nothing_and_is_right():
+    lm, eager = graphed(tiny()), tiny()
+    for text in random_prompts(*range(3, 33)):
+        torch.testing.assert_close(
+            target_logits(lm, text), target_logits(eager, text), rtol=0, atol=1e-5
+        )
+    assert not lm.graphs.made
+
+
+@pytest.mark.parametrize("drafts", ["kangaroo", "draft model"])
+def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monkeypatch):
     lm = graphed(tiny())
-    engine = Engine(lm, Vanilla())
+    adapter = adapter_for(lm)
+    if drafts == "kangaroo":
+        drafter = Kangaroo(lm, adapter, 2, 0.0)
+    else:
+        drafter = DraftModel(lm, LM(draft_model(lm, adapter)), 2)
+    engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
-    small = {key[0] for key in lm.graphs.made}
-    engine.generate(PROMPTS[1:2], 10)
-    large = {key[0] for key in lm.graphs.made}
-    assert len(small) == len(large) == 1 and engine.cache.n_slots >= 40
+    old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
+    small, alive = set(lm.graphs.made), []
+    made = KVCache.__init__
+
+    def watched(self, *args, **kwargs):
+        alive.append(old[0]() is not None)
+        made(self, *args, **kwargs)
+
+    monkeypatch.setattr(KVCache, "__init__", watched)
+    engine.generate(PROMPTS[1:2], 100)
+    assert alive and not any(alive) and old[1]() is None
+    assert not small & set(lm.graphs.made)
+    large = set(lm.graphs.made)
     engine.generate(PROMPTS[:1], 10)  # fits into the larger one
-    assert {key[0] for key in lm.graphs.made} == large
+    assert large <= set(lm.graphs.made) and len({key[0] for key in lm.graphs.made}) <= 3
+
+
+# only decoding is recorded
+
+
+def test_a_prompt_in_chunks_is_not_recorded():
+    """Equal prompts in one batch: chunks of one shape, which differ in their row alone."""
+    lm = graphed(tiny())
+    prompts = random_prompts(40) * 2
+    expected = vanilla_texts(tiny(), prompts, 12)
+    engine = Engine(lm, Vanilla(), prefill_chunk=12)
+    batch = engine.open(2, 60, Sampling())
+    assert isinstance(batch, Batch)
+    assert texts_of(engine, prompts, 12) == expected
+    (made,) = lm.graphs.made.values()
+    assert made.inputs[0].shape[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_training_decodes_by_graphs_and_records_nothing_else(on_policy, tmp_path):
+    recipes = [AdapterRecipe(name="attention", exit_layers=[1], on_policy=on_policy)]
+    for name, lm in {"eager": tiny(), "graphs": graphed(tiny())}.items():
+        train_tiny(tmp_path / name, {}, lm=lm, recipes=recipes)
+        if lm.graphs is not None:
+            whole = range(lm.n_layers)
+            passes = {key[1] for key in lm.graphs.calls if key[0] == "layers"}
+            # the pending token's, and those of verification; a training pass has all layers
+            assert passes == {range(1), range(1, lm.n_layers)} and whole not in passes
+    eager, graphs = (
+        [untimed(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
+        for name in ("eager", "graphs")
+    )
+    assert eager == graphs
+
+
+# time and device
+
+
+def test_recording_takes_none_of_the_steps_time(monkeypatch):
+    seconds = [0.0]
+
+    def record(work):
+        seconds[0] += 1000
+        return StrictRecorder()(work)
+
+    for module in (clock, graphs_module):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: seconds[0])
+    lm = tiny()
+    lm.graphs = Graphs(lm.device, record)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
+    (done,) = engine.generate(PROMPTS[:1], 20)
+    assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
+
+
+def test_streams_and_events_are_of_the_models_device(monkeypatch):
+    """On `cuda:1` while the current device is another."""
+    current, seen = ["cuda:0"], []
+
+    class Device:
+        def __init__(self, device):
+            self.device = str(device)
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.device
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self, stream):
+            seen.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: seen.append(current[0]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: str(device or current[0]))
+    device = torch.device("cuda:1")
+    Recorder(device)
+    Clock(device).mark()
+    assert seen == ["cuda:1", "cuda:1"]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("parts", [{}, {"fused": True}], ids=str)
 def test_cuda_graphs_write_what_eager_decoding_writes(parts):
-    from kangaroo.adapter import Architecture
-    from kangaroo.model import LM
-
     def on_gpu() -> LM:
         return LM(tiny().hf.to("cuda"))
 
@@ -99,6 +312,5 @@ def test_cuda_graphs_write_what_eager_decoding_writes(parts):
     assert lm.graphs is not None
     adapter = adapter_for(lm, architecture=Architecture(**parts)).to("cuda")
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
-        done = Engine(lm, drafter).generate(PROMPTS, 40, batch_size=2)
-        assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
+        assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
     assert lm.graphs.made

@@ -11,12 +11,13 @@ import torch
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
+from kangaroo import clock
 from kangaroo.cache import ATTENTION
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation import bandwidth, speed_report
+from kangaroo.evaluation import speed_report
 from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed import (
@@ -94,7 +95,7 @@ def test_half_the_bytes_in_half_the_precision():
 
 def test_bandwidth_is_bytes_of_the_buffer_over_the_median_time(monkeypatch):
     ticks = iter(i / 4 for i in range(1000))
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
     assert memory_bandwidth(torch.device("cpu"), megabytes=1) == 4 * 2**20
 
 

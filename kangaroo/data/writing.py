@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo.clock import now
 from kangaroo.data.chat import Message, Sample, masked_ids, user_header
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Generation, Request
@@ -167,16 +168,14 @@ class Writer:
     def _forward(self, rows: int, length: int) -> float:
         """Seconds of a plain causal forward, LM head included."""
         tokens_BT = torch.arange(rows * length, device=self.lm.device).view(rows, length)
-        start = time.perf_counter()
+        start = now(self.lm.device)
         x_BTD, _ = self.lm.run(
             self.lm.embed(tokens_BT % self.lm.config.vocab_size), None,
             self.lm.chunk(0, length, row=0, n_slots=length), range(self.lm.n_layers),
         )  # fmt: skip
         for x_TD in x_BTD:  # by row: logits of all of them need not fit
             self.lm.logits(x_TD[None])
-        if self.lm.device.type == "cuda":
-            torch.cuda.synchronize(self.lm.device)
-        return time.perf_counter() - start
+        return now(self.lm.device) - start
 
     def _decode(
         self, requests: Sequence[Request], temperature: float,

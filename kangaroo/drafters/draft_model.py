@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kangaroo import adapter_files
 from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
+from kangaroo.cache import Block
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import ConfigError
@@ -84,13 +84,15 @@ class DraftModel(Autoregressive):
             )
         super().__init__(draft_lm, steps, threshold, window=1)
         self.layers = range(draft_lm.n_layers)
-        self.target_cache: KVCache | None = None
+        self.cache = draft_lm.new_cache(0, 0)
+        self.made_for = -1  # serial of the target's cache that this one goes with
         self.proposed: Draft | None = None
 
     def begin(self, batch: Batch) -> None:
-        if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
-            self.target_cache = batch.cache
+        if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
+            self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
+            self.made_for = batch.cache.serial
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor
 from kangaroo import adapter_files
 from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
+from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
@@ -103,14 +103,16 @@ class EarlyExit:
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
         self.window = steps if self.fused else 1
-        self.target_cache: KVCache | None = None
+        self.cache = lm.cache_like(0, 0, [])
+        self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
 
     def begin(self, batch: Batch) -> None:
         device = self.lm.layer_devices[self.exit_layer - 1]
-        if self.target_cache is not batch.cache:  # the engine keeps a cache that is large enough
-            self.target_cache = batch.cache
+        if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
+            self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
+            self.made_for = batch.cache.serial
         size, hidden_size = batch.size, self.lm.config.hidden_size
         # shallow states of the tokens before the pending one
         self.shallow_BWD = torch.zeros(

@@ -5,7 +5,7 @@ Shapes: B rows, N draft nodes, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,22 @@ class KangarooConfig(EarlyExitConfig):
         return Kangaroo(lm, adapter, self.steps, self.threshold, head)
 
 
+@dataclass
+class Round:
+    """What all steps of a round read.
+
+    Args:
+        block: of the window, the pending token and the drafts.
+    """
+
+    length_B: Tensor
+    seeds_B: Tensor
+    block: Block
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.length_B, self.seeds_B, *self.block.tensors())
+
+
 class Kangaroo(EarlyExit):
     """Drafts a chain."""
 
@@ -53,21 +69,20 @@ class Kangaroo(EarlyExit):
         block = self.lm.block(tree, batch.base_B - window, batch.used + steps, batch.n_slots, below)
         tokens, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
         hidden = [self._shallow(pending_B1, batch, block.narrow(window, 1))]
-        at = block.narrow(0, window + 1).to(hidden[0].device)
         f_BND = torch.cat([self.shallow_BWD, hidden[0]], 1)
-        deep_BND = self.deep_BUD * started(at) if self.fused else None
+        first = block.narrow(0, window + 1).to(f_BND.device)
+        deep_BND = self.deep_BUD * started(first) if self.fused else None
+        round_ = self._round(batch, block)
         for step in range(1, steps + 1):
-            below_at = block.narrow(window + step, 1)
-            token_B1, logits_BK, adapted_B1D, f_B1D = self._draft(
-                batch, step, f_BND, deep_BND, at, below_at
+            token_B1, logits_BK, adapted_B1D, f_BND = self._draft(
+                batch, step, f_BND, deep_BND, round_
             )
             tokens.append(token_B1)
             valid.append(active_B1)
-            hidden.append(f_B1D)
+            hidden.append(f_BND)
             if rejection:
                 logits_B1V = self.head.spread(logits_BK)[:, None]
                 probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
-            f_BND, at = f_B1D, below_at.to(f_B1D.device)
             deep_BND = adapted_B1D if self.fused else None
             if self.threshold > 0 and step < steps:
                 active_B1 = active_B1 & (confidence(logits_BK) > self.threshold)
@@ -84,36 +99,41 @@ class Kangaroo(EarlyExit):
         )
         return self.proposed
 
-    def _draft(
-        self, batch: Batch, step: int, f_BND: Tensor, deep_BND: Tensor | None, at: Block,
-        below: Block,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """One draft token: itself, its logits, and the states that the next one starts from.
+    def _round(self, batch: Batch, block: Block) -> Round:
+        """What all steps of a round read; where they are recorded, it stays in one place."""
+        tensors = (batch.length_B, batch.seeds_B, *block.tensors())
+        if self.lm.graphs is not None and self.lm.graphs.take(self.shallow_BWD, block):
+            tensors = self.lm.graphs.hold((batch.cache, self.cache), ("round",), *tensors)
+        length_B, seeds_B, *rest = tensors
+        return Round(length_B, seeds_B, block.with_tensors(*rest))
 
-        Args:
-            at: where the adapter's input lies; its last token is the one before.
-            below: where the new token passes the shallow layers.
+    def _draft(
+        self, batch: Batch, step: int, f_BND: Tensor, deep_BND: Tensor | None, round_: Round
+    ) -> tuple[Tensor, ...]:
+        """One draft token `[B, 1]`, its logits `[B, K]`, and the states that the next one starts
+        from, `[B, 1, D]` each: adapted, and shallow.
         """
 
-        def work(
-            f_BND: Tensor, seeds_B: Tensor, positions_B1: Tensor, *rest: Tensor
-        ) -> tuple[Tensor, ...]:
-            here, there = at.with_tensors(*rest[:5]), below.with_tensors(*rest[5:10])
-            deep_BND = rest[10] if self.fused else None
-            adapted_B1D = self.adapter(f_BND, deep_BND, here, self.cache.at(here))[:, -1:]
+        def work(f_BND: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            length_B, seeds_B, *rest = tensors
+            block = round_.block.with_tensors(*rest[:5])
+            deep_BND = rest[5] if self.fused else None
+            after = self.window + step
+            at = block.narrow(0, after) if step == 1 else block.narrow(after - 1, 1)
+            at = at.to(f_BND.device)
+            adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
             logits_BK = self.head(adapted_B1D[:, 0])
+            positions_B1 = length_B[:, None] + step - 1
             token_B1 = self._pick(logits_BK, batch.sampling, positions_B1, seeds_B)
-            return token_B1, logits_BK, adapted_B1D, self._shallow(token_B1, batch, there)
+            f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
+            return token_B1, logits_BK, adapted_B1D, f_B1D
 
-        positions_B1 = batch.length_B[:, None] + step - 1
-        tensors = (*at.tensors(), *below.tensors(), *(() if deep_BND is None else (deep_BND,)))
-        inputs = (f_BND, batch.seeds_B, positions_B1, *tensors)
-        if self.lm.graphs is None or not self.lm.graphs.take(f_BND, at):
-            token_B1, logits_BK, adapted_B1D, f_B1D = work(*inputs)
-        else:
-            key = (id(batch.cache), id(self), f_BND.shape, at.extent, repr(batch.sampling))
-            token_B1, logits_BK, adapted_B1D, f_B1D = self.lm.graphs(key, work, *inputs)
-        return token_B1, logits_BK, adapted_B1D, f_B1D
+        inputs = (f_BND, *round_.tensors(), *(() if deep_BND is None else (deep_BND,)))
+        if self.lm.graphs is None or not self.lm.graphs.take(f_BND, round_.block):
+            return work(*inputs)
+        # a graph a step, so that none overwrites what the round still reads of another
+        key = ("draft", step, repr(replace(batch.sampling, seed=0)))
+        return self.lm.graphs((batch.cache, self.cache), key, work, *inputs)
 
     def _pick(
         self, logits_BK: Tensor, sampling: Sampling, positions_B1: Tensor, seeds_B: Tensor

@@ -7,7 +7,6 @@ speed from above, whatever the arithmetic.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from kangaroo.adapter import Adapter
+from kangaroo.clock import now
 from kangaroo.model import LM
 
 REPEATS = 15
@@ -112,11 +112,10 @@ def memory_bandwidth(device: torch.device, megabytes: int) -> float:
     target = torch.empty_like(source) if device.type == "cuda" else None
     seconds = []
     for _ in range(REPEATS + 1):
-        start = time.perf_counter()
+        start = now(device)
         if target is None:
             source.sum()
         else:
             target.copy_(source)
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now(device) - start)
     return (size if target is None else 2 * size) / statistics.median(seconds[1:])

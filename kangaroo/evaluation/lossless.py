@@ -9,6 +9,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,5 +106,6 @@ def target_logits(lm: LM, tokens: list[int]) -> Tensor:
     engine.admit(batch, 0, Request(tokens, max_new_tokens=1))
     tree = Tree.chain(1, lm.device)
     block = lm.block(tree, batch.base_B, batch.used + tree.size, batch.n_slots)
+    block = replace(block, recordable=False)  # a text is judged once
     x_BND, _ = lm.run(lm.embed(batch.last(1)), batch.cache, block, range(lm.n_layers))
     return lm.logits(x_BND)[0, 0].float()

@@ -39,16 +39,16 @@ def _measure(
 ) -> dict[str, float]:
     tiny, _ = models.load(replace(model, name="tiny", path=models.TINY, chat_template=None))
     _decode(LM(tiny).compile_for_decoding(), Vanilla(), [1, 2, 3], 4)
-    cuda = next(tiny.parameters()).device.type == "cuda"
+    device = next(tiny.parameters()).device
     del tiny
-    before = _peak(cuda)
+    before = _peak(device)
     hf, _ = models.load(model)
     lm = LM(hf)
     if model.compiled:
         lm.compile_for_decoding()
     drafter = config.build(lm)
     cache = _decode(lm, drafter, prompt, new_tokens) + drafter.cache.bytes()
-    after = _peak(cuda)
+    after = _peak(device)
     parts = {
         "target": _bytes(lm.hf),
         "adapter": _bytes(drafter.adapter),
@@ -69,9 +69,9 @@ def _decode(lm: LM, drafter: Drafter, prompt: list[int], new_tokens: int) -> int
     return size
 
 
-def _peak(cuda: bool) -> int:
-    if cuda:
-        return torch.cuda.max_memory_allocated()
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":  # where what `getrusage` says was the parent's before
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])

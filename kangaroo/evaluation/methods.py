@@ -6,12 +6,12 @@ outside the time; prefill, and the allocation of the cache, are inside.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from kangaroo.clock import now
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.records import Run
 from kangaroo.evaluation.speed_trials import transformers_attention
@@ -65,13 +65,6 @@ def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampli
         return as_run(tokenizer, tokens, "eos" if tokens[-1] in eos_ids else "length", seconds, [])
 
     return write
-
-
-def now(device: torch.device) -> float:
-    """The clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def as_run(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from kangaroo.clock import now
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -49,11 +47,9 @@ def tokens_per_second(
             if not left[row] and waiting:
                 engine.admit(batch, row, waiting.pop())
                 left[row] = new_tokens
-        if lm.device.type == "cuda":
-            torch.cuda.synchronize(lm.device)
-        start = time.perf_counter()
+        start = now(lm.device)
         records = engine.step(batch)
-        took = time.perf_counter() - start
+        took = now(lm.device) - start
         full = all(left)
         for row, record in enumerate(records):
             left[row] -= len(record.tokens)

@@ -10,12 +10,12 @@ Shapes: N nodes, D hidden size.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from kangaroo.clock import now
 from kangaroo.drafters.kangaroo import Kangaroo, confidence
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
@@ -167,16 +167,10 @@ def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
     """The median over `REPEATS`, after two that warm up."""
     seconds = []
     for _ in range(REPEATS + 2):
-        start = _now(device)
+        start = now(device)
         work()
-        seconds.append(_now(device) - start)
+        seconds.append(now(device) - start)
     return 1e3 * statistics.median(seconds[2:])
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, float]:

@@ -7,7 +7,6 @@ that slows down slows all of them.
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from kangaroo.clock import now
 from kangaroo.data import store
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -83,13 +83,10 @@ def measure(
 
 def _timed(lm: LM, work: Work, count: int) -> float:
     """Seconds for all micro-batches; a GPU is waited for."""
-    synchronize = torch.cuda.synchronize if lm.device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
+    start = now(lm.device)
     for index in range(count):
         work(index)
-    synchronize()
-    return time.perf_counter() - start
+    return now(lm.device) - start
 
 
 def further_exit(results: dict[str, Any], exits: int) -> float | None:

@@ -1,0 +1,198 @@
+"""Graphs on the CPU, as strict as CUDA's.
+
+A CUDA graph is a list of kernels with bare addresses. So is a `Tape`: while work is recorded it
+notes the operators that run and the memory that they run on. It keeps alive only what the work
+allocated itself, as a graph's pool does; a replay runs the operators again on the very same
+addresses, and fails loudly where memory of others has died or moved since. As on a GPU, recording
+computes nothing: what it wrote into memory of others does not happen, and its results are rubbish
+until the first replay. After a replay all but its results is rubbish again. Work that would wait
+for the device, or read from the host, cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kangaroo.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
+
+# what CUDA refuses while it records, since the host would have to wait or its memory be read
+REFUSED = {
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::_unique2",
+    "aten::lift_fresh",
+}
+
+
+class CaptureError(RuntimeError):
+    """Work did what cannot be recorded."""
+
+
+class DanglingGraph(RuntimeError):
+    """A graph was replayed whose memory is no longer there."""
+
+
+@dataclass
+class Foreign:
+    """Memory that the work did not allocate: known by its address, and not kept alive."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int
+
+    def check(self, what: str) -> None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise DanglingGraph(f"{what}: {self.size} bytes that recording saw were freed")
+        if storage.data_ptr() != self.address:
+            raise DanglingGraph(f"{what}: {self.size} bytes that recording saw have moved")
+
+
+@dataclass
+class Operator:
+    """One operator with the tensors that recording saw; `results` is empty where it writes into its
+    arguments.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+
+
+class Tape(TorchDispatchMode):
+    """What a recording saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+        self.foreign: dict[int, Foreign] = {}
+        self.pool: dict[int, torch.UntypedStorage] = {}
+        self.kept: set[int] = set()  # of the pool, what holds results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in given[1:])
+        if name in REFUSED or by_mask:
+            raise CaptureError(f"{name} waits for the device or reads from the host")
+        for x in given:
+            self._note(x)
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            self._append(func, args, kwargs, [])
+            if all(_address(x) in self.pool for x in written):
+                return func(*args, **kwargs)
+            assert len(written) == 1, name
+            return written[0]  # the memory of others stays as it is
+        out = func(*args, **kwargs)
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        new = [x for x in results if not (_address(x) in self.pool or _address(x) in self.foreign)]
+        if new or not results:
+            assert len(new) == len(results), f"{name} gives views and new tensors at once"
+            for x in new:
+                self.pool[_address(x)] = x.untyped_storage()
+            self._append(func, args, kwargs, new)
+        return out
+
+    def seal(self, results: tuple[Tensor, ...]) -> None:
+        """Recording has ended with these results."""
+        for x in results:
+            if _address(x) in self.pool:
+                self.kept.add(_address(x))
+        self._spoil(set())
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for foreign in self.foreign.values():
+            foreign.check(f"a graph of {len(self.operators)} operators")
+        for op in self.operators:
+            out = op.run(*op.args, **op.kwargs)
+            for mine, x in zip(op.results, tree_leaves(out) if op.results else (), strict=True):
+                mine.copy_(x)
+        self._spoil(self.kept)
+
+    def _note(self, x: Tensor) -> None:
+        address = _address(x)
+        if address not in self.pool and address not in self.foreign and address:
+            storage = x.untyped_storage()
+            self.foreign[address] = Foreign(StorageWeakRef(storage), address, storage.nbytes())
+
+    def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
+        bare = tree_map_only(Tensor, bare_tensor, (args, kwargs))
+        self.operators.append(Operator(func, *bare, [bare_tensor(x) for x in results]))
+
+    def _spoil(self, but: set[int]) -> None:
+        """Fill the pool with what is no number and no index."""
+        for address, storage in self.pool.items():
+            if address not in but and storage.nbytes():
+                ctypes.memset(address, 0xFF, storage.nbytes())
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes into, by its schema."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        named[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
+def bare_tensor(x: Tensor) -> Tensor:
+    """The same numbers by their address alone: nobody's memory is kept alive by it."""
+    size = x.untyped_storage().nbytes()
+    if not size:
+        return torch.empty(x.shape, dtype=x.dtype)
+    memory = (ctypes.c_char * size).from_address(_address(x))
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype)
+    return flat.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class StrictRecorder:
+    """Stands in for `kangaroo.graphs.Recorder`."""
+
+    def __call__(
+        self, work: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+        for _ in range(WARM_UPS):
+            work()
+        tape = Tape()
+        with tape:
+            results = work()
+        tape.seal(results)
+        return tape.replay, results
+
+
+class StrictGraphs(Graphs):
+    """Graphs for models on the CPU.
+
+    Attributes:
+        calls: how often each key was recorded or replayed.
+    """
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        super().__init__(torch.device("cpu"), StrictRecorder(), most)
+        self.calls: Counter[Key] = Counter()
+
+    def _renewed(self, caches: Any, key: Key, work: Any, inputs: Any) -> tuple[Tensor, ...]:
+        self.calls[key] += 1
+        return super()._renewed(caches, key, work, inputs)
