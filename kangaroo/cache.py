@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 GRAPH_BUCKET = 256  # where each shape is recorded as a graph, fewer
@@ -29,8 +29,8 @@ class Block:
         slots_RT: slot of each token within its row.
         positions_RT: position of each token, for RoPE and for the sampling noise.
         bias_R1TE: additive attention mask in the model's dtype (0 or -inf), or a boolean one, true
-            where a token is seen; None is the causal fast path, for a block that fills slots
-            0..T-1 of its rows.
+            where a token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is
+            the causal fast path, for a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         rope: cosine and sine of `positions_RT`.
@@ -103,11 +103,14 @@ class Block:
         """The same block for layers that lie on another device."""
         if self.slots_RT.device == device:
             return self
+        bias = self.bias_R1TE
+        if bias is not None and not isinstance(bias, CausalBias):  # which lies nowhere
+            bias = bias.to(device)
         return replace(
             self,
             slots_RT=self.slots_RT.to(device),
             positions_RT=self.positions_RT.to(device),
-            bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE.to(device),
+            bias_R1TE=bias,
             rope=(self.rope[0].to(device), self.rope[1].to(device)),
         )
 
@@ -203,36 +206,3 @@ class BlockCache:
 def occupied(n_slots: int, used: int, bucket: int = BUCKET) -> int:
     """The bucketed extent that covers `used` slots."""
     return min(math.ceil(used / bucket) * bucket, n_slots)
-
-
-def attention(
-    module: torch.nn.Module, q_RHTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor,
-    bias_R1TE: Tensor | None, scaling: float, **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Scaled dot-product attention that never expands grouped keys and values.
-
-    The query heads of one group become further query positions of their shared key head, so the
-    cache is read once and in place. Registered with transformers under `ATTENTION`.
-
-    Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
-    """
-    rows, heads, width, size = q_RHTC.shape
-    kv_heads = k_RKEC.shape[1]
-    group = heads // kv_heads
-    if bias_R1TE is None:
-        if k_RKEC.shape[2] != width:  # transformers' generate, which would go wrong silently
-            raise ValueError(
-                f"{width} queries without a mask for {k_RKEC.shape[2]} keys: for transformers' own "
-                "generate call set_attn_implementation('sdpa') first."
-            )
-        out = F.scaled_dot_product_attention(
-            q_RHTC, k_RKEC, v_RKEC, is_causal=width > 1, scale=scaling, enable_gqa=group > 1
-        )
-        return out.transpose(1, 2), None
-    packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
-    bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(packed, k_RKEC, v_RKEC, attn_mask=bias, scale=scaling)
-    return out.reshape(rows, heads, width, size).transpose(1, 2), None
-
-
-ATTENTION = "kangaroo"

@@ -15,18 +15,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from kangaroo import native
-from kangaroo.cache import (
-    ATTENTION,
-    BUCKET,
-    GRAPH_BUCKET,
-    Block,
-    KVCache,
-    attention,
-    occupied,
-)
+from kangaroo.attention import ATTENTION, attention, has_flash
+from kangaroo.cache import BUCKET, GRAPH_BUCKET, Block, KVCache, occupied
 from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.native import LayerWeights, Sizes
@@ -213,6 +207,9 @@ class LM(nn.Module):
         rows = slice(row, row + 1)
         if start == 0:
             return Block(positions_RT, positions_RT, None, stop, rows, rope)
+        if has_flash(self.device, self.dtype):
+            last = causal_lower_right(stop - start, stop)
+            return Block(positions_RT, positions_RT, last, stop, rows, rope)
         extent = occupied(n_slots, stop)
         slots_E = torch.arange(extent, device=self.device)
         bias_R1TE = torch.zeros(1, 1, stop - start, extent, dtype=self.dtype, device=self.device)

@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # Each group may import itself and what stands above it. What is in no group (provenance, models,
 # trace, ...) is no concern of the core: no group up to the engine may import it.
 LAYERS = [
-    {"errors", "tree", "cache", "sampling", "verify"},
+    {"errors", "tree", "attention", "cache", "sampling", "verify"},
     {
         "folders",
         "native",

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import random_prompts, tiny
 
-from kangaroo.cache import BUCKET, Block, BlockCache, KVCache, attention, occupied
+from kangaroo.attention import attention
+from kangaroo.cache import BUCKET, Block, BlockCache, KVCache, occupied
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
 from kangaroo.sampling import Sampling

@@ -17,7 +17,7 @@ from helpers import adapter_for
 import kangaroo.engine
 import kangaroo.evaluation.run
 import kangaroo.verify
-from kangaroo.cache import ATTENTION
+from kangaroo.attention import ATTENTION
 from kangaroo.data.chat import prompt_ids
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError, CorruptFile, NotLossless, PromptError

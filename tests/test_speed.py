@@ -12,7 +12,7 @@ from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla
 from rich.console import Console
 
 from kangaroo import clock
-from kangaroo.cache import ATTENTION
+from kangaroo.attention import ATTENTION
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine

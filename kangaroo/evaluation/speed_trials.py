@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from kangaroo.cache import ATTENTION
+from kangaroo.attention import ATTENTION
 from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
