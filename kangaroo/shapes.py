@@ -36,3 +36,19 @@ SHAPES = {
         "mistral", 32768, 4096, 14336, 32, 32, 8, 32768, sliding_window=None
     ),
 }
+
+
+def small(path: str) -> dict[str, Any]:
+    """The shape of that name made small; family, groups of heads and context stay."""
+    shape = SHAPES[path]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    kv_small = 2 if heads > kv_heads else 4
+    heads_small = kv_small * heads // kv_heads
+    return shape | {
+        "vocab_size": 259,  # the bytes' tokenizer has so many
+        "hidden_size": 16 * heads_small,
+        "intermediate_size": 32 * heads_small,
+        "num_hidden_layers": 6,
+        "num_attention_heads": heads_small,
+        "num_key_value_heads": kv_small,
+    }

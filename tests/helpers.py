@@ -67,7 +67,7 @@ def adapter_for(
     if adapter.architecture.fused:  # untrained it would not look at the deep state
         generator = torch.Generator().manual_seed(2)
         adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
-    return adapter.to(lm.dtype).requires_grad_(False)
+    return adapter.to(lm.device, lm.dtype).requires_grad_(False)
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

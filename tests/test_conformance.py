@@ -20,6 +20,7 @@ from helpers import (
     oracle,
     random_prompts,
     tiny,
+    tiny_model,
     vanilla_texts,
 )
 
@@ -72,7 +73,7 @@ def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) ->
     parts = Architecture(attention=False, own_head=own_head, medusa_heads=3)
     vocabulary_K = torch.arange(0, 64, 2)
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
-    heads = heads.to(lm.dtype).requires_grad_(False)
+    heads = heads.to(lm.device, lm.dtype).requires_grad_(False)
     return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
 
 
@@ -140,6 +141,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
 CHAINS = [name for name in DRAFTERS if name not in TREES]
+SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -209,27 +211,43 @@ def test_compiled_chains_are_exact_in_bfloat16_too(drafter, sampling):
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
 
 
+GPU = pytest.mark.gpu
+HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
+
+
 @cache
-def half_case(dtype: torch.dtype, sampling: str) -> Case:
-    texts = vanilla_texts(tiny("llama", dtype=dtype), PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
-    lm = graphed(tiny("llama", dtype=dtype))
+def graph_case(device: str, dtype: torch.dtype, sampling: str) -> Case:
+    """A model that decodes by graphs: CUDA's, or on the CPU their strict stand-in."""
+
+    def on_device() -> LM:
+        return LM(tiny_model("llama", dtype=dtype).to(device))
+
+    texts = vanilla_texts(on_device(), PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
+    lm = on_device()
+    lm = graphed(lm) if device == "cpu" else lm.compile_for_decoding()
     return Case(lm, adapter_for(lm), texts)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    "dtype, sampling",
+    "device, dtype, sampling",
     [
-        (torch.bfloat16, "greedy"),
-        (torch.float16, "sampled"),
-        pytest.param(torch.bfloat16, "top-p", marks=pytest.mark.slow),
-        pytest.param(torch.float16, "greedy", marks=pytest.mark.slow),
+        ("cpu", HALF, "greedy"),
+        ("cpu", HALF16, "sampled"),
+        pytest.param("cpu", HALF, "top-p", marks=pytest.mark.slow),
+        pytest.param("cpu", HALF16, "greedy", marks=pytest.mark.slow),
+        *(pytest.param("cuda", WHOLE, sampling, marks=GPU) for sampling in ("greedy", "top-p")),
+        *(pytest.param("cuda", dtype, "sampled", marks=GPU) for dtype in (HALF, HALF16)),
     ],
     ids=str,
 )
-def test_graphs_in_half_precision_leave_vanillas_text_only_at_near_ties(drafter, dtype, sampling):
+def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
+    drafter, device, dtype, sampling
+):
     """A pass over several tokens rounds otherwise than a pass over one, so near-ties may swap."""
-    case = half_case(dtype, sampling)
+    if device == "cuda" and drafter in SCRIPTED:
+        pytest.skip("drafters of the tests alone make their drafts on the CPU")
+    case = graph_case(device, dtype, sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
     how = SAMPLINGS[sampling]
     done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=BATCHES["admitted"])
@@ -237,7 +255,7 @@ def test_graphs_in_half_precision_leave_vanillas_text_only_at_near_ties(drafter,
     for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
         vanilla = text[len(prompt) :]
         left = fork(case.lm, prompt, said.tokens, vanilla, how, how.seed + row)
-        assert left is None or left.label == "near-tie", left
+        assert left is None or (left.label == "near-tie" and dtype != WHOLE), left
 
 
 @pytest.mark.parametrize("family", FAMILIES)

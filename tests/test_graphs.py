@@ -303,14 +303,39 @@ def test_streams_and_events_are_of_the_models_device(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [{}, {"fused": True}], ids=str)
-def test_cuda_graphs_write_what_eager_decoding_writes(parts):
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+def test_cuda_graphs_write_what_eager_decoding_writes(parts, device):
     def on_gpu() -> LM:
-        return LM(tiny().hf.to("cuda"))
+        return LM(tiny().hf.to(f"cuda:{device}"))
 
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
     assert lm.graphs is not None
-    adapter = adapter_for(lm, architecture=Architecture(**parts)).to("cuda")
+    adapter = adapter_for(lm, architecture=Architecture(**parts))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
     assert lm.graphs.made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_gpu_learns_what_a_cpu_learns(on_policy, tmp_path):
+    """In float32; sums of another order differ a little, and a draft may fall the other way."""
+    recipes = [
+        AdapterRecipe(name="attention", exit_layers=[1], on_policy=on_policy),
+        AdapterRecipe(name="fused", fused=True, draft_steps=2),
+    ]
+    losses = []
+    for device in ("cpu", "cuda"):
+        lm = LM(tiny().hf.to(device)).compile_for_decoding()
+        train_tiny(tmp_path / device, {}, lm=lm, recipes=recipes)
+        lines = (tmp_path / device / METRICS).read_text().splitlines()
+        losses.append(
+            [
+                value
+                for line in lines
+                for name, value in json.loads(line).items()
+                if name.endswith("/loss")
+            ]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

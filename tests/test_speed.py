@@ -204,16 +204,27 @@ def test_a_long_prompt_has_exactly_its_length_and_both_ends_of_the_chat_template
     tokenizer = byte_tokenizer()
     ids = long_prompt(tokenizer, length)
     assert len(ids) == length
-    short = question_prompts(tokenizer, 1, BenchConfig())[0][0]
+    short = question_prompts(tokenizer, 1, BenchConfig(), longest=5000)[0][0]
     assert ids[:6] == short[:6] and ids[-6:] == short[-6:]
 
 
 def test_questions_are_spread_over_the_tasks():
-    prompts, tasks = question_prompts(byte_tokenizer(), 60, BenchConfig())
+    prompts, tasks = question_prompts(byte_tokenizer(), 60, BenchConfig(), longest=5000)
     assert len({tuple(p) for p in prompts}) == 60
     assert set(Counter(tasks).values()) == {10} and len(set(tasks)) == 6
-    some, few = question_prompts(byte_tokenizer(), 8, BenchConfig())
+    some, few = question_prompts(byte_tokenizer(), 8, BenchConfig(), longest=5000)
     assert sorted(Counter(few).values()) == [1, 1, 1, 1, 2, 2] and len(some) == 8
+
+
+def test_questions_beyond_the_model_are_left_out_and_counted(caplog):
+    tokenizer = byte_tokenizer()
+    lengths = sorted(map(len, question_prompts(tokenizer, 60, BenchConfig(), longest=5000)[0]))
+    longest = lengths[-3]
+    kept, _ = question_prompts(tokenizer, 66, BenchConfig(), longest)
+    assert max(map(len, kept)) == longest
+    assert "2 questions are left out" in caplog.text and str(longest) in caplog.text
+    with pytest.raises(ConfigError, match=r"no question of demo.*10 tokens"):
+        question_prompts(tokenizer, 6, BenchConfig(), longest=10)
 
 
 def test_contexts_beyond_the_model_are_left_out_and_named(caplog):

@@ -175,7 +175,8 @@ def measure(
             "evaluate.py compares all drafters."
         )
     contexts = fitting_contexts(lm, drafter, config)
-    prompts, tasks = question_prompts(tokenizer, config.prompts, config.bench)
+    longest = lm.context - config.new_tokens
+    prompts, tasks = question_prompts(tokenizer, config.prompts, config.bench, longest)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
     ours = {
         "hf": timed_generate(lm),

@@ -6,7 +6,7 @@ The first round of a text is timed apart, with the prefill; what comes after it 
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +18,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from kangaroo.attention import ATTENTION
+from kangaroo.clock import running
 from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
 from kangaroo.model import LM
+
+log = logging.getLogger(__name__)
 
 TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
 
@@ -91,7 +95,7 @@ class Stopwatch(BaseStreamer):
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.marks.append(time.perf_counter())
+        self.marks.append(running())
         self.counts.append(value.numel())
 
     def end(self) -> None:
@@ -109,7 +113,7 @@ def timed_generate(lm: LM, **speculation: Any) -> Method:
         tokens_1T = torch.tensor([prompt], device=lm.device)
         watch = Stopwatch()
         with transformers_attention(lm):
-            start = time.perf_counter()
+            start = running()
             written_1T = lm.hf.generate(
                 tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=new_tokens,
                 eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1,
@@ -132,14 +136,14 @@ def timed_engine(engine: Engine) -> Method:
     engine.eos_ids = frozenset()
 
     def write(prompt: list[int], new_tokens: int) -> Trial:
-        start = time.perf_counter()
+        start = running()
         stream = engine.stream(prompt, new_tokens)
         tokens = iter(stream)
         next(tokens)  # the first round has ended
-        first = time.perf_counter()
+        first = running()
         for _ in tokens:
             pass
-        last = time.perf_counter()
+        last = running()
         steps = stream.generation.steps[1:]
         return Trial(
             prompt_tokens=len(prompt),
@@ -174,18 +178,34 @@ def take_turns(
 
 
 def question_prompts(
-    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig
+    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
 ) -> tuple[list[list[int]], list[str]]:
-    """First turns of a bench, the same number of every task or one less, and their tasks."""
-    by_task: dict[str, list[str]] = {}
+    """First turns of a bench, the same number of every task or one less, and their tasks.
+
+    Args:
+        longest: tokens of a prompt; longer ones are left out, with a warning.
+
+    Errors: `ConfigError` where none is left.
+    """
+    by_task: dict[str, list[list[int]]] = {}
+    left_out = 0
     for question in load_questions(bench):
-        by_task.setdefault(task_of(question.category), []).append(question.turns[0])
+        prompt = prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
+        if len(prompt) <= longest:
+            by_task.setdefault(task_of(question.category), []).append(prompt)
+        left_out += len(prompt) > longest
+    if left_out:
+        log.warning("%d questions are left out: they have over %d tokens", left_out, longest)
+    if not by_task:
+        raise ConfigError(
+            f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
+            "context leaves; lower speed.new_tokens or pass another bench."
+        )
     prompts, tasks = [], []
     for i, (task, asked) in enumerate(by_task.items()):
         share = len(range(i, count, len(by_task)))
         for j in range(min(share, len(asked))):
-            text = asked[(2 * j + 1) * len(asked) // (2 * share)]
-            prompts.append(prompt_ids(tokenizer, [Message(role="user", content=text)]))
+            prompts.append(asked[(2 * j + 1) * len(asked) // (2 * share)])
             tasks.append(task)
     return prompts, tasks
 
