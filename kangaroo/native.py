@@ -113,9 +113,15 @@ class Stack:
         self.call = getattr(library, f"run_layers_{DTYPES[self.dtype]}")
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
-        """Whether this is a step of decoding, and not a prefill or training."""
+        """Whether these are few tokens, each with its own row of a mask of numbers: a step of
+        decoding, or the end of a prompt. A text that is learnt has one mask for all rows, or a
+        boolean one.
+        """
+        bias = block.bias_R1TE
         return (
-            block.bias_R1TE is not None
+            bias is not None
+            and len(bias) == len(block.slots_RT) == len(x_RTD)
+            and bias.dtype == x_RTD.dtype
             and x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS
             and not torch.is_grad_enabled()
         )

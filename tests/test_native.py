@@ -6,14 +6,18 @@ Shapes: B rows, N tokens a row.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 
 import pytest
 import torch
 from helpers import VOCABULARY, tiny, tiny_model
+from scale_worker import train_tiny
 
 from kangaroo import native
 from kangaroo.model import LM
+from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tree import Tree
 
 SLOTS = 160
@@ -130,6 +134,19 @@ def test_prompts_and_training_stay_eager():
         assert lm.native_layers.takes(x_BND, step)
         assert not lm.native_layers.takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
         assert not lm.native_layers.takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
+
+
+def test_texts_that_are_learnt_stay_eager(tmp_path):
+    """On policy a pass follows the text that was read, with one mask for all rows."""
+    recipes = [AdapterRecipe(name="attention", exit_layers=[1], on_policy=True)]
+    for packing in (False, True):
+        losses = []
+        for name, lm in {"eager": tiny(), "compiled": tiny().compile_for_decoding()}.items():
+            output = tmp_path / f"{name}-{packing}"
+            train_tiny(output, {"packing": packing}, lm=lm, recipes=recipes)
+            lines = (output / METRICS).read_text().splitlines()
+            losses.append([json.loads(line)["train/attention-exit1/loss"] for line in lines])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.fixture
