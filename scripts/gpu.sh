@@ -1,70 +1,148 @@
 #!/usr/bin/env bash
-# All that wants a GPU in one go: the tests that need one; steps, verifications, batches and memory of
-# models of 7B shape with random weights; then the model writes data, adapters of three kinds for
-# several exit layers and Medusa's heads are trained from one frozen pass, compared on held-out text,
-# and each is evaluated and timed; at last all methods side by side, at the papers' settings. Run
-# again, it goes on where it was stopped.
+# What wants a GPU, in stages of a few minutes, the most valuable first. All of them in order, or those
+# that are named; a stage that is done is not done again, and one that was stopped goes on.
 #
-#   scripts/gpu.sh                                   # SmolLM2-135M into outputs/gpu/smollm2-135m
-#   MODEL=llama-3.2-1b EXITS=2,3 scripts/gpu.sh
+#   scripts/gpu.sh                     # all, into outputs/gpu; 29 minutes at most
+#   scripts/gpu.sh check shapes
+#   DRY=1 scripts/gpu.sh               # the same lengths and memory checks on small random models, on a CPU
+#   python scripts/gpu_page.py outputs/gpu docs/gpu.md      # the results as a page
 #
-# SHAPES names the shapes of random weights (kangaroo/shapes.py; empty: none). DATA takes further
-# overrides for the data, TRAIN, COMPARE, EVALUATE and SPEED for the four commands.
-set -euo pipefail
+#   check    the tests that need a GPU: every drafter against vanilla, half precision, training
+#   shapes   random weights of 7B and 8B shape against the memory's limit: steps, verification, batches
+#   data     SmolLM2-135M writes its training text, for as long as the stage lasts
+#   train    adapters of three kinds and Medusa's heads from one frozen pass over that text
+#   adapters the adapters on held-out text; the best of them on the demo bench and against the limit
+#   methods  all methods side by side, at the papers' sizes
+#   pack     what is worth keeping, as results.tgz
+set -uo pipefail
 cd "$(dirname "$0")/.."
 
-MODEL=${MODEL:-smollm2-135m}
-EXITS=${EXITS:-2,3,4,6}
-OUT=${OUT:-outputs/gpu/$MODEL}
+RESULTS=${RESULTS:-outputs/gpu}
 PYTHON=${PYTHON:-python}
-read -ra DATA <<< "model=$MODEL data.path=$OUT/data \
-  ${DATA:-data.shards=16 data.shard_size=4096 data.batch_size=512}"
-read -ra TRAIN <<< "${TRAIN:-trainer.batch_tokens=4096 trainer.holdout=512 trainer.vocabulary=8192 \
-  trainer.remember=true}"
-read -ra COMPARE <<< "${COMPARE:-compare.holdout=512 compare.prompts=128}"
-read -ra EVALUATE <<< "${EVALUATE:-}"
-read -ra SPEED <<< "${SPEED:-speed.batches=[1,2,4,8,16,32,64]}"
-read -ra SHAPES <<< "${SHAPES-lmsys/vicuna-7b-v1.3 meta-llama/Llama-3.1-8B-Instruct}"
+BEST=${BEST:-attention-exit2} # the adapter that the later stages decode with
+SHAPES="lmsys/vicuna-7b-v1.3 meta-llama/Llama-3.1-8B-Instruct"
+EXITS="[2,3]"
+MODEL=(model=smollm2-135m hardware=gpu)
+GIB=(4 64 24 16 8 8 0) # of memory that each stage needs, in the order below
+SECONDS_OF=(180 360 360 420 180 210 30)
+STAGES=(check shapes data train adapters methods pack)
+# sizes of the work; DRY keeps lengths and shapes of calls, and does less of each
+TESTS=(-m gpu tests)
+SPEED=("speed.contexts=[256,1024,2000]" "speed.batches=[1,4,16]" speed.prompts=6)
+DATA=(data.shards=64 data.shard_size=2048 data.batch_size=1024)
+TRAIN=(trainer.batch_tokens=4096 trainer.holdout=512 trainer.vocabulary=8192 trainer.epochs=2)
+COMPARE=(compare.holdout=512 compare.prompts=64)
+EVALUATE=(question_every=4 warmup=1)
+if [ -n "${DRY:-}" ]; then
+  SHAPES="small:lmsys/vicuna-7b-v1.3 small:meta-llama/Llama-3.1-8B-Instruct"
+  MODEL=(model=tiny hardware=gpu "model.path='random:small:embedded:smollm2-135m'")
+  GIB=(1 2 2 2 2 2 0)
+  TESTS=(-m "not slow and not gpu" tests/test_attention.py)
+  SPEED+=(speed.prompts=2 speed.repeats=1 speed.bandwidth_megabytes=64 speed.new_tokens=32)
+  DATA=(data.shards=2 data.shard_size=8 data.keep_unfinished_questions=true)
+  DATA+=(data.filters.max_repetition=1 data.filters.near_duplicate=1)
+  TRAIN=(trainer.batch_tokens=4096 trainer.holdout=4 trainer.epochs=1 trainer.decode_prompts=2)
+  COMPARE=(compare.holdout=4 compare.prompts=2)
+  EVALUATE=(question_every=22 warmup=1 max_new_tokens=16)
+fi
+DATA+=("data.path=$RESULTS/data")
 
-"$PYTHON" -m pytest -q -m gpu tests || [ $? -eq 5 ] # 5: this machine has none to run
-for shape in "${SHAPES[@]}"; do
-  "$PYTHON" scripts/bench.py model=tiny "model.name=random-${shape##*/}" "model.path=\"random:$shape\"" \
-    model.dtype=bfloat16 drafter.adapter=\"untrained:2\" drafter.threshold=0 speed.rivals=false \
-    "output=$OUT/random-${shape##*/}" "${SPEED[@]}"
-done
-
-"$PYTHON" train.py "${DATA[@]}" "output=$OUT" adapter=fused "adapter.exit_layers=[$EXITS]" \
-  +adapter@more.layer=layer "more.layer.exit_layers=[$EXITS]" \
-  +adapter@more.attention=attention "more.attention.exit_layers=[$EXITS]" \
-  +adapter@more.medusa=medusa "${TRAIN[@]}"
-
-folders=()
-for kind in fused layer attention; do
-  for exit in ${EXITS//,/ }; do
-    folders+=("$OUT/$kind-exit$exit")
-  done
-done
-list=$(IFS=,; echo "${folders[*]}")
-"$PYTHON" scripts/compare.py "${DATA[@]}" "output=$OUT/compare" "compare.adapters=[$list]" "${COMPARE[@]}"
-for folder in "${folders[@]}"; do
-  adapter="drafter.adapter=\"$folder\"" name=$(basename "$folder")
-  "$PYTHON" evaluate.py "model=$MODEL" "$adapter" "output=$OUT/evaluate-$name" "${EVALUATE[@]}"
-  "$PYTHON" scripts/bench.py "model=$MODEL" "$adapter" "output=$OUT/speed-$name" "${SPEED[@]}"
-done
-
-# all methods, each job with its own baselines, in one folder
-"$PYTHON" scripts/search_layers.py "${DATA[@]}" "output=$OUT/layerskip.json"
-"$PYTHON" scripts/build_datastore.py "${DATA[@]}" "output=$OUT/datastore"
-adapter="drafter.adapter=\"${BEST:-$OUT/attention-exit${EXITS%%,*}}\""
-method() {
-  "$PYTHON" evaluate.py -m "model=$MODEL" "hydra.sweep.dir=$OUT/methods" "${EVALUATE[@]}" "$@"
+# A command, until the stage's time is over. What was saved is there for the next time.
+run() {
+  echo "+ $*"
+  timeout "$((until_second - SECONDS > 1 ? until_second - SECONDS : 1))" "$PYTHON" "$@"
 }
-method drafter=vanilla
-method drafter=kangaroo,draft_model "$adapter"
-method drafter=kangaroo_tree drafter.top_k=10 drafter.nodes=32 drafter.steps=6 "$adapter"
-method drafter=medusa drafter.nodes=63 "drafter.heads=\"$OUT/medusa\""
-method drafter=lookahead drafter.window=15 drafter.ngram=5 drafter.guesses=15
-method drafter=prompt_lookup drafter.num_pred_tokens=10
-method drafter=rest drafter.num_draft=64 "drafter.datastore=\"$OUT/datastore\""
-method drafter=layerskip "drafter.subset=\"$OUT/layerskip.json\""
-method drafter=cascade drafter.first.num_pred_tokens=10 "${adapter/drafter./drafter.second.}"
+
+check() { run -m pytest -q "${TESTS[@]}" 2>&1 | tee "$RESULTS/check.log"; }
+
+shapes() {
+  local shape name
+  for shape in $SHAPES; do
+    name=${shape##*/}
+    [ -f "$RESULTS/shapes/$name/speed.json" ] && continue
+    run scripts/bench.py model=tiny "model.name=random-$name" "model.path='random:$shape'" \
+      model.dtype=float16 "drafter.adapter='untrained:2'" drafter.threshold=0 speed.rivals=false \
+      "output=$RESULTS/shapes/$name" "${SPEED[@]}" || return
+  done
+}
+
+data() { # ends well when its time is over: the shards that are whole are enough
+  run scripts/make_data.py "${MODEL[@]}" "${DATA[@]}" && return
+  local whole
+  whole=$(find "$RESULTS/data.shards" -name '*.jsonl' | wc -l)
+  [ "$whole" -gt 0 ] || return
+  echo "$whole shards are whole"
+}
+
+train() {
+  local whole
+  whole=$(find "$RESULTS/data.shards" -name '*.jsonl' | wc -l)
+  run train.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$whole" "output=$RESULTS/train" \
+    "adapter.exit_layers=$EXITS" +adapter@more.layer=layer "more.layer.exit_layers=$EXITS" \
+    +adapter@more.fused=fused "more.fused.exit_layers=$EXITS" +adapter@more.medusa=medusa "${TRAIN[@]}"
+}
+
+adapters() {
+  local folder list best="drafter.adapter='$RESULTS/train/$BEST'"
+  list=$(printf ",%s" "$RESULTS"/train/*-exit*)
+  run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "output=$RESULTS/adapters/compare" \
+    "compare.adapters=[${list:1}]" "${COMPARE[@]}" &&
+    run scripts/bench.py "${MODEL[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
+}
+
+methods() { # each job with its own baselines, in one folder; compared after every job
+  local sweep=("${MODEL[@]}" "hydra.sweep.dir=$RESULTS/methods" "baselines=[vanilla]" "${EVALUATE[@]}")
+  local adapter="drafter.adapter='$RESULTS/train/$BEST'"
+  run evaluate.py -m "${sweep[@]}" drafter=vanilla,lookahead,prompt_lookup &&
+    run evaluate.py -m "${sweep[@]}" drafter=kangaroo,kangaroo_tree,draft_model "$adapter" &&
+    run evaluate.py -m "${sweep[@]}" drafter=medusa "drafter.heads='$RESULTS/train/medusa'" &&
+    run evaluate.py -m "${sweep[@]}" drafter=cascade "${adapter/drafter./drafter.second.}"
+}
+
+pack() { # no data, no checkpoints
+  tar -czf "$RESULTS/results.tgz" -C "$RESULTS" --exclude=results.tgz --exclude='data*' \
+    --exclude='checkpoint.*' --exclude='*.part' . && ls -l "$RESULTS/results.tgz"
+}
+
+# Memory that the target's device has free, at least so many GiB.
+room() {
+  "$PYTHON" - "$1" "$2" << 'PY'
+import sys
+from kangaroo.devices import found
+from kangaroo.models import ModelConfig
+
+stage, needed = sys.argv[1], float(sys.argv[2])
+device = found(ModelConfig("any", "any"))
+free = device.free / 2**30
+if free < needed:
+    raise SystemExit(f"{stage} needs {needed:.0f} GiB and {device.name} has {free:.1f} GiB free.")
+PY
+}
+
+mkdir -p "$RESULTS"
+asked=("$@")
+[ $# -gt 0 ] || asked=("${STAGES[@]}")
+failed=0
+for i in "${!STAGES[@]}"; do
+  stage=${STAGES[$i]} seconds=${SECONDS_OF[$i]}
+  [[ " ${asked[*]} " == *" $stage "* ]] || continue
+  if [ -f "$RESULTS/$stage.done" ]; then
+    echo "== $stage is done already (delete $RESULTS/$stage.done to do it again)"
+    continue
+  fi
+  echo "== $stage, $seconds s at most"
+  room "$stage" "${GIB[$i]}" || { failed=1; continue; }
+  begun=$SECONDS
+  until_second=$((SECONDS + seconds))
+  if "$stage"; then
+    echo "$((SECONDS - begun))" > "$RESULTS/$stage.done"
+    echo "== $stage took $((SECONDS - begun)) s"
+  else
+    echo "== $stage did not end well after $((SECONDS - begun)) s; the same command goes on with it" >&2
+    failed=1
+  fi
+done
+for stage in "${asked[@]}"; do
+  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are ${STAGES[*]}" >&2; failed=1; }
+done
+exit $failed

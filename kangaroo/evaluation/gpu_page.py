@@ -1,0 +1,96 @@
+"""What `scripts/gpu.sh` found, as a page: its results, and by name what is still unproven."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kangaroo.evaluation import speed_report
+
+OF_LIMIT, WIDTH, OF_ONE = 0.75, 7, 1.10  # what is asked of a 7B shape
+
+INTRO = """# On a GPU
+
+`scripts/gpu.sh` runs the stages below, each in a few minutes, and this page is what
+`python scripts/gpu_page.py outputs/gpu docs/gpu.md` made of their results.
+`DRY=1 scripts/gpu.sh` runs the same stages, with the same lengths, on small random models on a CPU
+(`tests/test_gpu_script.py`).
+"""
+
+
+def page(folder: Path) -> str:
+    """The page in Markdown.
+
+    Args:
+        folder: the script's results; a stage without any is named as not run.
+    """
+    speeds = {file.parent.name: _json(file) for file in sorted(folder.glob("shapes/*/speed.json"))}
+    where = sorted({_machine(speed["provenance"]) for speed in speeds.values()})
+    parts = [
+        INTRO,
+        f"Measured on {'; '.join(where)}." if where else "**Nothing here has run on a GPU yet.**",
+        _section("Tests that need a GPU", _tests(folder / "check.log")),
+        _section("7B and 8B shapes against the memory's limit", _aims(speeds)),
+        *(f"### {name}\n\n{speed_report.markdown(speed)}" for name, speed in speeds.items()),
+        _section("Training text and adapters", _text(folder / "adapters/compare/compare.md")),
+        _section(
+            "An adapter against the memory's limit", _text(folder / "adapters/speed/speed.md")
+        ),
+        _section("All methods, at the papers' sizes", _text(folder / "methods/report.md")),
+    ]
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _section(title: str, found: str | None) -> str:
+    return f"## {title}\n\n{found or 'Not run yet: unproven.'}"
+
+
+def _tests(log: Path) -> str | None:
+    """pytest's last line."""
+    if not log.is_file():
+        return None
+    said = [line for line in log.read_text().splitlines() if re.search(r" in [\d.]+s", line)]
+    return f"`pytest -m gpu`: {said[-1].strip('= ')}." if said else "The tests did not end."
+
+
+def _aims(speeds: dict[str, Any]) -> str | None:
+    if not speeds:
+        return None
+    rows = [
+        "| shape | vanilla, tokens/s | of the limit (asked: 75%) | verification of 7 over one "
+        "(asked: 1.10) | a draft token over a vanilla token |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, speed in speeds.items():
+        vanilla, phases = speed["methods"]["vanilla"], speed["phases"]
+        of_width = {row["tokens"]: row["ms"] for row in phases["verification"]}
+        ratio = of_width[WIDTH] / of_width[1]
+        reached = _mark(vanilla["share_of_limit"] >= OF_LIMIT), _mark(ratio <= OF_ONE)
+        rows.append(
+            f"| {name} | {vanilla['tokens_per_second']:.1f} | {vanilla['share_of_limit']:.0%} "
+            f"{reached[0]} | {ratio:.2f} {reached[1]} | {phases['cost']:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def _mark(reached: bool) -> str:
+    return "reached" if reached else "**missed**"
+
+
+def _machine(provenance: dict[str, Any]) -> str:
+    hardware, versions = provenance["hardware"], provenance["versions"]
+    device = hardware["cuda"] or f"a CPU ({hardware['cpu']}), which says nothing of a GPU"
+    return f"{device}, torch {versions['torch']}, revision {provenance['git_revision']}"
+
+
+def _text(file: Path) -> str | None:
+    """A table that a command wrote, one level of headings lower."""
+    if not file.is_file():
+        return None
+    return re.sub(r"^#", "##", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
