@@ -45,6 +45,7 @@ def random_state(lm: LM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
     """Weights around those of the layer above the exit: often right, and never the target's own."""
     own = adapter_for(lm).state_dict()
     own["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
+    own["attention.o_proj.weight"] *= 3  # so that what it attends to matters
     generator = torch.Generator().manual_seed(3)
     return {
         name: (own[ours] + 0.02 * torch.randn(own[ours].shape, generator=generator)).to(dtype)
@@ -110,13 +111,11 @@ def plain_logits(lm: LM, state: dict[str, Tensor], text: list[int]) -> Tensor:
         x_THC = (in_TD @ weights[f"{ATTENTION}{name}_proj.weight"].T).view(-1, heads, HEAD_SIZE)
         return x_THC.repeat_interleave(HEADS // heads, 1)
 
-    q_THC, k_THC = rotated(projected("q", HEADS)), rotated(projected("k", KEY_HEADS))
-    scores_HTT = torch.einsum("thc,shc->hts", q_THC, k_THC) / HEAD_SIZE**0.5
-    later_TT = torch.ones(len(text), len(text), dtype=torch.bool).triu(1)
-    shares_HTT = scores_HTT.masked_fill(later_TT, -torch.inf).softmax(-1)
-    mixed_TD = torch.einsum("hts,shc->thc", shares_HTT, projected("v", KEY_HEADS)).flatten(1)
-    adapted_TD = f_TD + mixed_TD @ weights[f"{ATTENTION}o_proj.weight"].T
-    return lm.head.weight @ normed(adapted_TD[-1], weights["norm.weight"], epsilon)
+    q_HC, k_THC = rotated(projected("q", HEADS))[-1], rotated(projected("k", KEY_HEADS))
+    shares_HT = (torch.einsum("hc,thc->ht", q_HC, k_THC) / HEAD_SIZE**0.5).softmax(-1)
+    mixed_D = torch.einsum("ht,thc->hc", shares_HT, projected("v", KEY_HEADS)).flatten()
+    adapted_D = f_TD[-1] + weights[f"{ATTENTION}o_proj.weight"] @ mixed_D
+    return lm.head.weight @ normed(adapted_D, weights["norm.weight"], epsilon)
 
 
 def plain_draft(lm: LM, state: dict[str, Tensor], text: list[int]) -> list[int]:
