@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,36 +87,56 @@ def describe(
     )
 
 
+def kept_dtype(adapter: Adapter | MedusaHeads, lm: LM) -> torch.dtype:
+    """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
+    to run; bfloat16 where a weight is beyond float16.
+    """
+    most = torch.finfo(lm.dtype).max
+    fits = all(bool((p.detach().abs() <= most).all()) for p in adapter.parameters())
+    return lm.dtype if fits else torch.bfloat16
+
+
 def save(
-    adapter: Adapter | MedusaHeads, config: AdapterConfig, frequent_K: Tensor, folder: Path
-) -> Path:
-    """Write weights (bfloat16), config and vocabulary into `folder`, and return it.
+    adapter: Adapter | MedusaHeads, config: AdapterConfig, frequent_K: Tensor | None, folder: Path,
+    dtype: torch.dtype | None = None,
+) -> Path:  # fmt: skip
+    """Write weights, config and vocabulary into `folder`, and return it.
 
     Args:
-        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from.
+        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from; None
+            where they are not known.
+        dtype: of the weights on disk, see `kept_dtype`; None keeps each as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: t.to(torch.bfloat16).contiguous() for name, t in adapter.state_dict().items()}
+    state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
-    save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
+    if frequent_K is not None:
+        save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
     (folder / CONFIG).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     return folder
 
 
-def find(path: str) -> Path:
+def find(
+    path: str,
+    files: Sequence[str] = (WEIGHTS, CONFIG, VOCABULARY),
+    fix: str = "Train one (python train.py) or pass drafter.adapter= a folder or hub id.",
+) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
+
+    Args:
+        files: what is fetched of it.
+        fix: what the user can do where there is none.
 
     Errors: `AdapterNotFound` names what was tried and what to do.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, VOCABULARY]))
+        return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterNotFound(
-            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
-            "one (python train.py) or pass drafter.adapter= a folder or hub id."
+            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"
         ) from error
 
 
@@ -179,6 +200,19 @@ def load_any(
 ) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
     """Load what was trained for `lm`, in its dtype and on the device of its exit layer.
 
+    Args: as of `as_saved`, which also says what is raised.
+    """
+    adapter, vocabulary_K = as_saved(path, lm, vocabulary)
+    adapter = adapter.to(lm.layer_devices[adapter.exit_layer - 1], lm.dtype)
+    return adapter, adapter.draft_heads(lm, vocabulary_K)
+
+
+def as_saved(
+    path: str, lm: LM, vocabulary: int | None = None
+) -> tuple[Adapter | MedusaHeads, Tensor | None]:
+    """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
+    the shapes alone, so a `blueprint` will do.
+
     Args:
         vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the
             adapter was trained for.
@@ -213,9 +247,7 @@ def load_any(
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
-    device = lm.layer_devices[config.exit_layer - 1]
-    adapter = adapter.to(device, lm.dtype).eval().requires_grad_(False)
-    return adapter, adapter.draft_heads(lm, vocabulary_K)
+    return adapter.eval().requires_grad_(False), vocabulary_K
 
 
 def read_config(path: str) -> AdapterConfig:

@@ -19,10 +19,10 @@ import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from rich.console import Console
 
-from kangaroo import adapter_files, datastore, models, ranks
+from kangaroo import adapter_files, datastore, models, official, ranks
 from kangaroo.blueprint import blueprint
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions
@@ -32,6 +32,8 @@ from kangaroo.cli_schema import (
     DatastoreCommand,
     EstimateCommand,
     EvaluateCommand,
+    ExportCommand,
+    ImportAdapterCommand,
     SearchCommand,
     SpeedCommand,
     TalkCommand,
@@ -81,7 +83,7 @@ def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], 
             try:
                 run(OmegaConf.to_object(config))
             except Exception as error:
-                mendable = isinstance(error, KangarooError)
+                mendable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (mendable or in_sweep):
                     raise
                 failure = f"{type(error).__name__}: {error}"
@@ -276,6 +278,33 @@ def build_datastore(config: DatastoreCommand) -> None:
         "%d tokens of %d documents in %.1f s; use them: python evaluate.py drafter=rest "
         "'drafter.datastore=\"%s\"'",
         made.about["tokens"], made.about["documents"], made.about["build_seconds"], folder,
+    )  # fmt: skip
+
+
+@command("import_adapter")
+def import_adapter(config: ImportAdapterCommand) -> None:
+    """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
+    lm, folder = blueprint(config.model), Path(config.output)
+    if (folder / adapter_files.WEIGHTS).exists():
+        raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
+    exit_layer = official.exit_layer(config.exit_layer, lm)
+    checkpoint = official.read(config.source)
+    adapter = official.to_adapter(checkpoint, lm, exit_layer)
+    told = {"imported": checkpoint.origin} | provenance()
+    adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
+    log.info(
+        "exit layer %d of %s; measure it: python evaluate.py model=%s 'drafter.adapter=\"%s\"'",
+        exit_layer, lm.name, config.model.name, folder,
+    )  # fmt: skip
+
+
+@command("export")
+def export(config: ExportCommand) -> None:
+    """Write an adapter for other software, without the target's weights."""
+    adapter = official.write(config.adapter, blueprint(config.model), Path(config.output))
+    log.info(
+        "%s is for the authors' code: --adapter-path %s --exitlayer %d",
+        config.output, config.output, adapter.exit_layer,
     )  # fmt: skip
 
 

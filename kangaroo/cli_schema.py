@@ -7,6 +7,7 @@ type is refused before anything is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -122,6 +123,48 @@ class DatastoreCommand:
 
 
 @dataclass
+class ImportAdapterCommand:
+    """`python scripts/import_adapter.py`: a checkpoint of the authors' code becomes an adapter.
+
+    Args:
+        source: its folder, or hub id.
+        exit_layer: how many of the target's layers lie below it; it does not say itself. None is
+            known for the released ones.
+        output: the adapter's folder.
+    """
+
+    model: ModelConfig = MISSING
+    source: str = MISSING
+    exit_layer: int | None = None
+    output: str = MISSING
+
+
+class Layout(Enum):
+    """What `scripts/export.py` makes of an adapter.
+
+    `official`: a checkpoint for the authors' code.
+    """
+
+    official = "official"
+
+
+@dataclass
+class ExportCommand:
+    """`python scripts/export.py`: an adapter for other software.
+
+    Args:
+        to: what it becomes.
+        adapter: its folder, or hub id.
+        output: the folder of what it becomes.
+    """
+
+    model: ModelConfig = MISSING
+    to: Layout = Layout.official
+    adapter: str = MISSING
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -143,6 +186,8 @@ def register() -> None:
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="search_schema", node=SearchCommand)
     cs.store(name="datastore_schema", node=DatastoreCommand)
+    cs.store(name="import_adapter_schema", node=ImportAdapterCommand)
+    cs.store(name="export_schema", node=ExportCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)

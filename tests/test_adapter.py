@@ -18,6 +18,7 @@ from kangaroo.adapter_files import (
     WEIGHTS,
     describe,
     draft_vocabulary,
+    kept_dtype,
     load,
     read_config,
     save,
@@ -27,6 +28,8 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
+from kangaroo.training.decode import frozen
+from kangaroo.training.recipe import AdapterRecipe, trainees
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +160,51 @@ def test_what_was_saved_is_what_is_loaded(lm, saved):
     assert adapter.exit_layer == EXIT
     for name, tensor in original.state_dict().items():
         loaded = adapter.state_dict()[name]
-        assert loaded.dtype == lm.dtype
-        assert torch.equal(loaded, tensor.bfloat16().float())  # bfloat16 on disk
+        assert loaded.dtype == lm.dtype and torch.equal(loaded, tensor)
     assert not any(parameter.requires_grad for parameter in adapter.parameters())
     assert not adapter.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_frozen(
+    tmp_path, dtype
+):
+    lm = tiny(dtype=dtype)
+    (trainee,) = trainees(lm, [AdapterRecipe(name="a", exit_layers=[EXIT])], None)
+    for parameter in trainee.adapter.parameters():  # in float32, as training leaves them
+        parameter.data += 1e-3 * torch.randn_like(parameter)
+    about = describe(lm, trainee.adapter, training={})
+    kept = kept_dtype(trainee.adapter, lm)
+    folder = save(trainee.adapter, about, None, tmp_path, kept)
+    (loaded, _), (frozen_now, _) = load(str(folder), lm), frozen(lm, trainee)
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, trainee.adapter.state_dict()[name].to(dtype))
+        assert torch.equal(tensor, loaded.state_dict()[name])
+        assert torch.equal(tensor, frozen_now.state_dict()[name])
+
+
+def test_a_weight_beyond_float16_is_kept_in_bfloat16():
+    lm = tiny(dtype=torch.float16)
+    adapter = Adapter(lm, EXIT).start_from(lm).float()
+    assert kept_dtype(adapter, lm) == torch.float16
+    adapter.norm.weight.data[3] = -65504.0
+    assert kept_dtype(adapter, lm) == torch.float16
+    adapter.norm.weight.data[3] = -65536.0
+    assert kept_dtype(adapter, lm) == torch.bfloat16
+
+
+def test_weights_of_any_dtype_are_kept_as_they_are(lm, tmp_path):
+    adapter = adapter_for(lm)
+    adapter.attention.half()
+    adapter.norm.bfloat16()
+    folder = save(adapter, describe(lm, adapter, training={}), None, tmp_path)
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        own = adapter.state_dict()[name]
+        assert tensor.dtype == own.dtype and torch.equal(tensor, own)
+    assert {p.dtype for p in load(str(folder), lm)[0].parameters()} == {torch.float32}
+    with pytest.raises(AdapterNotFound, match=r"vocabulary\.safetensors.*Leave it unset"):
+        draft_vocabulary(str(folder), 2)
 
 
 def test_a_loaded_adapter_drafts(lm, saved):

@@ -4,14 +4,20 @@ import math
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny
+from helpers import EXIT, adapter_for, random_prompts, tiny, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.adapter import DraftHead
+from kangaroo.model import LM
 from kangaroo.training.batches import collate
 from kangaroo.training.distill import FIGURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import AdapterRecipe, trainees
+
+
+def sample(ids):
+    return {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
 
 
 def distributions(*shape):
@@ -94,14 +100,120 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     assert math.isclose(figures["expected_acceptance"], both, rel_tol=1e-4)
 
 
+def like_vicunas(dtype=torch.float32, vocab_size=2000):
+    """A target whose head has small weights, as large ones have: all representable in float16."""
+    hf = tiny_model(vocab_size=vocab_size)
+    with torch.no_grad():
+        hf.lm_head.weight.mul_(0.1)
+        hf.model.norm.weight.mul_(10)
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.half().to(dtype)
+    return LM(hf)
+
+
+def cosine(a, b):
+    return float(torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("size", [None, 500])
+@pytest.mark.parametrize("own_head", [False, True])
+def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
+    """Weighted as one of 50,000 positions of a step, from the same rounded logits."""
+    torch.manual_seed(0)
+    lm = like_vicunas(torch.float16)
+    states = 10 * (
+        torch.randn(90, 32) + 2 * torch.randn(32)
+    )  # some tokens are likelier than others
+    teacher = Teacher.of(lm, (states + 2 * torch.randn_like(states)).half(), 64)
+    frequent = lm.head(teacher.state_MD).float().softmax(-1).sum(0).argsort(descending=True)
+    vocabulary_K = None if size is None else frequent[:size].sort().values
+    (made,) = trainees(lm, [AdapterRecipe(name="x", own_head=own_head)], vocabulary_K)
+    head, weight = made.heads[0], 1 / 50_000
+    student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
+    (graded,) = distill(teacher, made.targets, [student], 64, backward=True)
+
+    p = (made.targets(teacher.state_MD).float() - teacher.total_M[:, None]).exp()
+    logits = head(states).detach().float().requires_grad_()
+    losses = divergence(loss, p, logits.log_softmax(-1))[student.valid_M]
+    (of_logits,) = torch.autograd.grad(weight * losses.sum(), logits)
+    expected = [of_logits @ head.weight_KD.detach().float(), of_logits.T @ states]
+    assert len(graded.gradients) == 1 + own_head
+    for (_, gradient), wanted in zip(graded.gradients, expected, strict=False):
+        assert gradient.dtype == torch.float32
+        assert cosine(gradient, wanted) > 0.9999
+        assert gradient.norm() == pytest.approx(float(wanted.norm()), rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", [Loss.cross_entropy, Loss.hybrid], ids=lambda loss: loss.value)
+@pytest.mark.parametrize("own_head", [False, True])
+def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_one(loss, own_head):
+    """All the way to its weights, at 50,000 positions a step."""
+    recipe = AdapterRecipe(name="x", exit_layers=[EXIT], loss=loss, own_head=own_head)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        lm = like_vicunas(dtype)
+        made = trainees(lm, [recipe], None)
+        tokens = collate([sample(ids) for ids in random_prompts(40, 41, 42)], 200, lm.device)
+        teach(lm, look(lm, tokens, made, 64), made, 64, weight=1 / 50_000)
+        found.append([parameter.grad for parameter in made[0].adapter.parameters()])
+    for exact, half in zip(*found, strict=True):
+        assert half.dtype == torch.float32
+        assert cosine(exact, half) > 0.999  # matrix products in bfloat16
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_unweighted_gradients_stay_far_below_what_float16_holds(loss):
+    """Of a position's logits they add up to 2 at most, so the head's largest weight bounds them."""
+    lm = like_vicunas(torch.float16, vocab_size=64)
+    lm.head.weight.copy_(lm.head.weight.sign() * 1000)
+    head = DraftHead(lm)
+    teacher = Teacher.of(lm, (1e-3 * torch.randn(40, 32)).half(), 64)
+    far = (1e-3 * torch.randn(40, 32)).requires_grad_()
+    student = Student(far, torch.ones(40, dtype=torch.bool), head, loss)
+    (graded,) = distill(teacher, head, [student], 64, backward=True)
+    ((_, gradient),) = graded.gradients
+    assert 1 < gradient.abs().max() <= 2 * 1000
+
+
+VARIANTS = [
+    {}, {"own_head": True}, {"feed_forward": True, "fused": True, "draft_steps": 3},
+    {"on_policy": True}, {"attention": False, "medusa_heads": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", VARIANTS, ids=str)
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, packing):
+    """There gradients are weighted: bfloat16 has float32's range, float16 would lose them."""
+    dtypes = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            made = out if isinstance(out, tuple | list) else (out,)
+            dtypes.update(x.dtype for x in made if isinstance(x, torch.Tensor))
+            return out
+
+    backward = torch.autograd.backward
+
+    def watched(*args):
+        with Seen():
+            backward(*args)
+
+    lm = tiny(dtype=torch.float16)
+    made = trainees(lm, [AdapterRecipe(name="x", exit_layers=[EXIT], **parts)], None)
+    samples = [sample(ids) for ids in random_prompts(20, 21)]
+    seen = look(lm, collate(samples, 100, lm.device, packing), made, 64)
+    monkeypatch.setattr(torch.autograd, "backward", watched)
+    teach(lm, seen, made, 64, weight=1 / 50_000)
+    assert torch.bfloat16 in dtypes and torch.float16 not in dtypes
+
+
 def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once():
     lm, seen = tiny(), []
     lm.head.register_forward_hook(lambda head, inputs, out: seen.append(out.shape[:-1].numel()))
     made = trainees(lm, [AdapterRecipe(name="a", exit_layers=[1, EXIT])], None)
-    samples = [
-        {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
-        for ids in random_prompts(20, 21, 22)
-    ]
-    tokens = collate(samples, 100, lm.device)
+    tokens = collate([sample(ids) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
     assert max(seen) == 7 and sum(seen) == 15 + 16 + 17

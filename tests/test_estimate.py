@@ -3,6 +3,7 @@
 import shutil
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from kangaroo.blueprint import blueprint
 from kangaroo.data import store
 from kangaroo.errors import ConfigError, ModelNotFound
 from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.shapes import SHAPES
+from kangaroo.models import EMBEDDED, TINY, Dtype, ModelConfig, load
 from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
@@ -27,6 +27,7 @@ from kangaroo.training.micro_batch import look
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.training.unroll import Unrolled, unroll
 
+ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
 RECIPES = [
     AdapterRecipe(name="attention", exit_layers=[2, 3]),
@@ -90,10 +91,13 @@ def test_parameters_are_those_of_the_real_modules():
     assert expected.trained == {t.name: count(t.adapter) for t in made}
 
 
-def test_smollm2_is_the_shape_in_the_table(smollm2):
-    shape = smollm2[0].config.to_dict()
-    known = SHAPES["embedded:smollm2-135m"]
-    assert {name: shape[name] for name in known} == known
+def test_smollm2_is_the_model_in_the_table(smollm2):
+    """Also for an adapter: one that is made from the table alone fits the real target."""
+    shape, known = smollm2[0].config.to_dict(), blueprint(ModelConfig("smollm2", EMBEDDED))
+    fields = known.config.to_dict()
+    assert all(fields[name] == shape[name] for name in ("vocab_size", "max_position_embeddings"))
+    shipped = adapter_files.read_config(str(ROOT / "adapters/smollm2-135m"))
+    assert adapter_files.target_hash(known) == shipped.target_hash
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():

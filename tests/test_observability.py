@@ -134,7 +134,7 @@ def test_expected_acceptance_is_what_sampling_accepts():
     assert abs(agreed - expected) / positions > 0.06  # greedy agreement is told apart
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm = tiny(dtype=dtype)

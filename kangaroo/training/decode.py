@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kangaroo.adapter import Adapter, DraftHead
+from kangaroo.adapter_files import kept_dtype
 from kangaroo.data.chat import Sample
 from kangaroo.data.filters import answers
 from kangaroo.drafters.base import Drafter
@@ -97,5 +98,6 @@ def _rounds(
 
 def frozen(lm: LM, trainee: Trainee) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
     """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
-    adapter = copy.deepcopy(trainee.adapter).bfloat16().to(lm.dtype).eval().requires_grad_(False)
+    kept = kept_dtype(trainee.adapter, lm)
+    adapter = copy.deepcopy(trainee.adapter).to(kept).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)

@@ -125,10 +125,12 @@ def _grade(student: Student, result: Graded, part: slice, p_CK: Tensor, top_C: T
         loss_C = divergence(student.loss, p_CK, log_q_CK) * valid_C
     if backward:
         leaves = [state_CD] + [x for x, _ in result.gradients[1:]]
-        new = torch.autograd.grad(loss_C.sum() * student.weight, leaves)
-        result.gradients[0][1][part] = new[0]
+        # The weight comes after the head: in float16, gradients of 1 / 50,000 would round to zero.
+        # Unweighted, those of a position's logits add up to 2 at most, whatever the loss.
+        new = torch.autograd.grad(loss_C.sum(), leaves)
+        result.gradients[0][1][part] = student.weight * new[0].float()
         for (_, total), gradient in zip(result.gradients[1:], new[1:], strict=True):
-            total += gradient
+            total.add_(gradient, alpha=student.weight)
     log_q_CK = log_q_CK.detach()
     drafted_C = log_q_CK.argmax(-1)
     if head.vocabulary_K is not None:

@@ -256,7 +256,7 @@ def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
         disk["shards"] = int(written + SHARD_TOKEN * text.tokens)
     return disk | {
         "checkpoint, while it is replaced": 2 * 12 * parameters,
-        "adapters": 2 * parameters + len(planned) * frequent,
+        "adapters": lm.dtype.itemsize * parameters + len(planned) * frequent,
         "hidden states": 0,
     }
 

@@ -217,4 +217,5 @@ def _save(
     vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
     size = None if vocabulary_K is None else len(vocabulary_K)
     described = adapter_files.describe(lm, trainee.adapter, training, size, guesses)
-    adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name)
+    kept = adapter_files.kept_dtype(trainee.adapter, lm)
+    adapter_files.save(trainee.adapter, described, frequent_K, output / trainee.name, kept)
