@@ -7,8 +7,8 @@ import gc
 import itertools
 import json
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,15 @@ from kangaroo.evaluation.speed_trials import long_prompt
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
-from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.ranks import Ranks
+from kangaroo.tracking import NoTrackerConfig, Tracker, WandbConfig
 from kangaroo.training import backend, cost_report, estimate_report
 from kangaroo.training.compare import compare as compare_adapters
 from kangaroo.training.compare import markdown
 from kangaroo.training.cost import measure as measure_cost
 from kangaroo.training.estimate import Text, check_disk, expect
 from kangaroo.training.layer_search import search as search_layers
+from kangaroo.training.loop import settled
 from kangaroo.training.loop import train as train_adapters
 
 CONFIGS = str(Path(__file__).parent.parent / "configs")
@@ -69,8 +71,14 @@ log = logging.getLogger(__name__)
 register()
 
 
-def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """A main function that takes its typed config, and says what a user can mend in one line."""
+def command(
+    config_name: str, shared: bool = False
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """A main function that takes its typed config, and says what a user can mend in one line.
+
+    Args:
+        shared: several processes can share the work; else torchrun may start but one.
+    """
 
     def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
@@ -81,6 +89,8 @@ def command(config_name: str) -> Callable[[Callable[[Any], None]], Callable[[], 
             datasets.disable_progress_bars()
             failure, in_sweep = None, sweep_folder() is not None
             try:
+                if not shared:
+                    ranks.check_alone()
                 run(OmegaConf.to_object(config))
             except Exception as error:
                 mendable = isinstance(error, KangarooError | MissingMandatoryValue)
@@ -107,6 +117,15 @@ def sweep_folder() -> Path | None:
     return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
 
 
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """This process among those that torchrun started; what the log says, the first one says."""
+    with ranks.join() as own:
+        if not own.is_first:
+            logging.disable(logging.INFO)
+        yield own
+
+
 def load_target(config: ModelConfig) -> tuple[LM, Any]:
     """The target as the engine drives it, and its tokenizer."""
     hf, tokenizer = models.load(config)
@@ -114,20 +133,17 @@ def load_target(config: ModelConfig) -> tuple[LM, Any]:
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 
 
-@command("train")
+@command("train", shared=True)
 def train(config: TrainCommand) -> None:
     """Let the target write its data, train adapters on it, and save them."""
-    with ranks.join() as own:
-        if not own.is_first:
-            logging.disable(logging.INFO)  # one process's word is enough
+    with joined() as own:
         backend.check(config.trainer, own)
         # a sharded target goes to the GPUs part by part, just before training
         whole = not config.trainer.shard_target
         lm, tokenizer = load_target(
             config.model if whole else replace(config.model, device="cpu", device_map=None)
         )
-        if own.is_first:
-            config.data.make(lm, tokenizer)
+        config.data.make(lm, tokenizer, own)
         own.wait()
         samples, about = store.load(Path(config.data.path))
         log.info(
@@ -135,6 +151,7 @@ def train(config: TrainCommand) -> None:
             about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
         )  # fmt: skip
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
+        config.trainer, _ = settled(config.trainer, output, own)
         text = Text.of(samples, config.trainer.max_length)
         expected = expect(lm, recipes, config.trainer, text, own.world)
         log.info("%s", expected.summary())
@@ -144,19 +161,22 @@ def train(config: TrainCommand) -> None:
         known = {"dataset": about, "provenance": provenance()}
         tracker = logger.start(_plain(config) | known, output)
         folders = train_adapters(lm, samples, recipes, config.trainer, output, tracker, about, own)
-        for folder in folders:
-            if own.is_first:
-                described = asdict(adapter_files.read_config(str(folder)))
-                # W&B takes a hundred keys; the file among the artifact's has the whole provenance
-                figures = described.pop("training")["progress"]
-                name = f"{config.model.name}-{folder.name}"
-                tracker.save(folder, name, "adapter", described | figures)
+        for folder in folders if own.is_first else ():
+            _report(folder, config.model.name, tracker)
         tracker.finish()
-    for folder in folders:
-        is_medusa = adapter_files.read_config(str(folder)).architecture.medusa_heads
-        option = "drafter=medusa 'drafter.heads" if is_medusa else "'drafter.adapter"
-        folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        log.info('saved %s; measure it: python evaluate.py %s="%s"\'', folder, option, folder)
+
+
+def _report(folder: Path, model_name: str, tracker: Tracker) -> None:
+    """Hand a trained adapter to the tracker, and say how to measure it."""
+    saved = adapter_files.read_config(str(folder))
+    described = asdict(saved)
+    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+    figures = described.pop("training")["progress"]
+    tracker.save(folder, f"{model_name}-{folder.name}", "adapter", described | figures)
+    is_medusa = saved.architecture.medusa_heads
+    option = "drafter=medusa 'drafter.heads" if is_medusa else "'drafter.adapter"
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    log.info('saved %s; measure it: python evaluate.py %s="%s"\'', folder, option, folder)
 
 
 @command("estimate")
@@ -180,7 +200,7 @@ def cost(config: CostCommand) -> None:
     cost_report.write(result, Path(config.output), Console())
 
 
-@command("evaluate")
+@command("evaluate", shared=True)
 def evaluate(config: EvaluateCommand) -> None:
     """Measure a drafter on a bench; print the table and write the artefacts. In a sweep, the same
     of all its methods.
@@ -194,35 +214,36 @@ def evaluate(config: EvaluateCommand) -> None:
             )
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config.logger.group = f"{config.model.name}-{sweep.name}"
-    lm, tokenizer = load_target(config.model)
-    drafter = config.drafter.build(lm)
-    first_rank = os.environ.get("RANK", "0") == "0"
-    logger = config.logger if first_rank else NoTrackerConfig()
-    known = {"provenance": provenance()}
-    tracker = logger.start(_plain(config) | known, Path(config.output))
-    steps = itertools.count(1)
-    try:
-        result = run_evaluation(
-            lm,
-            tokenizer,
-            drafter,
-            config,
-            model_name=config.model.name,
-            drafter_name=config.drafter.name,
-            settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
-            made_by=config.drafter.made_by(),
-            log=lambda figures: tracker.log(figures, next(steps)),
-        )
-        if first_rank:
-            Console().print(report.terminal_table(result))
-            log.info("answers, summary, report and plots are in %s", config.output)
-    finally:
-        tracker.finish()
-        # whatever became of this one; a text that is not vanilla's has to show there
-        if first_rank and sweep is not None and (found := comparison.compare(sweep)):
-            comparison.write(found, sweep)
-            Console().print(comparison.terminal_table(found))
-            log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
+    with joined() as own:
+        lm, tokenizer = load_target(config.model)
+        drafter = config.drafter.build(lm)
+        logger = config.logger if own.is_first else NoTrackerConfig()
+        known = {"provenance": provenance()}
+        tracker = logger.start(_plain(config) | known, Path(config.output))
+        steps = itertools.count(1)
+        try:
+            result = run_evaluation(
+                lm,
+                tokenizer,
+                drafter,
+                config,
+                model_name=config.model.name,
+                drafter_name=config.drafter.name,
+                settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+                made_by=config.drafter.made_by(),
+                log=lambda figures: tracker.log(figures, next(steps)),
+                ranks=own,
+            )
+            if own.is_first:
+                Console().print(report.terminal_table(result))
+                log.info("answers, summary, report and plots are in %s", config.output)
+        finally:
+            tracker.finish()
+            # whatever became of this one; a text that is not vanilla's has to show there
+            if own.is_first and sweep is not None and (found := comparison.compare(sweep)):
+                comparison.write(found, sweep)
+                Console().print(comparison.terminal_table(found))
+                log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
 
 
 @command("speed")

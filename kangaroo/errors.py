@@ -39,3 +39,7 @@ class DataError(KangarooError):
 
 class NotLossless(KangarooError):
     """A method wrote another text than vanilla decoding, and rounding does not explain it."""
+
+
+class ProcessLost(KangarooError):
+    """A process of a run has ended while the others still needed it."""

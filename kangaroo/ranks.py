@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from kangaroo.errors import ConfigError, ProcessLost
 
 T = TypeVar("T")
 
@@ -53,7 +58,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        with _all_there():
+            dist.all_gather_object(values, value)
         return values
 
     def merge(self, results: list[T], count: int) -> list[T]:
@@ -66,8 +72,21 @@ class Ranks:
         if self.world == 1:
             return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0)
+        with _all_there():
+            dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def add_up(self, value: Tensor) -> None:
+        """Replace everybody's tensor by the sum of all."""
+        if self.world > 1:
+            with _all_there():
+                dist.all_reduce(value)
+
+    def copy_first(self, value: Tensor) -> None:
+        """Replace everybody's tensor by rank 0's."""
+        if self.world > 1:
+            with _all_there():
+                dist.broadcast(value, src=0)
 
     def wait(self) -> None:
         """Go on when all have come here."""
@@ -76,15 +95,44 @@ class Ranks:
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, each on its own GPU; without it, be alone."""
+    """Join the processes that torchrun started, each on its own GPU; without it, be alone.
+
+    To be entered before a model is loaded, since that goes to this process's GPU. No process leaves
+    before all have come to the end.
+    """
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # gloo on the CPU and nccl on GPUs; rank 0 may write training data for days while others wait
+    # gloo on the CPU and nccl on GPUs; one process may write data for days while others wait
     dist.init_process_group(timeout=timedelta(days=7))
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
+        ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        yield ranks
+        ranks.wait()
     finally:
         dist.destroy_process_group()
+
+
+def check_alone() -> None:
+    """Errors: `ConfigError` where torchrun started several processes of a command for one."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        script = Path(sys.argv[0]).name
+        raise ConfigError(
+            f"{script} runs in one process, and torchrun started {world}, which would all do the "
+            f"same and overwrite each other's files. Start it with python: python {script} ..."
+        )
+
+
+@contextmanager
+def _all_there() -> Iterator[None]:
+    """Name the reason where a process has ended while others wait for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(
+            "another process of this run has ended; what it said is above or below this line. Once "
+            "that is fixed, start the same command again: it goes on where it was stopped."
+        ) from error

@@ -13,6 +13,7 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig, evaluate
 from kangaroo.model import LM
 from kangaroo.models import byte_tokenizer, random_model
+from kangaroo.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import adapter_for
@@ -22,7 +23,7 @@ def tiny_lm(**overrides):
     return LM(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_tiny(output, bench_file, lm=None, drafter=None, **changes):
+def evaluate_tiny(output, bench_file, lm=None, drafter=None, ranks=None, **changes):
     """Kangaroo on a random six-layer model over bytes, in float32."""
     lm = lm or tiny_lm()
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
@@ -34,9 +35,11 @@ def evaluate_tiny(output, bench_file, lm=None, drafter=None, **changes):
         model_name="tiny",
         drafter_name="kangaroo",
         settings={"drafter": {"steps": 3}},
+        ranks=ranks,
     )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    evaluate_tiny(sys.argv[1], sys.argv[2])
+    with join() as own:
+        evaluate_tiny(sys.argv[1], sys.argv[2], ranks=own)

@@ -32,12 +32,15 @@ class Case:
 
 
 CASES = {
+    "torch": Case(),
+    "torch_idle": Case({"accumulate": 1}),  # the second process has nothing to do
+    "torch_sharded": Case({"shard_target": True}),
     "stage1": Case({"zero_stage": 1}),
     "stage2": Case({"zero_stage": 2, "accumulate": 3}),
     "sharded": Case({"zero_stage": 1, "shard_target": True}),
     "one_to_two": Case({"zero_stage": 1}),
-    "killed": Case({"zero_stage": 2}, killed_at=5),
-    "two_again": Case({"zero_stage": 2}),
+    "killed": Case({"zero_stage": 2, "accumulate": None}, killed_at=5),
+    "two_again": Case({"accumulate": None}),
 }
 
 
@@ -53,7 +56,7 @@ class KillsAt(NoTracker):
 
 
 def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None):
-    """Three adapters on a random four-layer model, in 6 steps (accumulate=3) or 9."""
+    """Three adapters on a random four-layer model, in 18, 9 or 6 steps (accumulate=1, 2, 3)."""
     samples = [
         {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
         for ids in random_prompts(*range(20, 35))

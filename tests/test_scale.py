@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.checkpoint import CHECKPOINT, METRICS
+from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.loop import settled
 
 WORKER = Path(__file__).parent / "scale_worker.py"
 needs_deepspeed = pytest.mark.skipif(
@@ -31,6 +33,8 @@ needs_deepspeed = pytest.mark.skipif(
 def plain(settings):
     """The settings of one process in plain torch; a sharded target decodes nothing."""
     same = {k: v for k, v in settings.items() if k not in ("zero_stage", "shard_target")}
+    if "accumulate" in same:
+        same["accumulate"] = same["accumulate"] or 2  # null is the number of processes
     return same | {"decode_prompts": 0} if settings.get("shard_target") else same
 
 
@@ -68,6 +72,9 @@ class StopsAt(NoTracker):
             raise Stopped
 
 
+TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
+
+
 def launch(folder, *cases):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
@@ -98,14 +105,14 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     with pytest.raises(Stopped):
         train_tiny(folder / "one_to_two", {}, StopsAt(5))
-    result = launch(folder, "stage1", "stage2", "sharded", "one_to_two", "killed")
+    result = launch(folder, *TRAINED, "killed")
     assert "SIGKILL" in result.stderr, result.stderr
     return folder
 
 
 @pytest.mark.slow
 @needs_deepspeed
-@pytest.mark.parametrize("case", ["stage1", "stage2", "sharded", "one_to_two"])
+@pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_as_one_does(case, two, alone):
     """Every metric of every step, every weight and every moment, to the last bit."""
     assert curve(two / case) == curve(alone(case))
@@ -115,12 +122,13 @@ def test_two_processes_train_as_one_does(case, two, alone):
 @pytest.mark.slow
 @needs_deepspeed
 def test_a_run_killed_in_two_processes_ends_the_same_in_two_or_one(two, alone):
+    """Begun with accumulate=null under DeepSpeed, ended in plain torch: it keeps its two a step."""
     assert len(curve(two / "killed")) == 5  # and the checkpoint holds four
     for name in ("two_again", "one_again"):
         shutil.copytree(two / "killed", two / name)
     result = launch(two, "two_again")
     assert result.returncode == 0, result.stderr
-    train_tiny(two / "one_again", {})
+    train_tiny(two / "one_again", {"accumulate": None})
     for name in ("two_again", "one_again"):
         assert curve(two / name) == curve(alone("killed"))
         assert same(state(two / name), state(alone("killed")))
@@ -135,7 +143,7 @@ def test_the_sum_of_gradients_does_not_depend_on_their_order():
     scales = [1e-9, 0.3, -7.0, 1e4 / 3]
     ends = []
     for order in itertools.permutations(scales):
-        own = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9))
+        own = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9), Ranks())
         for scale in order:
             for adapter in own.adapters:
                 (adapter.weight.sin().sum() * scale / 9 + adapter.bias.sum() * scale).backward()
@@ -158,12 +166,11 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
 @pytest.mark.parametrize(
     "settings, world, message",
     [
-        ({}, 2, "torchrun started 2. Pass trainer=deepspeed"),
-        ({"zero_stage": 1, "accumulate": 3}, 4, "accumulate=3.*4 processes.*accumulate=4 or more"),
+        ({"accumulate": 0}, 2, "accumulate=0 must be 1 or more, or null"),
         ({"zero_stage": 3}, 2, "zero_stage=3 must be 1 or 2"),
         ({"shard_target": True}, 1, "shard_target=true.*there is one"),
         (
-            {"zero_stage": 1, "accumulate": 2, "shard_target": True, "remember": True},
+            {"shard_target": True, "remember": True},
             2,
             "remember=true and trainer.shard_target=true exclude",
         ),
@@ -173,6 +180,32 @@ def test_options_that_do_not_fit_the_processes_are_refused(settings, world, mess
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=message):
         backend.check(TrainerConfig(**settings), Ranks(0, world))
+
+
+def test_a_step_has_a_micro_batch_for_each_process_unless_said_or_begun_otherwise(tmp_path):
+    """Two processes run on what one has begun, and one on what two have."""
+    asked, alone = TrainerConfig(), Ranks()
+    assert settled(asked, tmp_path, alone)[1] == 1
+    assert settled(replace(asked, accumulate=3), tmp_path, alone)[0].accumulate == 3
+    run = Checkpoint(tmp_path, TrainerConfig(accumulate=8).identity(), data="test")
+    run.save({}, Progress())
+    assert settled(asked, tmp_path, alone)[0].accumulate == 8
+    assert settled(replace(asked, accumulate=3), tmp_path, alone)[1] == 3  # and is refused later
+
+
+@pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
+def test_processes_without_a_micro_batch_are_named(
+    accumulate, warnings, tmp_path, caplog, monkeypatch
+):
+    """The first of two processes; what the second says is what the first does."""
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * self.world)
+    for alike in ("share", "add_up", "copy_first"):
+        monkeypatch.setattr(Ranks, alike, lambda self, value: value)
+    once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
+    train_tiny(tmp_path, once, ranks=Ranks(0, 2))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == warnings
+    assert all("accumulate=1 keeps 1 of the 2 processes busy" in line for line in said)
 
 
 def test_a_missing_deepspeed_is_named(monkeypatch):

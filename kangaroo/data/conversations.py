@@ -23,6 +23,7 @@ from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
+from kangaroo.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,10 @@ class ConversationsConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
-        convert(lm, tokenizer, self)
+    def make(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:  # fmt: skip
+        convert(lm, tokenizer, self, ranks)
 
 
 # Settings that change no shard: which conversations it answers is in its name.
@@ -81,12 +84,19 @@ _NOT_IN_SHARDS = (
 )  # fmt: skip
 
 
-def convert(lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig) -> None:
+def convert(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
+    ranks: Ranks | None = None,
+) -> None:  # fmt: skip
     """Make a dataset of a source's conversations, or what is still missing of it.
 
     With `regenerate`, every shard is a pure function of model, settings, its number and the
     questions it answers, and is renamed into place when complete: a run that was killed goes on,
     and where the source has changed or grown, the shards concerned are written anew.
+
+    Args:
+        ranks: the processes that share the shards out; the first makes the dataset of them, or of
+            the text as it is, and the others do not wait for it. None: there is only this one.
 
     Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
     `ConfigError` for a template that does not show which part is the assistant's.
@@ -106,11 +116,15 @@ def convert(lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsCon
     settings: dict[str, Any] = {"model": lm.name} | asdict(config)
     settings["conversations"] = _hash(conversations)
     del settings["path"]
-    if store.is_of(Path(config.path), settings):
+    path, ranks = Path(config.path), ranks or Ranks()
+    if ranks.share(store.is_of(path, settings)):
         return
-    make = _regenerated if config.regenerate else _as_they_are
-    raw, speed = make(lm, tokenizer, config, conversations)
-    finish(Path(config.path), settings, raw, asked, config.filters, speed)
+    if config.regenerate:
+        raw, speed = _regenerated(lm, tokenizer, config, conversations, ranks)
+    elif ranks.is_first:
+        raw, speed = _as_they_are(tokenizer, config, conversations), None
+    if ranks.is_first:
+        finish(path, settings, raw, asked, config.filters, speed)
 
 
 def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message]:
@@ -127,9 +141,9 @@ def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message
 
 
 def _as_they_are(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
+    tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
     conversations: Sequence[list[Message]],
-) -> tuple[list[Sample], None]:  # fmt: skip
+) -> list[Sample]:  # fmt: skip
     """Tokenised by the chat template, up to the last answer that ends within `max_length`."""
     folder = Path(config.path).parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,12 +156,12 @@ def _as_they_are(
         fitting = sum(stop <= config.max_length for _, stop in answers(mask))
         if fitting:
             samples.append(cut(whole, fitting))
-    return samples, None
+    return samples
 
 
 def _regenerated(
     lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
-    conversations: Sequence[list[Message]],
+    conversations: Sequence[list[Message]], ranks: Ranks,
 ) -> tuple[list[Sample], dict[str, float] | None]:  # fmt: skip
     settings = {"model": lm.name} | asdict(config)
     fixed = {k: v for k, v in settings.items() if k not in ("path", *_NOT_IN_SHARDS)}
@@ -161,8 +175,7 @@ def _regenerated(
         tokens = characters // CHARACTERS + questions * config.max_answer_tokens
         write = partial(_answer, config, number, asked)
         parts.append(Part(f"{number:05d}-{_hash(asked)}", questions, tokens, write))
-    speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, config.max_length)
-    return [sample for part in parts for sample in shards.read(part.name)], speed
+    return write_parts(lm, tokenizer, shards, parts, config.batch_size, config.max_length, ranks)
 
 
 def _answer(

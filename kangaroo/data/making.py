@@ -19,9 +19,10 @@ from kangaroo.data.chat import Sample
 from kangaroo.data.figures import figures
 from kangaroo.data.filters import FilterConfig, select
 from kangaroo.data.shards import Shards
-from kangaroo.data.writing import Dialogue, Writer
+from kangaroo.data.writing import Dialogue, Speed, Writer
 from kangaroo.errors import DataError
 from kangaroo.model import LM
+from kangaroo.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,40 +48,65 @@ class Part:
 
 def write_parts(
     lm: LM, tokenizer: PreTrainedTokenizerBase, shards: Shards, parts: Sequence[Part],
-    batch_size: int, longest: int,
-) -> dict[str, float] | None:  # fmt: skip
+    batch_size: int, longest: int, ranks: Ranks,
+) -> tuple[list[Sample], dict[str, float] | None]:  # fmt: skip
     """Write the shards that are missing, after saying what that will take.
 
     Args:
-        batch_size: rows decoded at a time.
+        batch_size: rows decoded at a time, in each process.
         longest: no conversation grows beyond this many tokens.
+        ranks: the processes that share the work, on one disk; they return when the last shard is
+            there.
 
-    Returns how fast that was; None where nothing was missing.
+    Returns the samples of all parts (in the first process alone, none in the others), and how fast
+    they were written (None where nothing was missing).
 
     Errors: `DataError` where the disk has not enough room.
     """
-    missing = [part for part in parts if not shards.path(part.name).exists()]
-    if not missing:
-        return None
-    tokens = _expected_tokens(shards, parts, missing)
-    check_room(shards.folder, tokens)
-    writer = Writer(lm, tokenizer, batch_size, longest)
-    writer.time_trials()
-    speed = writer.speed
+    there = ranks.share({part.name for part in parts if shards.path(part.name).exists()})
+    missing = [part for part in parts if part.name not in there]
+    facts = None
+    if missing:
+        tokens = _expected_tokens(shards, parts, missing)
+        check_room(shards.folder, tokens)
+        writer = Writer(lm, tokenizer, batch_size, longest)
+        facts = _write(shards, parts, missing, tokens, writer, ranks)
+    raw = [sample for part in parts for sample in shards.read(part.name)] if ranks.is_first else []
+    return raw, facts
+
+
+def _write(
+    shards: Shards, parts: Sequence[Part], missing: Sequence[Part], tokens: int, writer: Writer,
+    ranks: Ranks,
+) -> dict[str, float]:  # fmt: skip
+    """Process r of W writes the missing shards r, r + W, ...
+
+    So shares differ by one shard at most, no file says whose a shard is, and what a killed process
+    leaves is simply missing at the next start.
+
+    Args:
+        tokens: that will be written at most.
+    """
+    mine = missing[ranks.rank :: ranks.world]
+    if mine:
+        writer.time_trials()
+    own, all_of_us = writer.speed, Speed.together(ranks.gather(writer.speed))
     log.info(
-        "%d of %d shards to write: up to %d tokens, %s at %.0f tokens/s (the first steps; a plain "
-        "forward runs %.0f), %.1f MB on disk",
-        len(missing), len(parts), tokens, timedelta(seconds=int(tokens / speed.trial)),
-        speed.trial, speed.forward, tokens * BYTES_PER_TOKEN / 1e6,
+        "%d of %d shards to write, by %d processes: up to %d tokens, %s at %.0f tokens/s (the "
+        "first steps; a plain forward runs %.0f), %.1f MB on disk",
+        len(missing), len(parts), min(ranks.world, len(missing)), tokens,
+        timedelta(seconds=int(tokens / all_of_us.trial)), all_of_us.trial, all_of_us.forward,
+        tokens * BYTES_PER_TOKEN / 1e6,
     )  # fmt: skip
-    with tqdm(total=sum(part.answers for part in missing), unit="answer", desc="writing") as bar:
-        ended = 0
-        for part in missing:
+    answers, ended = sum(part.answers for part in mine), 0
+    # the first process's bar stands for all: no share is larger
+    with tqdm(total=answers, unit="answer", desc="writing", disable=not ranks.is_first) as bar:
+        for part in mine:
             shards.write(part.name, _samples(part, writer, bar.update))
             ended += part.answers
             bar.update(ended - bar.n)  # those that were never asked for
-            bar.set_postfix(tokens_per_second=speed.written / speed.seconds)
-    facts = speed.facts()
+            bar.set_postfix(tokens_per_second=own.written / own.seconds)
+    facts = Speed.together(ranks.gather(own)).facts()
     log.info(
         "wrote %d tokens at %.1f tokens/s: with the prompts %.0f%% of a plain forward's %.1f",
         facts["tokens_written"], facts["tokens_per_second"], 100 * facts["share_of_forward"],
@@ -93,7 +119,7 @@ def finish(
     path: Path, settings: dict[str, Any], raw: Sequence[Sample], asked: int,
     filters: FilterConfig, speed: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Filter raw samples, save them as a dataset, and say what became of them.
+    """Filter raw samples, save them as a dataset, and say what became of them: in one process.
 
     Args:
         asked: how many conversations there should have been; those that are not among `raw` were

@@ -13,6 +13,7 @@ from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
 from kangaroo.model import LM
+from kangaroo.ranks import Ranks
 
 
 @dataclass
@@ -32,8 +33,15 @@ class MixConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Errors: `DataError` where a part is no complete dataset."""
+    def make(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:  # fmt: skip
+        """The first of several processes does it, and the others do not wait for it.
+
+        Errors: `DataError` where a part is no complete dataset.
+        """
+        if ranks is not None and not ranks.is_first:
+            return
         parts = [store.load(Path(path)) for path in self.paths]
         settings: dict[str, Any] = asdict(self)
         del settings["path"], settings["paths"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class Shards:
         path = folder / SETTINGS
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
+            # of its own name: other processes of the run write the same
+            part = path.with_suffix(f".{uuid.uuid4().hex}.part")
             part.write_text(json.dumps(settings, indent=2) + "\n")
             os.replace(part, path)
         if changed := changes((since or {}) | _json(path, path.read_text()), settings):

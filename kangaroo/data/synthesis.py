@@ -22,6 +22,7 @@ from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranks import Ranks
 
 SINCE = {"turns": [1], "openings": [""]}  # shards from before there were such settings
 
@@ -64,15 +65,23 @@ class SynthesisConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
-        synthesise(lm, tokenizer, self)
+    def make(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:  # fmt: skip
+        synthesise(lm, tokenizer, self, ranks)
 
 
-def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConfig) -> None:
+def synthesise(
+    lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConfig, ranks: Ranks | None = None
+) -> None:
     """Write the dataset to `config.path`, or what is still missing of it.
 
     Every shard is a pure function of model, settings and shard number, and is renamed into place
     when complete, so a run that was killed goes on and ends with the same data.
+
+    Args:
+        ranks: the processes that share the shards out; the first makes the dataset of them, and
+            the others do not wait for it. None: there is only this one.
 
     Errors: `DataError` where no usable conversation came, the disk has no room, or the folder was
     begun with other settings; `ConfigError` for turns or temperatures that cannot be.
@@ -86,8 +95,8 @@ def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConf
         raise ConfigError(f"data.turns={config.turns}: a conversation has at least one turn.")
     settings: dict[str, Any] = {"model": lm.name} | asdict(config)
     del settings["path"]
-    path = Path(config.path)
-    if store.is_of(path, settings):
+    path, ranks = Path(config.path), ranks or Ranks()
+    if ranks.share(store.is_of(path, settings)):
         return
     fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
     shards = Shards(Path(config.path + ".shards"), fixed, SINCE)
@@ -97,9 +106,9 @@ def synthesise(lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConf
         answers = config.shard_size * config.turns[number % len(config.turns)]
         write = partial(_write, config, number)
         parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
-    speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, lm.context)
-    raw = [sample for part in parts for sample in shards.read(part.name)]
-    finish(path, settings, raw, config.shards * config.shard_size, config.filters, speed)
+    raw, speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, lm.context, ranks)
+    if ranks.is_first:
+        finish(path, settings, raw, config.shards * config.shard_size, config.filters, speed)
 
 
 def _write(

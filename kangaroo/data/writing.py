@@ -62,6 +62,17 @@ class Speed:
     trial: float = 0.0
     forward: float = 0.0
 
+    @staticmethod
+    def together(speeds: Sequence[Speed]) -> Speed:
+        """Of processes that write at the same time, until the last one is done."""
+        return Speed(
+            sum(speed.written for speed in speeds),
+            sum(speed.read for speed in speeds),
+            max(speed.seconds for speed in speeds),
+            sum(speed.trial for speed in speeds),
+            sum(speed.forward for speed in speeds),
+        )
+
     def facts(self) -> dict[str, float]:
         """As they stand in provenance; the share is of a plain forward over the same tokens."""
         return {

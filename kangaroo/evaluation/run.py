@@ -1,23 +1,19 @@
 """Run an evaluation: every question by every method in turn, then the artefacts from the records.
 
-Read it top to bottom: configuration, the run, one question, ranks.
+Read it top to bottom: configuration, the run, one question.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +31,7 @@ from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
+from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule, Sampling
 
 logger = logging.getLogger(__name__)
@@ -81,17 +78,17 @@ def evaluate(
     lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig, *,
     model_name: str, drafter_name: str, settings: dict[str, Any] | None = None,
     made_by: dict[str, Any] | None = None,
-    log: Callable[[dict[str, float]], None] | None = None,
+    log: Callable[[dict[str, float]], None] | None = None, ranks: Ranks | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the bench and write the artefacts to `config.output`; returns the summary.
-
-    Under torchrun the ranks share the questions out, and rank 0 writes the artefacts.
 
     Args:
         settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
             an adapter's weights); a run is resumed under the same settings only.
         made_by: what it took to make the drafter (`DrafterConfig.made_by`).
         log: called with the running figures after each question.
+        ranks: the processes that share the questions out, of which the first writes the artefacts.
+            None: there is only this one.
 
     Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
     rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
@@ -114,29 +111,29 @@ def evaluate(
     names = {"model": model_name, "drafter": drafter_name}
     about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
     cost = {"parameters": footprint(drafter, [lm]).parameters, "training": made_by or {}}
-    with _ranks() as (rank, world):
-        if rank == 0:
-            store.enter(output, about, cost, config.resume)
-        _wait(world)  # no rank reads before the folder is this run's
-        examiner = Examiner(lm, tokenizer, drafter, config, limit)
-        done = store.read(output)
-        if done:
-            logger.info("%d of %d questions are in %s already", len(done), len(questions), output)
-        examiner.share(questions, done, output, rank, world, log)
-        _wait(world)
-        found = store.read(output)
-        if len(found) < len(questions):
-            raise DataError(
-                f"'{output}' holds {len(found)} of {len(questions)} questions after the run; under "
-                "torchrun it must be a folder that all ranks share."
-            )
-        result = summary.summarise(found, store.begun(output))
-        if rank == 0:
-            summary.write(found, result, output)
-            report.write(result, output)
-        _wait(world)
+    ranks = ranks or Ranks()
+    if ranks.is_first:
+        store.enter(output, about, cost, config.resume)
+    ranks.wait()  # no rank reads before the folder is this run's
+    examiner = Examiner(lm, tokenizer, drafter, config, limit)
+    done = store.read(output)
+    if done:
+        logger.info("%d of %d questions are in %s already", len(done), len(questions), output)
+    examiner.share(questions, done, output, ranks, log)
+    ranks.wait()
+    found = store.read(output)
+    if len(found) < len(questions):
+        raise DataError(
+            f"'{output}' holds {len(found)} of {len(questions)} questions after the run; under "
+            "torchrun it must be a folder that all ranks share."
+        )
+    result = summary.summarise(found, store.begun(output))
+    if ranks.is_first:
+        summary.write(found, result, output)
+        report.write(result, output)
+    ranks.wait()
     bugs = [fork for fork in result["lossless"]["forks"] if fork["label"] == "bug"]
-    if bugs:
+    if bugs and ranks.is_first:  # the others wait while it reports
         raise NotLossless(
             f"{len(bugs)} of {result['lossless']['turns']} turns leave vanilla's text where "
             f"rounding does not explain it, the first at question {bugs[0]['question_id']}, turn "
@@ -165,19 +162,22 @@ class Examiner:
         self.compares = comparable and "vanilla" in self.methods
 
     def share(
-        self, questions: list[Question], done: list[Record], output: Path, rank: int, world: int,
+        self, questions: list[Question], done: list[Record], output: Path, ranks: Ranks,
         log: Callable[[dict[str, float]], None] | None,
     ) -> None:  # fmt: skip
         """Answer this rank's share of the questions, those aside that are answered already."""
         known = {record.question_id for record in done}
-        own = list(enumerate(questions[rank::world]))
+        own = list(enumerate(questions[ranks.rank :: ranks.world]))
         todo = [(i, question) for i, question in own if question.question_id not in known]
         if not todo:
             return
         for _ in range(self.config.warmup):
             self.ask(questions[0])
-        writer = store.Writer(output, rank)
-        bar = tqdm(total=len(own), initial=len(own) - len(todo), unit="question", disable=rank > 0)
+        writer = store.Writer(output, ranks.rank)
+        bar = tqdm(
+            total=len(own), initial=len(own) - len(todo), unit="question",
+            disable=not ranks.is_first,
+        )  # fmt: skip
         for i, question in todo:
             # who goes first alternates, so that a machine that slows down favours nobody
             record = self.ask(question, reverse=i % 2 == 1)
@@ -259,22 +259,3 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value.value if isinstance(value, Enum) else value
     return flat
-
-
-@contextmanager
-def _ranks() -> Iterator[tuple[int, int]]:
-    """This process's rank and how many there are, by torchrun's environment."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield 0, 1
-        return
-    # the slowest rank may need hours more than the fastest
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
-
-
-def _wait(world: int) -> None:
-    if world > 1:
-        dist.barrier()

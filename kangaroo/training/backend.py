@@ -33,7 +33,7 @@ class Options(Protocol):
     betas: tuple[float, float]
     weight_decay: float
     clip: float
-    accumulate: int
+    accumulate: int | None
     remember: bool
     zero_stage: int
     shard_target: bool
@@ -48,23 +48,17 @@ def check(config: Options, ranks: Ranks) -> None:
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
             "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
-            "Without it, train in one process: trainer=default."
+            "trainer=default needs nothing, and trains the same weights in as many processes."
         )
-    if ranks.world > 1 and not config.zero_stage:
+    if config.accumulate is not None and config.accumulate < 1:
         raise ConfigError(
-            f"plain torch trains in one process, and torchrun started {ranks.world}. Pass "
-            "trainer=deepspeed, or start one."
-        )
-    if config.accumulate < ranks.world:
-        raise ConfigError(
-            f"trainer.accumulate={config.accumulate} micro-batches a step leave some of the "
-            f"{ranks.world} processes without any. Pass trainer.accumulate={ranks.world} or more "
-            "(it is the number of all processes together), or start fewer."
+            f"trainer.accumulate={config.accumulate} must be 1 or more, or null for one "
+            "micro-batch in each process."
         )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
             "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            "more (torchrun --nproc-per-node=N train.py trainer=deepspeed ...), or leave it out."
+            "more (torchrun --nproc-per-node=N train.py ...), or leave it out."
         )
     if config.shard_target and config.remember:
         raise ConfigError(
@@ -73,22 +67,31 @@ def check(config: Options, ranks: Ranks) -> None:
         )
 
 
-def begin(adapters: Sequence[nn.Module], options: Options) -> TorchBackend:
+def begin(
+    adapters: Sequence[nn.Module], options: Options, ranks: Ranks | None = None
+) -> TorchBackend:
     """The backend that `zero_stage` asks for; 0 is plain torch."""
-    return (DeepSpeedBackend if options.zero_stage else TorchBackend)(adapters, options)
+    kind = DeepSpeedBackend if options.zero_stage else TorchBackend
+    return kind(adapters, options, ranks or Ranks())
 
 
 class TorchBackend:
-    """AdamW in one process.
+    """AdamW, whole in every process.
 
     Args:
-        adapters: each is clipped by itself, and has its own learning rate.
+        adapters: each is clipped by itself, and has its own learning rate. They begin as those of
+            rank 0.
+        options: with `accumulate` as a number.
+        ranks: the processes whose gradients are summed; each calls the same methods.
     """
 
-    def __init__(self, adapters: Sequence[nn.Module], options: Options):
-        self.adapters, self.options = adapters, options
+    def __init__(self, adapters: Sequence[nn.Module], options: Options, ranks: Ranks):
+        assert options.accumulate is not None
+        self.adapters, self.options, self.ranks = adapters, options, ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
-        # the gradient of a step's only micro-batch is that of the step as it is
+        for parameter in self.parameters.values():
+            ranks.copy_first(parameter.data)
+        # the gradient of a step's only micro-batch, which is rank 0's, is that of the step as it is
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
         self.steps = 0
@@ -108,9 +111,12 @@ class TorchBackend:
             rates: the learning rate of each adapter in this step.
         """
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
-            self._add_up(total)
+            self.ranks.add_up(total)
             parameter.grad = (total / GRID).to(parameter.dtype)
             total.zero_()
+        for parameter in () if self.sums else self.parameters.values():
+            assert parameter.grad is not None
+            self.ranks.copy_first(parameter.grad)
         for adapter in self.adapters:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
@@ -143,9 +149,6 @@ class TorchBackend:
             betas=self.options.betas,
             weight_decay=self.options.weight_decay,
         )
-
-    def _add_up(self, total: Tensor) -> None:
-        """Sum over processes, in place."""
 
     def _update(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -218,9 +221,6 @@ class DeepSpeedBackend(TorchBackend):
             dist_init_required=False,
         )
         return engine
-
-    def _add_up(self, total: Tensor) -> None:
-        dist.all_reduce(total)
 
     def _update(self, rates: Sequence[float]) -> None:
         from deepspeed.utils import safe_set_full_grad

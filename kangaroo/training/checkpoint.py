@@ -56,12 +56,7 @@ class Checkpoint:
         """The last checkpoint's progress and a backend's `state()`; None where there is none."""
         progress, backend = Progress(), None
         if self.path.exists():
-            try:
-                state = torch.load(self.path, weights_only=True)
-            except (RuntimeError, EOFError, OSError) as error:
-                raise CorruptFile(
-                    f"checkpoint '{self.path}' cannot be read ({error}); delete it to train anew."
-                ) from error
+            state = _read(self.path)
             changed = changes(state["identity"], self.identity)
             if changed:
                 raise ConfigError(
@@ -94,3 +89,19 @@ class Checkpoint:
         whole = [line for line in lines if line.endswith("}")]
         kept = [line for line in whole if json.loads(line)["step"] <= step]
         path.write_text("".join(line + "\n" for line in kept))
+
+
+def begun_with(folder: Path) -> dict[str, Any]:
+    """The settings that the run in `folder` began with; none where there is no checkpoint."""
+    path = folder / CHECKPOINT
+    # mapped, since of a file of many GB this reads a few lines
+    return _read(path, mmap=True)["identity"] if path.exists() else {}
+
+
+def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
+    try:
+        return torch.load(path, weights_only=True, mmap=mmap)
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CorruptFile(
+            f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
+        ) from error

@@ -18,7 +18,8 @@ class TrainerConfig:
         packing: samples stand one after another in shared rows, without seeing each other.
         remember: keep what the target computes of each micro-batch, in memory: only the first epoch
             runs it. Micro-batches then stay the same, and come in another order every epoch.
-        accumulate: micro-batches an optimizer step, in all processes together.
+        accumulate: micro-batches an optimizer step, in all processes together; None is one in each
+            process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
@@ -30,7 +31,8 @@ class TrainerConfig:
         seed: order of the samples.
         vocabulary: draft from this many of the training data's most frequent tokens, or all
             of those if they are fewer; None is the whole vocabulary.
-        zero_stage: 0 is plain torch in one process; 1 and 2 are DeepSpeed ZeRO.
+        zero_stage: 0 is plain torch, each process with AdamW's whole state; 1 and 2 are DeepSpeed
+            ZeRO, which spreads it.
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
@@ -42,7 +44,7 @@ class TrainerConfig:
     batch_tokens: int = 512
     packing: bool = False
     remember: bool = False
-    accumulate: int = 1
+    accumulate: int | None = None
     clip: float = 1.0
     max_length: int = 2048
     holdout: int = 128

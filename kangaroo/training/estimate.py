@@ -106,6 +106,7 @@ def expect(
     share = 1 - config.holdout / text.conversations
     tokens, learnt = int(share * text.tokens), int(share * text.assistant_tokens)
     micro_batches = -(-tokens // config.batch_tokens) * config.epochs
+    accumulate = config.accumulate or processes
     return Expectation(
         target=_count(lm),
         trained={adapter.name: adapter.parameters for adapter in planned},
@@ -114,7 +115,7 @@ def expect(
         | _remembered(lm, planned, config, tokens, learnt),
         disk=_disk(lm, planned, text),
         flops=_flops(lm, planned, config, tokens, learnt),
-        steps=-(-micro_batches // config.accumulate),
+        steps=-(-micro_batches // accumulate),
     )
 
 
@@ -205,7 +206,7 @@ def _held(lm: LM, parameters: int, config: TrainerConfig, processes: int) -> dic
     return {
         "target": (layers + whole) * size,
         "weights and gradients": 8 * parameters,
-        "exact sum": 8 * parameters if config.accumulate > 1 else 0,
+        "exact sum": 8 * parameters if (config.accumulate or processes) > 1 else 0,
         "optimizer": optimizer,
         "draft head": vocabulary * lm.config.hidden_size * size,
     }

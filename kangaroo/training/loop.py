@@ -6,10 +6,11 @@ Read it top to bottom: the loop, held-out figures, saving. What a micro-batch te
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from kangaroo.tracking import Tracker
 from kangaroo.training import backend as backends
 from kangaroo.training import curves, figures
 from kangaroo.training.batches import collate, frequent_tokens, plan
-from kangaroo.training.checkpoint import Checkpoint, Progress
+from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
 from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.figures import STEPS
 from kangaroo.training.micro_batch import Seen, grade, guesses, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.training.work import Work
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -60,7 +63,14 @@ def train(
             "to keep of all texts; pass trainer.remember=false."
         )
     work = Work.of(samples, config)
-    total = math.ceil(len(work.batches) / config.accumulate)
+    config, accumulate = settled(config, output, ranks)
+    if ranks.is_first and accumulate < ranks.world:
+        log.warning(
+            "trainer.accumulate=%d keeps %d of the %d processes busy, and the others wait. Start "
+            "fewer, or begin a new run (output=) without trainer.accumulate.",
+            accumulate, accumulate, ranks.world,
+        )  # fmt: skip
+    total = math.ceil(len(work.batches) / accumulate)
     # a sharded target is run by all processes at once, and its layers are gathered for every token
     decoded = 0 if config.shard_target else config.decode_prompts
     longest = min(config.max_length, lm.context - config.decode_tokens)
@@ -75,7 +85,7 @@ def train(
     shard_on = ranks.device if config.shard_target else None
     trained = trainees(lm, recipes, vocabulary_K, shard_on)
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
-    backend = backends.begin([trainee.adapter for trainee in trained], config)
+    backend = backends.begin([trainee.adapter for trainee in trained], config, ranks)
     settings = config.identity() | {"adapters": [trainee.settings() for trainee in trained]}
     checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
     progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
@@ -90,8 +100,8 @@ def train(
     )  # fmt: skip
     while progress.step < total:
         started = time.perf_counter()
-        first = progress.step * config.accumulate
-        group = work.batches[first : first + config.accumulate]
+        first = progress.step * accumulate
+        group = work.batches[first : first + accumulate]
         # weighted by all positions of the step, so that the mean does not depend on the split
         wanted = sum(work.positions[i] for batch in group for i in batch)
         sums = []
@@ -147,6 +157,17 @@ def train(
     if ranks.is_first:
         curves.write(output)
     return [output / trainee.name for trainee in trained]
+
+
+def settled(config: TrainerConfig, output: Path, ranks: Ranks) -> tuple[TrainerConfig, int]:
+    """The options with `accumulate` as a number, and that number: the given one, else that of the
+    run in `output`, else one micro-batch for each process.
+    """
+    accumulate = config.accumulate
+    if accumulate is None:
+        begun = begun_with(output) if ranks.is_first else {}
+        accumulate = ranks.share(begun.get("accumulate", ranks.world))
+    return replace(config, accumulate=accumulate), accumulate
 
 
 def evaluate(
