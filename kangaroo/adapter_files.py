@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -105,11 +109,16 @@ def save(
 def find(path: str) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
 
+    For `adapters/NAME`, where a model's adapter is looked for, the one that training the model NAME
+    saved will do; for `adapters/NAME-medusa` its Medusa heads.
+
     Errors: `AdapterNotFound` names what was tried and what to do.
     """
     folder = Path(path)
     if folder.is_dir():
         return folder
+    if folder.parent == SHIPPED:
+        return _trained(folder)
     try:
         return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, VOCABULARY]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -117,6 +126,32 @@ def find(path: str) -> Path:
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). Train "
             "one (python train.py) or pass drafter.adapter= a folder or hub id."
         ) from error
+
+
+def _trained(missing: Path) -> Path:
+    """The only adapter in `outputs/train/NAME` that can stand for `adapters/NAME`."""
+    name = missing.name.removesuffix("-medusa")
+    medusa = name != missing.name
+    option, kind = ("heads", " adapter=medusa") if medusa else ("adapter", "")
+    saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
+    fitting = [x for x in saved if bool(read_config(str(x)).architecture.medusa_heads) == medusa]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        several = ", ".join(map(str, fitting))
+        raise AdapterNotFound(
+            f"no adapter at '{missing}', and training left several: {several}. Pass "
+            f"drafter.{option}= one of them."
+        )
+    imported = (
+        "" if medusa else f", import an official checkpoint (python scripts/import_adapter.py "
+        f"source=... model={name}),"
+    )  # fmt: skip
+    raise AdapterNotFound(
+        f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
+        f"Train one (python train.py model={name}{kind}){imported} or pass drafter.{option}= a "
+        "folder or hub id."
+    )
 
 
 def weights_hash(path: str) -> str:
@@ -187,6 +222,8 @@ def load_any(
     model; `ConfigError` for a vocabulary that cannot be.
     """
     folder = find(path)
+    if folder != Path(path):
+        log.info("the adapter '%s' is that in %s", path, folder)
     config = read_config(path)
     try:
         state = load_file(folder / WEIGHTS)
