@@ -29,8 +29,8 @@ class Device(Enum):
         return next((device for device in Device if device.value in name), None)
 
 
-# Dense half-precision FLOP/s by NVIDIA's data sheets; a CPU's are measured. V100 computes float16 at
-# that speed, but has no bfloat16, in which adapters train.
+# Dense half-precision FLOP/s by NVIDIA's data sheets; a CPU's are measured. V100 computes float16
+# at that speed, but has no bfloat16, in which adapters train.
 PEAK = {Device.v100: 125e12, Device.a100: 312e12, Device.h100: 989e12, Device.h200: 989e12}
 
 

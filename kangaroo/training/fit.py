@@ -54,13 +54,11 @@ class Writing:
         size, shape = lm.dtype.itemsize, lm.config
         token = 3 * (shape.hidden_size + shape.intermediate_size) * size  # a layer's, in a pass
         target = sum(p.numel() for p in lm.parameters()) * size
-        if not _is_written(data):
-            return Writing(target, 0, 0, 0, 0)
-        longest = min(_longest(data), lm.context)
+        rows, longest = _to_write(data)
+        longest = min(longest, lm.context)
         kept = lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
         # before it writes, the target is timed on plain passes over as many short texts
         row = max(longest * kept, min(longest, TRIAL_LENGTH) * token)
-        rows = min(data.batch_size, data.shard_size)
         return Writing(target, PREFILL * token, row, rows, longest)
 
 
@@ -161,18 +159,17 @@ def _time(expected: Expectation, devices: Devices, lm: LM, processes: int) -> st
     )
 
 
-def _is_written(data: Data) -> bool:
-    """Whether the target still has to write: not where a dataset lies in the folder already."""
-    asked = data.regenerate if isinstance(data, ConversationsConfig) else True
-    return asked and not isinstance(data, MixConfig) and not store.is_complete(Path(data.path))
-
-
-def _longest(data: SynthesisConfig | ConversationsConfig) -> int:
-    """Tokens of the longest text that may be written."""
+def _to_write(data: Data) -> tuple[int, int]:
+    """How many texts the target writes at a time, and the tokens of the longest that it may write;
+    0 and 0 where it writes none, or a dataset is in the folder already.
+    """
+    if isinstance(data, MixConfig) or store.is_complete(Path(data.path)):
+        return 0, 0
+    rows = min(data.batch_size, data.shard_size)
     if isinstance(data, ConversationsConfig):
-        return data.max_length
+        return (rows, data.max_length) if data.regenerate else (0, 0)
     turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
-    return max(data.turns) * turn
+    return rows, max(data.turns) * turn
 
 
 def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
