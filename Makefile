@@ -36,11 +36,13 @@ bench: setup  ## time the engine's steps
 	$(BIN)/python scripts/bench.py $(ARGS)
 
 ESTIMATE = $(BIN)/python scripts/estimate.py estimate.page=docs/cost.md $(ARGS)
-cost: setup  ## write the table of what each experiment takes
-	for name in 7b 13b 33b; do \
-	  $(ESTIMATE) experiment=paper-$$name data.source=ShareGPT.json || exit 1; \
+cost: setup  ## write the table of what each training takes
+	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
+	  $(ESTIMATE) model=$$name || exit 1; \
 	done
-	for name in ours-7b smollm2; do $(ESTIMATE) experiment=$$name || exit 1; done
+	for name in ours-7b smollm2; do \
+	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
+	done
 
 # Two workers with one thread each: tiny models gain nothing from more threads.
 test: setup  ## run the CPU tests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -123,6 +127,9 @@ def find(
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
 
+    For `adapters/NAME`, where a model's adapter is looked for, the one that training the model NAME
+    saved will do; for `adapters/NAME-medusa` its Medusa heads.
+
     Args:
         files: what is fetched of it.
         fix: what the user can do where there is none.
@@ -132,12 +139,40 @@ def find(
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    if folder.parent == SHIPPED:
+        return _trained(folder)
     try:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterNotFound(
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"
         ) from error
+
+
+def _trained(missing: Path) -> Path:
+    """The only adapter in `outputs/train/NAME` that can stand for `adapters/NAME`."""
+    name = missing.name.removesuffix("-medusa")
+    medusa = name != missing.name
+    option, kind = ("heads", " adapter=medusa") if medusa else ("adapter", "")
+    saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
+    fitting = [x for x in saved if bool(read_config(str(x)).architecture.medusa_heads) == medusa]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        several = ", ".join(map(str, fitting))
+        raise AdapterNotFound(
+            f"no adapter at '{missing}', and training left several: {several}. Pass "
+            f"drafter.{option}= one of them."
+        )
+    imported = (
+        "" if medusa else f", import an official checkpoint (python scripts/import_adapter.py "
+        f"source=... model={name}),"
+    )  # fmt: skip
+    raise AdapterNotFound(
+        f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
+        f"Train one (python train.py model={name}{kind}){imported} or pass drafter.{option}= a "
+        "folder or hub id."
+    )
 
 
 def weights_hash(path: str) -> str:
@@ -221,6 +256,8 @@ def as_saved(
     model; `ConfigError` for a vocabulary that cannot be.
     """
     folder = find(path)
+    if folder != Path(path):
+        log.info("the adapter '%s' is that in %s", path, folder)
     config = read_config(path)
     try:
         state = load_file(folder / WEIGHTS)

@@ -59,6 +59,7 @@ from kangaroo.training.compare import compare as compare_adapters
 from kangaroo.training.compare import markdown
 from kangaroo.training.cost import measure as measure_cost
 from kangaroo.training.estimate import Text, check_disk, expect
+from kangaroo.training.fit import check_training, foresee
 from kangaroo.training.layer_search import search as search_layers
 from kangaroo.training.loop import settled
 from kangaroo.training.loop import train as train_adapters
@@ -138,6 +139,15 @@ def train(config: TrainCommand) -> None:
     """Let the target write its data, train adapters on it, and save them."""
     with joined() as own:
         backend.check(config.trainer, own)
+        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
+        devices, expected, lines = foresee(
+            blueprint(config.model), recipes, config.model, config.data, config.trainer, own.world
+        )
+        for line in lines:
+            log.info("%s", line)
+        if own.is_first:
+            check_disk(expected, output)
+        own.wait()  # who loads its target earlier takes memory that others count
         # a sharded target goes to the GPUs part by part, just before training
         whole = not config.trainer.shard_target
         lm, tokenizer = load_target(
@@ -150,13 +160,11 @@ def train(config: TrainCommand) -> None:
             "%d conversations, %d tokens, %d of the assistant, from %s",
             about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
         )  # fmt: skip
-        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         config.trainer, _ = settled(config.trainer, output, own)
         text = Text.of(samples, config.trainer.max_length)
         expected = expect(lm, recipes, config.trainer, text, own.world)
         log.info("%s", expected.summary())
-        if own.is_first:
-            check_disk(expected, output)
+        check_training(expected.memory, devices)
         logger = config.logger if own.is_first else NoTrackerConfig()
         known = {"dataset": about, "provenance": provenance()}
         tracker = logger.start(_plain(config) | known, output)

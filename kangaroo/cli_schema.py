@@ -41,6 +41,11 @@ from kangaroo.training.estimate_report import EstimateConfig
 from kangaroo.training.layer_search import SearchConfig
 from kangaroo.training.recipe import AdapterRecipe
 
+# Of trees and drafts, by drafter and option: a file of configs/hardware.
+Sizes = dict[str, dict[str, int]]
+# Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
+SMALL = ("smollm2-135m", "tiny")
+
 
 @dataclass
 class TrainCommand:
@@ -79,6 +84,7 @@ class EvaluateCommand(EvaluateConfig):
     output: str = MISSING
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
 
 
@@ -88,6 +94,7 @@ class SpeedCommand:
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING
 
@@ -170,6 +177,7 @@ class TalkCommand:
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     chat: ChatConfig = field(default_factory=ChatConfig)
 
@@ -208,3 +216,9 @@ def register() -> None:
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
+    OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
+
+
+def hardware_of(model: str) -> str:
+    """The file of configs/hardware that a model's drafters take if none is asked for."""
+    return "cpu" if model in SMALL else "gpu"

@@ -1,4 +1,4 @@
-"""Say what a training takes: python scripts/estimate.py experiment=paper-7b (see docs/cost.md)."""
+"""Say what a training takes: python scripts/estimate.py model=vicuna-7b (see docs/cost.md)."""
 
 from kangaroo.cli import estimate
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -11,21 +13,24 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kangaroo.adapter import Adapter
+from kangaroo.adapter import Adapter, Architecture
 from kangaroo.adapter_files import (
     CONFIG,
     VOCABULARY,
     WEIGHTS,
     describe,
     draft_vocabulary,
+    find,
     kept_dtype,
     load,
+    load_any,
     read_config,
     save,
 )
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.training.decode import frozen
@@ -222,6 +227,35 @@ def test_a_folder_that_is_no_adapter_names_what_it_lacks(lm, saved, tmp_path):
             load(str(saved), lm)
         (saved / name).write_bytes(kept)
     load(str(saved), lm)
+
+
+def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
+    lm, saved, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(
+        AdapterNotFound, match=r"train\.py model=mine\).*import_adapter.*model=mine"
+    ):
+        load("adapters/mine", lm)
+    with pytest.raises(AdapterNotFound, match=r"train\.py model=mine adapter=medusa"):
+        load_any("adapters/mine-medusa", lm)
+    trained = Path("outputs/train/mine/attention-exit2")
+    ignored = shutil.ignore_patterns("elsewhere")  # `saved` is the folder above
+    shutil.copytree(saved, trained, ignore=ignored)
+    (trained.parent / "half-saved").mkdir()
+    with caplog.at_level("INFO"):
+        load("adapters/mine", lm)
+    assert f"'adapters/mine' is that in {trained}" in caplog.text
+    heads = MedusaHeads(lm, Architecture(attention=False, medusa_heads=2))
+    save(heads, describe(lm, heads, {}), torch.arange(9), trained.parent / "medusa")
+    assert find("adapters/mine") == trained  # heads are no adapter
+    assert find("adapters/mine-medusa") == trained.parent / "medusa"
+    shutil.copytree(trained, trained.parent / "layer-exit2")
+    with pytest.raises(AdapterNotFound, match=r"several: .*attention-exit2, .*layer-exit2.*Pass"):
+        load("adapters/mine", lm)
+    shutil.copytree(trained, "adapters/mine")
+    assert find("adapters/mine") == Path("adapters/mine")
 
 
 def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):

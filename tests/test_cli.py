@@ -55,7 +55,7 @@ def test_every_drafter_composes_everywhere(command, drafter):
     assert OmegaConf.to_object(config.drafter).name == drafter
 
 
-@pytest.mark.parametrize("data", ["self_synthesis", "tasks", "conversations", "mix"])
+@pytest.mark.parametrize("data", ["self_synthesis", "tasks", "conversations", "sharegpt", "mix"])
 def test_every_source_of_data_composes_and_goes_to_a_folder_of_its_own(data):
     config = composed("train", f"data={data}")
     assert config.data.path == f"outputs/data/{data}/smollm2-135m"
@@ -190,10 +190,15 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)
     assert train.returncode == 0, train.stderr
     evaluate = run(
-        "evaluate.py", "model=tiny", "drafter.adapter=outputs/train/tiny/attention-exit2",
-        "question_end=1", "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
+        "evaluate.py", "model=tiny", "drafter=kangaroo_tree", "question_end=1",
+        "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
     )  # fmt: skip
     assert evaluate.returncode == 0, evaluate.stderr
+    assert "'adapters/tiny' is that in outputs/train/tiny/attention-exit2" in evaluate.stdout
+    (summary,) = (tmp_path / "outputs/evaluate").rglob("summary.json")
+    assert json.loads(summary.read_text())["settings"]["drafter"]["nodes"] == 4
+    (choices,) = (tmp_path / "outputs/evaluate").rglob(".hydra/hydra.yaml")
+    assert "hardware: cpu" in choices.read_text()
     (kept,) = (tmp_path / "outputs/train").rglob("*.wandb")
     for known in (b"git_revision", b"fingerprint", b"tiny-attention-exit2", b"peak_memory_gib"):
         assert known in kept.read_bytes()

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from kangaroo import models
-from kangaroo.data import store
+from kangaroo.data import reading, store
 from kangaroo.data.chat import masked_ids, prompt_ids
 from kangaroo.data.conversations import ConversationsConfig, convert
 from kangaroo.data.filters import FilterConfig, answers
@@ -143,6 +143,26 @@ def test_other_encodings_and_missing_files_are_refused(tmp_path):
 def test_a_hub_that_is_not_there_is_said_with_the_mend():
     with pytest.raises(DataError, match=r"data\.source=some/talks .*Pass a \.json.*network"):
         read(Source("some/talks", subset="en"), None)
+
+
+def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):
+    path = written(tmp_path)
+
+    def fetch(repo, file, *, repo_type, revision):
+        assert (repo, file) == ("some/talks", "v1/talks.jsonl")
+        assert (repo_type, revision) == ("dataset", "main")
+        return str(path)
+
+    monkeypatch.setattr(reading, "hf_hub_download", fetch)
+    source = Source("hf://datasets/some/talks/v1/talks.jsonl", revision="main")
+    assert read(source, None) == read(Source(str(path)), None)
+
+
+@pytest.mark.parametrize("path", ["some/talks/talks.json", "some/talks", "some", ""])
+def test_a_file_that_the_hub_does_not_give_is_said_with_the_mend(path):
+    source = f"hf://datasets/{path}"
+    with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
+        read(Source(source), None)
 
 
 def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path, target):

@@ -1,4 +1,4 @@
-"""Every experiment composes, and trains a few steps on a tiny model of the same architecture."""
+"""Every experiment trains a few steps on a tiny model, and so does the paper's recipe."""
 
 import inspect
 import json
@@ -16,33 +16,11 @@ from kangaroo.training.checkpoint import METRICS
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-PAPER = [name for name in EXPERIMENTS if name.startswith("paper")]
 
 
 def composed(*overrides, command="train"):
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         return OmegaConf.to_object(compose(command, ["output=out", *overrides]))
-
-
-@pytest.mark.parametrize(
-    "name, layers, layer", [("paper-7b", 32, 2), ("paper-13b", 40, 3), ("paper-33b", 60, 5)]
-)
-def test_the_papers_settings(name, layers, layer):
-    config = composed(f"experiment={name}", "data.source=ShareGPT.json")
-    trainer = config.trainer
-    assert config.adapter.exit_layers == [layer] and layers / 16 <= layer <= layers / 10
-    assert (trainer.epochs, trainer.learning_rate, trainer.warmup_steps) == (10, 5e-5, 2000)
-    assert list(trainer.betas) == [0.9, 0.95]
-    rows = trainer.batch_tokens // trainer.max_length
-    assert (rows, trainer.accumulate, trainer.max_length) == (4, 8, 2048)
-    assert not config.data.regenerate and trainer.vocabulary is None and not config.more
-    assert config.adapter.architecture().attention and not config.adapter.feed_forward
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_papers_data_has_to_be_named(name):
-    with pytest.raises(Exception, match=r"data\.source"):
-        composed(f"experiment={name}")
 
 
 def sharegpt(path):
@@ -57,19 +35,19 @@ def sharegpt(path):
     return path
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_trains_a_few_steps_on_a_tiny_model(name, tmp_path):
+@pytest.mark.parametrize("asked", [f"experiment={name}" for name in EXPERIMENTS] + ["recipe=paper"])
+def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
     settings = ["trainer.zero_stage=0", "trainer.shard_target=false", "trainer.holdout=4"]
     settings += ["trainer.batch_tokens=256", "trainer.epochs=1", "trainer.save_every=100"]
-    if name in PAPER:
+    if asked.startswith("recipe"):
         settings.append(f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}")
     else:
         settings += ["data.shards=1", "data.shard_size=12", "data.max_question_tokens=8"]
         settings += ["data.max_answer_tokens=16", "data.keep_unfinished_questions=true"]
         settings += ["data.filters.max_repetition=1", "data.filters.near_duplicate=1"]
     settings += ["model=tiny", f"data.path={tmp_path / 'data'}"]
-    config = composed(f"experiment={name}", *settings)
+    config = composed(asked, *settings)
     config.output = str(tmp_path / "out")
     recipes = [config.adapter, *config.more.values()]
     for recipe in recipes:  # tiny has six layers
@@ -84,15 +62,17 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(name, tmp_path):
             assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture()
 
 
-DOCUMENTED = (*PAPER, "ours-7b", "smollm2")
+LARGE = ("vicuna-7b", "vicuna-13b", "vicuna-33b", "llama-3.1-8b")
+DOCUMENTED = {name: f"model={name}" for name in LARGE} | {
+    name: f"experiment={name}" for name in ("ours-7b", "smollm2")
+}
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_documented_row_is_what_the_command_says(name, tmp_path, capsys):
     page = tmp_path / "cost.md"
     shutil.copy(ROOT / "docs/cost.md", page)
-    settings = [f"experiment={name}", f"estimate.name={name}", f"estimate.page={page}"]
-    settings += ["data.source=ShareGPT.json"] if name in PAPER else []
+    settings = [DOCUMENTED[name], f"estimate.name={name}", f"estimate.page={page}"]
     inspect.unwrap(cli.estimate)(composed(*settings, command="estimate"))
     assert page.read_text() == (ROOT / "docs/cost.md").read_text(), "make cost writes it anew"
     assert "hidden states" in capsys.readouterr().out

@@ -297,6 +297,17 @@ def test_training_goes_on_from_an_adapter(tmp_path):
         trainees(tiny(), [recipe(start=str(folder), feed_forward=True)], None)
 
 
+def test_a_random_start_is_the_seeds_and_not_the_targets():
+    def started(seed, start="random"):
+        (trained,) = trainees(tiny(), [recipe(start=start)], None, seed=seed)
+        return trained.adapter.attention.q_proj.weight
+
+    assert torch.equal(started(1), started(1))
+    assert not torch.equal(started(1), started(2))
+    assert not torch.equal(started(1), started(1, start=None))
+    assert torch.equal(started(1, start=None), started(2, start=None))
+
+
 def test_remembering_keys_and_values_of_all_texts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"on_policy=true.*trainer\.remember=false"):
         train(tiny(), samples(6), config(remember=True), tmp_path, recipes=[recipe(on_policy=True)])

@@ -37,7 +37,7 @@ class ConversationsConfig:
     Args:
         path: folder of the finished dataset; work in progress lies in `<path>.shards`.
         source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
-            reads, or a dataset's id on the hub.
+            reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
         column: that holds the conversation; None finds the usual names.
         limit: conversations read, from the first on; None reads all.

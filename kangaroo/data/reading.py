@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+from huggingface_hub import hf_hub_download
 
 from kangaroo.data.chat import Message
 from kangaroo.errors import DataError
@@ -26,7 +27,11 @@ FORMS = (
     '{"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
 LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-SOURCES = "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, or a hub id"
+HUB_FILE = "hf://datasets/"  # and owner/name/file: how URLs name a file of a dataset on the hub
+SOURCES = (
+    "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "
+    f"{HUB_FILE}owner/name/file"
+)
 
 
 @dataclass
@@ -34,7 +39,8 @@ class Source:
     """Where conversations come from.
 
     Args:
-        path: a .json or .jsonl file, one that `datasets` reads, a folder, or an id on the hub.
+        path: a .json or .jsonl file, one that `datasets` reads, a folder, an id on the hub, or one
+            file there, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
         column: that holds the conversation; None: "messages", "conversations" or "conversation".
     """
@@ -82,6 +88,8 @@ def regular(messages: list[Message]) -> list[Message]:
 
 
 def _records(source: Source) -> Iterator[Any]:
+    if source.path.startswith(HUB_FILE):
+        source = replace(source, path=_fetched(source))
     path = Path(source.path).expanduser()
     if path.suffix in (".json", ".jsonl") and path.is_file():
         return _from_json(path)
@@ -90,11 +98,26 @@ def _records(source: Source) -> Iterator[Any]:
     try:
         return iter(_from_datasets(source, path))
     except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
-            f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub wants a network, "
-            "and for a gated dataset `hf auth login`."
-        ) from error
+        raise _unreadable(source, error) from error
+
+
+def _fetched(source: Source) -> str:
+    """The local copy of one file of a dataset on the hub."""
+    owner, name, file = [*source.path.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
+    try:
+        return hf_hub_download(
+            f"{owner}/{name}", file, repo_type="dataset", revision=source.revision
+        )
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
+        raise _unreadable(source, error) from error
+
+
+def _unreadable(source: Source, error: Exception) -> DataError:
+    return DataError(
+        f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
+        f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub wants a network, "
+        "and for a gated dataset `hf auth login`."
+    )
 
 
 def _from_datasets(source: Source, path: Path) -> Dataset:

@@ -50,7 +50,12 @@ def is_of(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """The provenance of a complete dataset."""
+    """The provenance of a complete dataset.
+
+    Errors: `DataError` where there is none.
+    """
+    if not is_complete(path):
+        raise DataError(f"'{path}' holds no complete dataset ({PROVENANCE} is missing).")
     return json.loads((path / PROVENANCE).read_text())
 
 
@@ -60,8 +65,6 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
     provenance speaks of.
     """
-    if not is_complete(path):
-        raise DataError(f"'{path}' holds no complete dataset ({PROVENANCE} is missing).")
     recorded = about(path)
     try:
         samples = load_from_disk(path).to_list()

@@ -103,7 +103,7 @@ def expect(
         for name, layer in recipe.places(lm).items()
     ]
     parameters = sum(adapter.parameters for adapter in planned)
-    share = 1 - config.holdout / text.conversations
+    share = max(0, 1 - config.holdout / text.conversations)
     tokens, learnt = int(share * text.tokens), int(share * text.assistant_tokens)
     micro_batches = -(-tokens // config.batch_tokens) * config.epochs
     accumulate = config.accumulate or processes

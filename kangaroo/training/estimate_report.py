@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -15,22 +12,10 @@ from rich.table import Table
 
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.devices import PEAK, Device, matmul_speed
 from kangaroo.errors import ConfigError
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.estimate import Expectation, Text
-
-
-class Device(Enum):
-    """What computes; the value is its dense half-precision peak by NVIDIA's data sheets, in FLOP/s.
-
-    `cpu` is this machine's, whose speed in a product of two matrices is measured. V100 computes
-    float16 at that speed, but has no bfloat16, in which adapters train.
-    """
-
-    v100 = 125e12
-    a100 = 312e12
-    h100 = 989e12
-    cpu = 0.0
 
 
 @dataclass
@@ -67,7 +52,7 @@ class EstimateConfig:
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """That training reaches on one device."""
         measured = self.flops is None and self.device is Device.cpu
-        peak = matmul_speed(dtype) if measured else self.flops or self.device.value
+        peak = matmul_speed(dtype) if measured else self.flops or PEAK[self.device]
         return self.utilisation * peak
 
     def text(self, data: SynthesisConfig | ConversationsConfig, trainer: TrainerConfig) -> Text:
@@ -82,17 +67,6 @@ class EstimateConfig:
             count, longest, sharded = data.shards * data.shard_size, max(sizes), True
             tokens = sum(data.shard_size * sizes[i % len(sizes)] for i in range(data.shards))
         return Text(count, tokens, int(self.assistant_share * tokens), longest, sharded=sharded)
-
-
-def matmul_speed(dtype: torch.dtype) -> float:
-    """FLOP/s of this CPU, with torch's threads, in a product of two matrices (median of nine)."""
-    size, seconds = 1024, []
-    x, y = torch.randn(2, size, size).to(dtype)
-    for _ in range(10):
-        start = time.perf_counter()
-        x @ y
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[1:])
 
 
 def row(
@@ -118,7 +92,7 @@ def row(
 
 
 HEADS = [
-    "experiment", "target", "adapters, trained parameters", "steps", "devices",
+    "training", "target", "adapters, trained parameters", "steps", "devices",
     "GB of memory each (target)", "GB of disk", "FLOPs", "frozen forward's share", "hours",
 ]  # fmt: skip
 

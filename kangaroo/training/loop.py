@@ -83,7 +83,7 @@ def train(
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
 
     shard_on = ranks.device if config.shard_target else None
-    trained = trainees(lm, recipes, vocabulary_K, shard_on)
+    trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in trained]
     backend = backends.begin([trainee.adapter for trainee in trained], config, ranks)
     settings = config.identity() | {"adapters": [trainee.settings() for trainee in trained]}

@@ -16,6 +16,8 @@ from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
 from kangaroo.training.losses import Loss
 
+RANDOM = "random"  # a start
+
 
 @dataclass
 class AdapterRecipe(Architecture):
@@ -30,8 +32,9 @@ class AdapterRecipe(Architecture):
         on_policy: train one more step on a token that the adapter itself would draft, at the price
             of a second pass of the target for each adapter (after DistillSpec, arXiv 2310.08461).
         learning_rate: peak; None takes the trainer's.
-        start: folder or hub id of an adapter of the same kind to go on from; None starts from the
-            target's own layer above the exit.
+        start: folder or hub id of an adapter of the same kind to go on from; `random` is torch's
+            initialisation, as in the released code of the paper; None starts from the target's own
+            layer above the exit.
     """
 
     name: str = "???"
@@ -103,13 +106,14 @@ class Trainee:
 
 def trainees(
     lm: LM, recipes: Sequence[AdapterRecipe], vocabulary_K: Tensor | None,
-    shard_on: torch.device | None = None,
+    shard_on: torch.device | None = None, seed: int = 0,
 ) -> list[Trainee]:  # fmt: skip
     """Untrained adapters in float32, one a recipe and exit layer.
 
     Args:
         vocabulary_K: the tokens to draft from, ascending; None is all of them.
         shard_on: spread the target over all processes, each computing here.
+        seed: of weights that start at random.
 
     Errors: `ConfigError` where two would have the same name.
     """
@@ -118,10 +122,12 @@ def trainees(
         for name, layer in recipe.places(lm).items():
             if name in made:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
-            adapter = build(lm, layer, recipe.architecture(), vocabulary_K)
+            with torch.random.fork_rng(devices=[]):  # the same in every process
+                torch.manual_seed(seed)
+                adapter = build(lm, layer, recipe.architecture(), vocabulary_K)
             if recipe.start is None:
                 adapter.start_from(lm, vocabulary_K)
-            else:
+            elif recipe.start != RANDOM:
                 go_on_from(recipe.start, adapter, lm)
             made[name] = recipe, adapter.float()
     if shard_on is not None:

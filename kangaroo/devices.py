@@ -1,0 +1,83 @@
+"""The devices that a run finds: how much memory they have left, and how fast they are."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import psutil
+import torch
+
+from kangaroo.models import ModelConfig
+
+
+class Device(Enum):
+    """What computes; the value is a part of the name that the driver gives it."""
+
+    v100 = "V100"
+    a100 = "A100"
+    h100 = "H100"
+    h200 = "H200"
+    cpu = "CPU"
+
+    @staticmethod
+    def named(name: str) -> Device | None:
+        """The kind of a device; None where its speed is not known here."""
+        return next((device for device in Device if device.value in name), None)
+
+
+# Dense half-precision FLOP/s by NVIDIA's data sheets; a CPU's are measured. V100 computes float16
+# at that speed, but has no bfloat16, in which adapters train.
+PEAK = {Device.v100: 125e12, Device.a100: 312e12, Device.h100: 989e12, Device.h200: 989e12}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What each process of a run computes on.
+
+    Args:
+        name: of its device, or of several together.
+        free: bytes of memory that it may still take.
+        kind: None where its speed is not known.
+    """
+
+    name: str
+    free: int
+    kind: Device | None
+
+
+def found(model: ModelConfig) -> Devices:
+    """What the target of this process goes to, as `models.load` places it.
+
+    The processes that torchrun started on a machine have a GPU each. The CPU's memory they share,
+    and so the GPUs over which `model.device_map` spreads the layers.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    spread = model.device_map is not None
+    if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
+        return Devices("CPU", psutil.virtual_memory().available // sharing, Device.cpu)
+    if spread:
+        gpus = list(range(torch.cuda.device_count()))
+        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus) // sharing
+    else:
+        asked = None if model.device == "auto" else torch.device(model.device).index
+        gpus = [torch.cuda.current_device() if asked is None else asked]
+        free = torch.cuda.mem_get_info(gpus[0])[0]
+    name = torch.cuda.get_device_name(gpus[0])
+    return Devices(f"{len(gpus)} x {name}" if spread else name, free, Device.named(name))
+
+
+def matmul_speed(dtype: torch.dtype) -> float:
+    """FLOP/s of this CPU, with torch's threads, in a product of two matrices: the median of nine,
+    or of as many as a second has room for.
+    """
+    size, seconds, begun = 1024, [], time.perf_counter()
+    x, y = torch.randn(2, size, size).to(dtype)
+    while len(seconds) < 2 or (len(seconds) < 10 and time.perf_counter() - begun < 1):
+        start = time.perf_counter()
+        x @ y
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[1:])

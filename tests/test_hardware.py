@@ -1,0 +1,98 @@
+"""The sizes of trees, drafts and windows: small on a CPU, the papers' elsewhere."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from kangaroo import cli
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
+from kangaroo.drafters.lookahead import LookaheadConfig
+from kangaroo.drafters.medusa import MedusaConfig
+from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+from kangaroo.drafters.rest import RestConfig
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = {
+    "kangaroo_tree": KangarooTreeConfig,
+    "lookahead": LookaheadConfig,
+    "medusa": MedusaConfig,
+    "prompt_lookup": PromptLookupConfig,
+    "rest": RestConfig,
+}
+# with which docs/methods.md was measured
+MEASURED = {
+    "kangaroo_tree": {"steps": 4, "top_k": 3, "nodes": 4},
+    "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
+    "medusa": {"nodes": 4},
+    "prompt_lookup": {"num_pred_tokens": 5},
+    "rest": {"num_draft": 3},
+}
+
+
+def composed(*overrides, command="evaluate"):
+    output = [] if command == "chat" else ["output=out"]
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        return OmegaConf.to_object(compose(command, [*output, *overrides]))
+
+
+def papers(drafter):
+    """The sizes that its dataclass has, which are the papers'."""
+    config = CONFIGS[drafter]()
+    return {name: getattr(config, name) for name in MEASURED[drafter]}
+
+
+def sizes(config):
+    """The fields of a composed drafter that hardware= sets, which leave all others alone."""
+    mine = MEASURED[config.name]
+    default = CONFIGS[config.name]()
+    for field in dataclasses.fields(config):
+        if field.name not in (*mine, "adapter", "heads", "datastore"):
+            assert getattr(config, field.name) == getattr(default, field.name)
+    return {name: getattr(config, name) for name in mine}
+
+
+@pytest.mark.parametrize("drafter", MEASURED)
+def test_the_embedded_model_keeps_the_sizes_it_was_measured_with(drafter):
+    for asked in ([], ["model=vicuna-7b", "hardware=cpu"]):
+        assert sizes(composed(f"drafter={drafter}", *asked).drafter) == MEASURED[drafter]
+
+
+@pytest.mark.parametrize("command", ["chat", "speed"])
+def test_every_command_has_the_same_sizes(command):
+    for model, nodes in ("tiny", 4), ("vicuna-7b", 63):
+        asked = ["drafter=medusa", f"model={model}"]
+        assert composed(*asked, command=command).drafter.nodes == nodes
+
+
+@pytest.mark.parametrize("drafter", MEASURED)
+def test_all_other_models_have_the_papers_sizes(drafter):
+    for asked in (["model=vicuna-7b"], ["hardware=gpu"]):
+        assert sizes(composed(f"drafter={drafter}", *asked).drafter) == papers(drafter)
+    assert papers("medusa") == {"nodes": 63} and papers("rest") == {"num_draft": 64}
+    assert papers("lookahead") == {"window": 15, "ngram": 5, "guesses": 15}
+    assert papers("prompt_lookup") == {"num_pred_tokens": 10}
+    assert papers("kangaroo_tree") == {"steps": 6, "top_k": 10, "nodes": 32}
+
+
+def test_a_cascades_drafters_have_them_too():
+    asked = ["drafter=cascade", "drafter@drafter.second=medusa"]
+    config = composed(*asked).drafter
+    assert (config.first.num_pred_tokens, config.second.nodes) == (5, 4)
+    config = composed(*asked, "model=vicuna-7b").drafter
+    assert (config.first.num_pred_tokens, config.second.nodes) == (10, 63)
+
+
+def test_what_the_command_line_says_wins():
+    config = composed("drafter=medusa", "hardware=gpu", "drafter.nodes=7")
+    assert config.drafter.nodes == 7
+    assert config.hardware["medusa"] == {"nodes": 63}
+
+
+def test_both_files_name_the_same_sizes():
+    files = [ROOT / f"configs/hardware/{name}.yaml" for name in ("cpu", "gpu")]
+    cpu, gpu = (yaml.safe_load(file.read_text()) for file in files)
+    assert cpu == MEASURED and gpu == {drafter: papers(drafter) for drafter in MEASURED}

@@ -1,0 +1,95 @@
+"""Which training a model takes: `train.py model=X` composes the paper's, or its own."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from kangaroo import cli
+from kangaroo.adapter import Architecture
+from kangaroo.shapes import SHAPES
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.recipe import AdapterRecipe
+
+ROOT = Path(__file__).parent.parent
+OWN = {"smollm2-135m", "tiny"}
+LARGE = sorted({path.stem for path in (ROOT / "configs/model").glob("*.yaml")} - OWN)
+PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
+
+
+def composed(*overrides):
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        return OmegaConf.to_object(compose("train", ["output=out", *overrides]))
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(model):
+    config = composed(f"model={model}")
+    trainer, layers = config.trainer, SHAPES[config.model.path]["num_hidden_layers"]
+    (layer,) = config.adapter.exit_layers
+    assert layers / 16 <= layer <= layers / 10
+    assert layer == PAPER.get(model, layer)
+    assert config.adapter.architecture() == Architecture() and not config.more
+    assert (trainer.epochs, trainer.learning_rate, trainer.warmup_steps) == (10, 5e-5, 2000)
+    assert list(trainer.betas) == [0.9, 0.95] and trainer.weight_decay == 0.01
+    rows = trainer.batch_tokens // trainer.max_length
+    assert (rows, trainer.accumulate, trainer.max_length) == (4, 8, 2048)
+    assert (trainer.vocabulary, trainer.zero_stage, trainer.shard_target) == (None, 0, False)
+    data = config.data
+    assert data.name == "conversations" and not data.regenerate
+    assert data.source.startswith("hf://datasets/") and "ShareGPT" in data.source
+    assert data.path == f"outputs/data/sharegpt/{model}"
+
+
+@pytest.mark.parametrize("model", sorted(OWN))
+def test_a_small_model_keeps_the_defaults_of_the_options(model):
+    config = composed(f"model={model}")
+    assert replace(config.trainer, betas=tuple(config.trainer.betas)) == TrainerConfig()
+    assert config.adapter == AdapterRecipe(name="attention")
+    assert config.data.name == "self_synthesis"
+    assert config.data.shards * config.data.shard_size == 1536
+    assert config.data.path == f"outputs/data/self_synthesis/{model}"
+
+
+def test_what_the_command_line_says_wins_over_the_recipe():
+    config = composed(
+        "model=vicuna-7b", "data=self_synthesis", "adapter=fused", "adapter.exit_layers=[3]",
+        "trainer=deepspeed", "trainer.learning_rate=1e-3",
+    )  # fmt: skip
+    assert config.data.name == "self_synthesis"
+    assert config.adapter.fused and config.adapter.exit_layers == [3]
+    assert (config.trainer.zero_stage, config.trainer.learning_rate) == (1, 1e-3)
+    assert config.trainer.epochs == 10  # the rest is the recipe's
+    assert composed("model=vicuna-7b", "data.source=a.json").data.source == "a.json"
+
+
+def test_an_experiment_wins_over_the_recipe():
+    config = composed("experiment=ours-7b")
+    assert config.model.name == "vicuna-7b" and config.data.name == "self_synthesis"
+    assert config.adapter.fused and config.adapter.exit_layers == [2, 3, 4]
+    assert (config.trainer.learning_rate, config.trainer.epochs) == (1e-3, 3)
+    assert composed("experiment=debug").adapter.exit_layers == [2]
+
+
+def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
+    config = composed("model=vicuna-13b", "model.path=/my/folder", "model.name=mine")
+    assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
+    assert config.data.path == "outputs/data/sharegpt/mine"
+    config = composed("model=tiny", "recipe=vicuna-13b")
+    assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
+
+
+def test_the_command_shows_the_papers_recipe():
+    shown = subprocess.run(
+        [sys.executable, ROOT / "train.py", "model=vicuna-7b", "--cfg", "job"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    config = yaml.safe_load(shown)
+    assert config["adapter"]["exit_layers"] == [2] and config["data"]["regenerate"] is False
+    trainer = config["trainer"]
+    assert (trainer["learning_rate"], trainer["warmup_steps"]) == (5e-5, 2000)
