@@ -42,6 +42,7 @@ from kangaroo.cli_schema import (
 )
 from kangaroo.data import store
 from kangaroo.data.documents import documents
+from kangaroo.devices import Devices
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, KangarooError
 from kangaroo.evaluation import comparison, report, speed_report
@@ -139,27 +140,9 @@ def train(config: TrainCommand) -> None:
     """Let the target write its data, train adapters on it, and save them."""
     with joined() as own:
         backend.check(config.trainer, own)
+        lm, devices = _target_with_data(config, own)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
-        devices, expected, lines = foresee(
-            blueprint(config.model), recipes, config.model, config.data, config.trainer, own.world
-        )
-        for line in lines:
-            log.info("%s", line)
-        if own.is_first:
-            check_disk(expected, output)
-        own.wait()  # who loads its target earlier takes memory that others count
-        # a sharded target goes to the GPUs part by part, just before training
-        whole = not config.trainer.shard_target
-        lm, tokenizer = load_target(
-            config.model if whole else replace(config.model, device="cpu", device_map=None)
-        )
-        config.data.make(lm, tokenizer, own)
-        own.wait()
         samples, about = store.load(Path(config.data.path))
-        log.info(
-            "%d conversations, %d tokens, %d of the assistant, from %s",
-            about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
-        )  # fmt: skip
         config.trainer, _ = settled(config.trainer, output, own)
         text = Text.of(samples, config.trainer.max_length)
         expected = expect(lm, recipes, config.trainer, text, own.world)
@@ -172,6 +155,39 @@ def train(config: TrainCommand) -> None:
         for folder in folders if own.is_first else ():
             _report(folder, config.model.name, tracker)
         tracker.finish()
+
+
+@command("make_data", shared=True)
+def make_data(config: TrainCommand) -> None:
+    """The first part of training alone: let the target write its data."""
+    with joined() as own:
+        _target_with_data(config, own)
+
+
+def _target_with_data(config: TrainCommand, own: Ranks) -> tuple[LM, Devices]:
+    """The target and what it lies on, once the data is there; what that takes is said before."""
+    recipes = [config.adapter, *config.more.values()]
+    devices, expected, lines = foresee(
+        blueprint(config.model), recipes, config.model, config.data, config.trainer, own.world
+    )
+    for line in lines:
+        log.info("%s", line)
+    if own.is_first:
+        check_disk(expected, Path(config.output))
+    own.wait()  # who loads its target earlier takes memory that others count
+    # a sharded target goes to the GPUs part by part, just before training
+    whole = not config.trainer.shard_target
+    lm, tokenizer = load_target(
+        config.model if whole else replace(config.model, device="cpu", device_map=None)
+    )
+    config.data.make(lm, tokenizer, own)
+    own.wait()
+    about = store.about(Path(config.data.path))
+    log.info(
+        "%d conversations, %d tokens, %d of the assistant, from %s",
+        about["conversations"], about["tokens"], about["assistant_tokens"], config.data.path,
+    )  # fmt: skip
+    return lm, devices
 
 
 def _report(folder: Path, model_name: str, tracker: Tracker) -> None:
