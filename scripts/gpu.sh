@@ -22,7 +22,8 @@ PYTHON=${PYTHON:-python}
 BEST=${BEST:-attention-exit2} # the adapter that the later stages decode with
 SHAPES="lmsys/vicuna-7b-v1.3 meta-llama/Llama-3.1-8B-Instruct"
 EXITS="[2,3]"
-MODEL=(model=smollm2-135m hardware=gpu)
+MODEL=(model=smollm2-135m)
+SIZES=(hardware=gpu) # of trees and drafts: the papers'
 GIB=(4 64 24 16 8 8 0) # of memory that each stage needs, in the order below
 SECONDS_OF=(180 360 360 420 180 210 30)
 STAGES=(check shapes data train adapters methods pack)
@@ -35,7 +36,7 @@ COMPARE=(compare.holdout=512 compare.prompts=64)
 EVALUATE=(question_every=4 warmup=1)
 if [ -n "${DRY:-}" ]; then
   SHAPES="small:lmsys/vicuna-7b-v1.3 small:meta-llama/Llama-3.1-8B-Instruct"
-  MODEL=(model=tiny hardware=gpu "model.path='random:small:embedded:smollm2-135m'")
+  MODEL=(model=tiny "model.path='random:small:embedded:smollm2-135m'")
   GIB=(1 2 2 2 2 2 0)
   TESTS=(-m "not slow and not gpu" tests/test_attention.py)
   SPEED+=(speed.prompts=2 speed.repeats=1 speed.bandwidth_megabytes=64 speed.new_tokens=32)
@@ -66,18 +67,15 @@ shapes() {
   done
 }
 
+shards() { find "$RESULTS/data.shards" -name '*.jsonl' 2> /dev/null | wc -l; }
+
 data() { # ends well when its time is over: the shards that are whole are enough
-  run scripts/make_data.py "${MODEL[@]}" "${DATA[@]}" && return
-  local whole
-  whole=$(find "$RESULTS/data.shards" -name '*.jsonl' | wc -l)
-  [ "$whole" -gt 0 ] || return
-  echo "$whole shards are whole"
+  run scripts/make_data.py "${MODEL[@]}" "${DATA[@]}" || [ "$(shards)" -gt 0 ]
 }
 
 train() {
-  local whole
-  whole=$(find "$RESULTS/data.shards" -name '*.jsonl' | wc -l)
-  run train.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$whole" "output=$RESULTS/train" \
+  [ "$(shards)" -gt 0 ] || { echo "there is no data: the stage before has to be done first"; return 1; }
+  run train.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$(shards)" "output=$RESULTS/train" \
     "adapter.exit_layers=$EXITS" +adapter@more.layer=layer "more.layer.exit_layers=$EXITS" \
     +adapter@more.fused=fused "more.fused.exit_layers=$EXITS" +adapter@more.medusa=medusa "${TRAIN[@]}"
 }
@@ -85,13 +83,13 @@ train() {
 adapters() {
   local folder list best="drafter.adapter='$RESULTS/train/$BEST'"
   list=$(printf ",%s" "$RESULTS"/train/*-exit*)
-  run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "output=$RESULTS/adapters/compare" \
+  run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$(shards)" "output=$RESULTS/adapters/compare" \
     "compare.adapters=[${list:1}]" "${COMPARE[@]}" &&
-    run scripts/bench.py "${MODEL[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
+    run scripts/bench.py "${MODEL[@]}" "${SIZES[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
 }
 
 methods() { # each job with its own baselines, in one folder; compared after every job
-  local sweep=("${MODEL[@]}" "hydra.sweep.dir=$RESULTS/methods" "baselines=[vanilla]" "${EVALUATE[@]}")
+  local sweep=("${MODEL[@]}" "${SIZES[@]}" "hydra.sweep.dir=$RESULTS/methods" "baselines=[vanilla]" "${EVALUATE[@]}")
   local adapter="drafter.adapter='$RESULTS/train/$BEST'"
   run evaluate.py -m "${sweep[@]}" drafter=vanilla,lookahead,prompt_lookup &&
     run evaluate.py -m "${sweep[@]}" drafter=kangaroo,kangaroo_tree,draft_model "$adapter" &&
@@ -100,8 +98,10 @@ methods() { # each job with its own baselines, in one folder; compared after eve
 }
 
 pack() { # no data, no checkpoints
-  tar -czf "$RESULTS/results.tgz" -C "$RESULTS" --exclude=results.tgz --exclude='data*' \
-    --exclude='checkpoint.*' --exclude='*.part' . && ls -l "$RESULTS/results.tgz"
+  local made
+  made=$(mktemp) && tar -czf "$made" -C "$RESULTS" --exclude='*.tgz' --exclude='./data*' \
+    --exclude='checkpoint.*' --exclude='*.part' . && mv "$made" "$RESULTS/results.tgz" &&
+    ls -l "$RESULTS/results.tgz"
 }
 
 # Memory that the target's device has free, at least so many GiB.
