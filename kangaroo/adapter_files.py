@@ -164,14 +164,14 @@ def _trained(missing: Path) -> Path:
             f"no adapter at '{missing}', and training left several: {several}. Pass "
             f"drafter.{option}= one of them."
         )
-    imported = (
-        "" if medusa else f", import an official checkpoint (python scripts/import_adapter.py "
+    train = f"python train.py model={name}{kind}"
+    made = f"Train them ({train})" if medusa else (
+        f"Train one ({train}), import an official checkpoint (python scripts/import_adapter.py "
         f"source=... model={name}),"
     )  # fmt: skip
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one (python train.py model={name}{kind}){imported} or pass drafter.{option}= a "
-        "folder or hub id."
+        f"{made} or pass drafter.{option}= a folder or hub id."
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from kangaroo.errors import ModelNotFound
+from kangaroo.errors import ModelNotFound, UnsupportedModel
 from kangaroo.model import LM
-from kangaroo.models import TINY, ModelConfig, random_model
+from kangaroo.models import RANDOM, TINY, ModelConfig, random_model
 from kangaroo.shapes import SHAPES
 
 
@@ -15,10 +15,18 @@ def blueprint(config: ModelConfig) -> LM:
     """The target's modules on the meta device: every shape, no weight, no download where the
     model is one of `SHAPES`.
 
-    Errors: `ModelNotFound` where neither that table, nor a folder, nor the hub knows its shape.
+    Errors: `ModelNotFound` where neither that table, nor a folder, nor the hub knows its shape;
+    `UnsupportedModel`.
     """
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(_config(config), dtype=config.dtype.torch)
+    shape = _config(config)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"'{config.path}' cannot be a target: {str(error).splitlines()[0]} Choose another "
+            "model.path."
+        ) from error
     hf.config.name_or_path = config.path
     return LM(hf)
 
@@ -26,8 +34,8 @@ def blueprint(config: ModelConfig) -> LM:
 def _config(config: ModelConfig) -> PretrainedConfig:
     if config.path == TINY:
         return random_model().config
-    if config.path in SHAPES:
-        return AutoConfig.for_model(**SHAPES[config.path])
+    if (path := config.path.removeprefix(RANDOM)) in SHAPES:
+        return AutoConfig.for_model(**SHAPES[path])
     try:
         return AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:

@@ -196,7 +196,7 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     assert evaluate.returncode == 0, evaluate.stderr
     assert "'adapters/tiny' is that in outputs/train/tiny/attention-exit2" in evaluate.stdout
     (summary,) = (tmp_path / "outputs/evaluate").rglob("summary.json")
-    assert json.loads(summary.read_text())["settings"]["drafter"]["nodes"] == 4
+    assert json.loads(summary.read_text())["settings"]["drafter.nodes"] == 4
     (choices,) = (tmp_path / "outputs/evaluate").rglob(".hydra/hydra.yaml")
     assert "hardware: cpu" in choices.read_text()
     (kept,) = (tmp_path / "outputs/train").rglob("*.wandb")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_prompts
+from transformers import T5Config
 
 from kangaroo import adapter_files
 from kangaroo.blueprint import blueprint
 from kangaroo.data import store
-from kangaroo.errors import ConfigError, ModelNotFound
+from kangaroo.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.model import LM
 from kangaroo.models import EMBEDDED, TINY, Dtype, ModelConfig, load
 from kangaroo.tracking import NoTracker
@@ -166,6 +167,17 @@ def test_files_have_the_expected_size(tmp_path):
 def test_an_unknown_model_needs_the_hub():
     with pytest.raises(ModelNotFound, match=r"model\.path"):
         blueprint(ModelConfig(name="nobody", path="nobody/has-this"))
+
+
+def test_random_weights_of_a_known_shape_have_that_shape():
+    known, made = (ModelConfig("m", f"{how}lmsys/vicuna-7b-v1.3") for how in ("", "random:"))
+    assert count(blueprint(known)) == count(blueprint(made))
+
+
+def test_a_model_that_cannot_be_a_target_is_refused_by_its_config(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"cannot be a target: .*model\.path"):
+        blueprint(ModelConfig("t5", str(tmp_path)))
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch):
