@@ -29,6 +29,7 @@ from transformers import (
 
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.placement import check_placed
 from kangaroo.shapes import SHAPES
 
 TINY = "random:tiny"
@@ -61,7 +62,8 @@ class ModelConfig:
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
             one GPU such as `cuda:1`.
-        device_map: `auto` spreads the layers over all GPUs, whatever `device`; None: one device.
+        device_map: `auto` spreads the layers over all GPUs, whatever `device`, and `sequential`
+            fills one before the next; None: one device.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
@@ -81,8 +83,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, in eval mode, and its tokenizer.
 
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`; `ConfigError` for a template that is
-    not there.
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
+    template that is not there.
     """
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
@@ -113,6 +115,8 @@ def load(
     if template is not None:
         tokenizer.chat_template = template
     model.config.name_or_path = config.path  # what messages show: never a folder of the cache
+    if config.device_map is not None:
+        check_placed(model)
     return model.eval().requires_grad_(False), tokenizer
 
 

@@ -27,6 +27,7 @@ LAYERS = [
         "models",
         "embedded",
         "shapes",
+        "placement",
         "adapter",
         "medusa",
         "adapter_files",
