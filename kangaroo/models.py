@@ -64,6 +64,7 @@ class ModelConfig:
             one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device`, and `sequential`
             fills one before the next; None: one device.
+        tp_plan: transformers' tensor parallelism, which is refused: the KV cache would not fit.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
@@ -74,6 +75,7 @@ class ModelConfig:
     dtype: Dtype = Dtype.bfloat16
     device: str = "auto"
     device_map: str | None = None
+    tp_plan: str | None = None
     chat_template: str | None = None
     compiled: bool = True
 
@@ -84,8 +86,16 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template that is not there.
+    template that is not there, and for tensor parallelism.
     """
+    if config.tp_plan is not None:
+        raise ConfigError(
+            f"model.tp_plan={config.tp_plan} is not offered: tensor parallelism gives each process "
+            "some of the attention heads, and the KV cache and the native code go by all of them. "
+            "For a target that one GPU cannot hold pass model.device_map=auto, which spreads its "
+            "layers over the GPUs of one process; to train, torchrun --nproc-per-node=N train.py "
+            "trainer.shard_target=true. See docs/scale.md."
+        )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":

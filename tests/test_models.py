@@ -92,6 +92,11 @@ def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
     load(config(folder))  # model.device=cpu: as asked
 
 
+def test_tensor_parallelism_is_refused_by_name(folder):
+    with pytest.raises(ConfigError, match=r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"):
+        load(config(folder, tp_plan="auto"))
+
+
 def test_hub_model_that_cannot_be_reached_names_itself_and_the_mend():
     with pytest.raises(ModelNotFound, match=r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m"):
         load(config("lmsys/vicuna-7b-v1.3"))
