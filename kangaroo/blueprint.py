@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from kangaroo.errors import ModelNotFound, UnsupportedModel
 from kangaroo.model import LM
 from kangaroo.models import RANDOM, TINY, ModelConfig, random_model
-from kangaroo.shapes import SHAPES
+from kangaroo.shapes import SHAPES, shape_of
 
 
 def blueprint(config: ModelConfig) -> LM:
@@ -34,8 +34,8 @@ def blueprint(config: ModelConfig) -> LM:
 def _config(config: ModelConfig) -> PretrainedConfig:
     if config.path == TINY:
         return random_model().config
-    if (path := config.path.removeprefix(RANDOM)) in SHAPES:
-        return AutoConfig.for_model(**SHAPES[path])
+    if shape := shape_of(config.path.removeprefix(RANDOM)):
+        return AutoConfig.for_model(**shape)
     try:
         return AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:

@@ -17,6 +17,10 @@ class UnsupportedModel(KangarooError):
     """A model's architecture or positions cannot be driven by this engine."""
 
 
+class ModelTooLarge(KangarooError):
+    """A target's weights do not fit the devices that are to compute it."""
+
+
 class AdapterMismatch(KangarooError):
     """An adapter was trained for another target or another exit layer."""
 

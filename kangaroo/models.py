@@ -30,11 +30,11 @@ from transformers import (
 
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
-from kangaroo.shapes import SHAPES, small
+from kangaroo.placement import check_placed
+from kangaroo.shapes import SHAPES, shape_of
 
 TINY = "random:tiny"
 RANDOM = "random:"
-SMALL = "small:"
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -63,7 +63,9 @@ class ModelConfig:
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
             one GPU such as `cuda:1`.
-        device_map: `auto` spreads the layers over all GPUs, whatever `device`; None: one device.
+        device_map: `auto` spreads the layers over all GPUs, whatever `device`, and `sequential`
+            fills one before the next; None: one device.
+        tp_plan: transformers' tensor parallelism, which is refused: the KV cache would not fit.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
@@ -74,6 +76,7 @@ class ModelConfig:
     dtype: Dtype = Dtype.bfloat16
     device: str = "auto"
     device_map: str | None = None
+    tp_plan: str | None = None
     chat_template: str | None = None
     compiled: bool = True
 
@@ -83,9 +86,17 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, in eval mode, and its tokenizer.
 
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`; `ConfigError` for a template that is
-    not there.
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
+    template that is not there, and for tensor parallelism.
     """
+    if config.tp_plan is not None:
+        raise ConfigError(
+            f"model.tp_plan={config.tp_plan} is not offered: tensor parallelism gives each process "
+            "some of the attention heads, and the KV cache and the native code go by all of them. "
+            "For a target that one GPU cannot hold pass model.device_map=auto, which spreads its "
+            "layers over the GPUs of one process; to train, torchrun --nproc-per-node=N train.py "
+            "trainer.shard_target=true. See docs/scale.md."
+        )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":
@@ -115,6 +126,8 @@ def load(
     if template is not None:
         tokenizer.chat_template = template
     model.config.name_or_path = config.path  # what messages show: never a folder of the cache
+    if config.device_map is not None:
+        check_placed(model)
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -247,12 +260,11 @@ def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedMod
 
     Errors: `ConfigError` for a shape that is not known.
     """
-    known = path.removeprefix(SMALL)
-    if known not in SHAPES:
+    shape = shape_of(path)
+    if shape is None:
         raise ConfigError(
             f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
         )
-    shape = small(known) if path.startswith(SMALL) else SHAPES[known]
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)

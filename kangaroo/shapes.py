@@ -6,6 +6,8 @@ from typing import Any
 
 from kangaroo.embedded import EMBEDDED
 
+SMALL = "small:"
+
 
 def _shape(
     model_type: str, vocab_size: int, hidden_size: int, intermediate_size: int,
@@ -60,9 +62,13 @@ SHAPES = {
 }
 
 
-def small(path: str) -> dict[str, Any]:
-    """The shape of that name made small; family, groups of heads and context stay."""
-    shape = SHAPES[path]
+def shape_of(path: str) -> dict[str, Any] | None:
+    """The shape of that name, or after `small:` the same made small: family, groups of heads and
+    context stay. None where it is not known.
+    """
+    shape = SHAPES.get(path.removeprefix(SMALL))
+    if shape is None or not path.startswith(SMALL):
+        return shape
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     kv_small = 2 if heads > kv_heads else 4
     heads_small = kv_small * heads // kv_heads

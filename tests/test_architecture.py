@@ -28,6 +28,7 @@ LAYERS = [
         "models",
         "embedded",
         "shapes",
+        "placement",
         "adapter",
         "medusa",
         "adapter_files",

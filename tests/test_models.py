@@ -1,6 +1,7 @@
 """Targets load from everywhere they may come from, and what cannot load says why."""
 
 import json
+import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -8,12 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from kangaroo import embedded
-from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo import embedded, placement
+from kangaroo.errors import (
+    ConfigError,
+    CorruptFile,
+    ModelNotFound,
+    ModelTooLarge,
+    UnsupportedModel,
+)
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
 from kangaroo.shapes import SHAPES
 
@@ -48,6 +56,45 @@ def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
     assert model.config._attn_implementation == "sdpa"
     tokens = torch.tensor([tokenizer("same numbers").input_ids])
     assert torch.equal(model(tokens).logits, random_model()(tokens).logits)
+
+
+def memory(monkeypatch, **room):
+    """What accelerate finds free, for placing and for the message."""
+    for module in (transformers.integrations.accelerate, placement):
+        monkeypatch.setattr(module, "get_max_memory", lambda given=None: dict(room))
+
+
+def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypatch):
+    """Really placed by transformers, which says nothing, in memory for half of the model."""
+    size = sum(p.numel() * 4 for p in random_model().parameters())
+    memory(monkeypatch, cpu=size // 2)
+    with pytest.raises(ModelTooLarge) as raised:
+        load(config(folder, dtype=Dtype.float32, device_map="auto"))
+    said = str(raised.value)
+    (layers,) = re.findall(rf"'{folder}' does not fit: (\d) of 6 layers", said)
+    assert 2 <= int(layers) <= 5 and "lm_head.weight" in said
+    assert f"take {size / 1e9:.3g} GB in float32" in said
+    assert "model.device_map=sequential" in said and "trainer.shard_target=true" in said
+
+
+def test_what_fits_is_left_alone(folder, monkeypatch):
+    memory(monkeypatch, cpu=10**9)
+    load(config(folder, dtype=Dtype.float32, device_map="auto"))
+
+
+def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
+    model, _ = load(config(folder))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(placement, "get_max_memory", lambda: {0: 5 * 10**9, 1: 10**9, "cpu": 7})
+    with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, lm_head\.weight, .*2 GPUs had 6 GB"):
+        placement.check_placed(model)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    load(config(folder))  # model.device=cpu: as asked
+
+
+def test_tensor_parallelism_is_refused_by_name(folder):
+    with pytest.raises(ConfigError, match=r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"):
+        load(config(folder, tp_plan="auto"))
 
 
 def test_hub_model_that_cannot_be_reached_names_itself_and_the_mend():

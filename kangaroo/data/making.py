@@ -92,10 +92,10 @@ def _write(
         writer.time_trials()
     own, all_of_us = writer.speed, Speed.together(ranks.gather(writer.speed))
     log.info(
-        "%d of %d shards to write, by %d processes: up to %d tokens, %s at %.0f tokens/s (the "
-        "first steps; a plain forward runs %.0f), %.1f MB on disk",
-        len(missing), len(parts), min(ranks.world, len(missing)), tokens,
-        timedelta(seconds=int(tokens / all_of_us.trial)), all_of_us.trial, all_of_us.forward,
+        "%d of %d shards to write: up to %d tokens, %s at %.0f tokens/s (the first steps; shards "
+        "at a time: %d; a plain forward runs %.0f), %.1f MB on disk",
+        len(missing), len(parts), tokens, timedelta(seconds=int(tokens / all_of_us.trial)),
+        all_of_us.trial, min(ranks.world, len(missing)), all_of_us.forward,
         tokens * BYTES_PER_TOKEN / 1e6,
     )  # fmt: skip
     answers, ended = sum(part.answers for part in mine), 0

@@ -1,0 +1,136 @@
+"""Several processes write one dataset: what each writes, and that the bytes do not show it."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from test_data import settings
+
+from kangaroo import models
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.mix import MixConfig
+from kangaroo.data.shards import Shards
+from kangaroo.errors import DataError
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.ranks import Ranks
+
+
+class Meeting:
+    """Where the threads that stand in for processes wait for each other."""
+
+    def __init__(self, world):
+        self.barrier, self.values = threading.Barrier(world, timeout=60), [None] * world
+
+
+@dataclass(frozen=True)
+class Threaded(Ranks):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def gather(self, value):
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+    def share(self, value):
+        return self.gather(value)[0]
+
+
+def target():
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    return LM(hf), tokenizer
+
+
+def make(config, world):
+    """Make a dataset in that many threads."""
+    meeting = Meeting(world)
+    targets = [target() for _ in range(world)]  # here, as all threads have one random generator
+
+    def process(rank):
+        try:
+            config.make(*targets[rank], Threaded(rank, world, meeting))
+        except BaseException:
+            meeting.barrier.abort()  # as a process that has ended
+            raise
+
+    with ThreadPoolExecutor(world, thread_name_prefix="rank") as pool:
+        for done in [pool.submit(process, rank) for rank in range(world)]:
+            done.result()
+
+
+def written(tmp_path, name):
+    """Shards and the dataset's table."""
+    found = [*(tmp_path / f"{name}.shards").glob("*.jsonl"), *(tmp_path / name).glob("*.arrow")]
+    return {path.name: path.read_bytes() for path in found}
+
+
+def written_by_rank(monkeypatch):
+    """Who writes which shard, as it happens."""
+    write, writers = Shards.write, {}
+
+    def noted(self, name, samples):
+        writers[name] = threading.current_thread().name.removeprefix("rank_")
+        write(self, name, samples)
+
+    monkeypatch.setattr(Shards, "write", noted)
+    return writers
+
+
+@pytest.fixture
+def conversations(tmp_path):
+    talks = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(10)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+
+    def config(name):
+        return ConversationsConfig(
+            path=str(tmp_path / name), source=str(tmp_path / "talks.jsonl"), shard_size=2,
+            batch_size=2, max_answer_tokens=12,
+        )  # fmt: skip
+
+    return config
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_any_number_of_processes_write_the_same_bytes(world, tmp_path, conversations, monkeypatch):
+    kinds = {
+        "synthesis": lambda name: settings(tmp_path / name, shards=3),
+        "conversations": conversations,
+    }
+    for kind, config in kinds.items():
+        make(config(f"{kind}-alone"), 1)
+        writers = written_by_rank(monkeypatch)
+        make(config(f"{kind}-shared"), world)
+        monkeypatch.undo()
+        assert written(tmp_path, f"{kind}-shared") == written(tmp_path, f"{kind}-alone") != {}
+        assert [int(writers[name]) % world for name in sorted(writers)] == [
+            number % world for number in range(len(writers))
+        ]
+
+
+def test_only_what_is_missing_is_dealt(tmp_path, monkeypatch):
+    make(settings(tmp_path / "data", shards=4), 1)
+    before = written(tmp_path, "data")
+    for number in (1, 3):
+        (tmp_path / f"data.shards/{number:05d}.jsonl").unlink()
+    (tmp_path / "data/provenance.json").unlink()
+    writers = written_by_rank(monkeypatch)
+    make(settings(tmp_path / "data", shards=4), 2)
+    assert sorted(writers) == ["00001", "00003"] and len(set(writers.values())) == 2
+    assert written(tmp_path, "data") == before
+
+
+def test_the_first_process_alone_makes_the_dataset(tmp_path, conversations, monkeypatch):
+    config = conversations("as-they-are")
+    config.regenerate = False
+    with pytest.raises(DataError, match="with an answer"):  # and no process waits for another
+        make(config, 2)
+    make(settings(tmp_path / "part", shards=1), 1)
+    mixed = MixConfig(path=str(tmp_path / "mixed"), paths=[str(tmp_path / "part")])
+    mixed.make(*target(), Ranks(1, 2))
+    assert not (tmp_path / "mixed").exists()
+    mixed.make(*target(), Ranks(0, 2))
+    assert (tmp_path / "mixed/provenance.json").exists()
