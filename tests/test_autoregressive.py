@@ -163,6 +163,7 @@ def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) 
         told["model"]["vocab"] = {t: ids[t] for t in told["model"]["vocab"]}
         for added in told["added_tokens"]:
             added["id"] = ids[added["content"]]
+        told["added_tokens"].sort(key=lambda added: added["id"])
         backend = Tokenizer.from_str(json.dumps(told))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.save_pretrained(path)
