@@ -117,7 +117,7 @@ def load(
         tokenizer = byte_tokenizer()
     else:
         model, tokenizer = _load_checkpoint(
-            str(embedded_checkpoint()) if config.path == EMBEDDED else config.path,
+            _source(config.path),
             config.revision,
             dtype=config.dtype.torch,
             device_map=config.device_map or device,
@@ -129,6 +129,32 @@ def load(
     if config.device_map is not None:
         check_placed(model)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the model of a `model.path` was made with; None for random weights of a
+    known shape, which were made with none.
+
+    Errors: `ModelNotFound`.
+    """
+    if path == TINY:
+        return byte_tokenizer()
+    if path.startswith(RANDOM):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            _source(path), revision=revision
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"'{path}' has no tokenizer that can be read: {str(error).splitlines()[0]} Save the "
+            "model's tokenizer there."
+        ) from error
+    return tokenizer
+
+
+def _source(path: str) -> str:
+    return str(embedded_checkpoint()) if path == EMBEDDED else os.path.expanduser(path)
 
 
 def chat_template(name: str) -> str:
@@ -145,7 +171,6 @@ def chat_template(name: str) -> str:
 def _load_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    source = os.path.expanduser(source)
     is_folder = os.path.isdir(source)
     if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
         raise ModelNotFound(

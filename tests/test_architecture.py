@@ -33,6 +33,7 @@ LAYERS = [
         "medusa",
         "adapter_files",
         "export",
+        "official",
         "layer_subset",
         "batch",
         "datastore",

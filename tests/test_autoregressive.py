@@ -5,12 +5,18 @@ Shapes: B rows, N draft nodes.
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOCABULARY, Sometimes, tiny, vanilla_texts
+from helpers import VOCABULARY, Sometimes, tiny, tiny_model, vanilla_texts
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from kangaroo import models
 from kangaroo.drafters.base import Drafter
@@ -18,7 +24,13 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.layerskip import LayerSkip, LayerSkipConfig
 from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    ConfigError,
+    CorruptFile,
+    ModelNotFound,
+)
 from kangaroo.evaluation.rivals import assistant
 from kangaroo.evaluation.speed_trials import timed_generate
 from kangaroo.export import draft_model
@@ -26,6 +38,7 @@ from kangaroo.layer_subset import runs
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig
 from kangaroo.sampling import Rule, Sampling, pick
+from kangaroo.shapes import SHAPES
 
 SAMPLED = SAMPLINGS["sampled"]
 Expected = Callable[[list[int], int, int], list[int]]  # text, seed, count
@@ -140,9 +153,95 @@ def test_rejection_sampling_has_the_draft_models_probabilities(case):
     assert 0.3 < sum(s.accepted for s in steps) / sum(s.drafted for s in steps) < 1
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused_with_both_sizes(case):
-    with pytest.raises(ConfigError, match=rf"96 tokens.*{VOCABULARY}.*drafter\.model="):
-        DraftModel(case.lm, tiny("llama", vocab_size=96))
+def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) -> str:
+    """A small checkpoint with a tokenizer; `tokens` by their ids, a byte each if not given."""
+    tiny_model("llama", **({"vocab_size": 259} | overrides)).save_pretrained(path)
+    tokenizer = models.byte_tokenizer()
+    if tokens is not None:
+        told = json.loads(tokenizer.backend_tokenizer.to_str())
+        ids = {token: i for i, token in enumerate(tokens)}
+        told["model"]["vocab"] = {t: ids[t] for t in told["model"]["vocab"]}
+        for added in told["added_tokens"]:
+            added["id"] = ids[added["content"]]
+        told["added_tokens"].sort(key=lambda added: added["id"])
+        backend = Tokenizer.from_str(json.dumps(told))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def byte_tokens() -> list[str]:
+    vocabulary = models.byte_tokenizer().get_vocab()
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def loaded(path: str) -> LM:
+    config = ModelConfig("target", path, dtype=Dtype.float32, device="cpu")
+    return LM(models.load(config)[0])
+
+
+def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tmp_path):
+    lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
+    DraftModelConfig(model=folder_of(tmp_path / "same", tokens)).build(lm)
+    tokens[7], tokens[9] = tokens[9], tokens[7]
+    permuted = folder_of(tmp_path / "permuted", tokens)
+    message = rf"permuted'.*target': its token 7 is {re.escape(repr(tokens[7]))}, the target's "
+    with pytest.raises(ConfigError, match=message + re.escape(repr(tokens[9]))):
+        DraftModelConfig(model=permuted).build(lm)
+
+
+def test_special_tokens_are_compared_too(tmp_path):
+    lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
+    tokens[256], tokens[258] = tokens[258], tokens[256]
+    permuted = folder_of(tmp_path / "permuted", tokens)
+    message = r"its token 256 is '<\|pad\|>', the target's '<\|im_start\|>'.*drafter\.model="
+    with pytest.raises(ConfigError, match=message):
+        DraftModelConfig(model=permuted).build(lm)
+
+
+def test_a_token_that_one_of_them_lacks_is_named(tmp_path):
+    lm = loaded(folder_of(tmp_path / "target"))
+    fewer = folder_of(tmp_path / "fewer", vocab_size=258)  # no room for the last
+    with pytest.raises(ConfigError, match=r"its token 258 is None, the target's '<\|pad\|>'"):
+        DraftModelConfig(model=fewer).build(lm)
+
+
+@pytest.mark.parametrize("sizes", [(259, 272), (272, 259), (264, 272)], ids=str)
+@pytest.mark.parametrize("rule", Rule)
+def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, sizes, rule):
+    """As those of one family are, such as Qwen2.5's; also where padding is written."""
+    lm = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0]))
+    draft = folder_of(tmp_path / "draft", vocab_size=sizes[1])
+    drafter = DraftModelConfig(model=draft, steps=3).build(lm)
+    sampling = Sampling(temperature=1.5, seed=2, rule=rule)
+    prompts = [[1, 5, 9], [7, sizes[0] - 1, 3]]
+    done = Engine(lm, drafter).generate(prompts, 40, sampling)
+    texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
+    assert rule is Rule.rejection or texts == vanilla_texts(lm, prompts, 40, sampling)
+    assert max(map(max, texts)) < sizes[0]
+    assert sum(step.accepted for one in done for step in one.steps)
+
+
+def test_without_a_tokenizer_sizes_are_compared(case, monkeypatch):
+    """Random weights of a known shape have none, nor has a model that was made in memory."""
+    message = rf"random:tiny'.*it has 259 of them, the target {VOCABULARY}\."
+    with pytest.raises(ConfigError, match=message):
+        DraftModelConfig(model=models.TINY).build(case.lm)
+    shape = SHAPES["lmsys/vicuna-7b-v1.3"] | {"hidden_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(SHAPES, "small", shape | {"intermediate_size": 8})
+    monkeypatch.setitem(SHAPES, "smaller", shape | {"intermediate_size": 8, "vocab_size": 99})
+    lm = loaded("random:small")
+    DraftModelConfig(model="random:small").build(lm)
+    with pytest.raises(ConfigError, match=r"random:smaller'.*it has 99 of them, the target 32000"):
+        DraftModelConfig(model="random:smaller").build(lm)
+
+
+def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
+    draft, target = folder_of(tmp_path / "draft"), folder_of(tmp_path / "target")
+    lm = loaded(target)
+    shutil.rmtree(target)
+    with pytest.raises(ModelNotFound, match=f"'{target}' has no tokenizer that can be read"):
+        DraftModelConfig(model=draft).build(lm)
 
 
 def test_any_model_of_the_same_vocabulary_drafts():

@@ -43,6 +43,10 @@ class Autoregressive(ABC):
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
 
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """Over the target's vocabulary."""
+        return self.lm.logits(x_BND)
+
     def propose(self, batch: Batch) -> Draft:
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
         window, steps = self.window, self.steps
@@ -54,7 +58,7 @@ class Autoregressive(ABC):
         tokens, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
         input_BN, at = batch.last(window + 1), block.narrow(0, window + 1)
         for step in range(1, steps + 1):
-            logits_B1V = self.lm.logits(self.run(batch, input_BN, at)[:, -1:])
+            logits_B1V = self.logits(self.run(batch, input_BN, at)[:, -1:])
             positions_B1 = batch.length_B[:, None] + step - 1
             input_BN = pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B)
             at = block.narrow(window + step, 1)

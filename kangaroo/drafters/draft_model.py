@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from kangaroo import adapter_files
 from kangaroo.batch import Batch
@@ -18,7 +21,7 @@ from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import ConfigError
 from kangaroo.export import draft_model
 from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig, load
+from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -29,7 +32,7 @@ class DraftModelConfig(DrafterConfig):
     2302.01318). Give either a model or an adapter.
 
     Args:
-        model: hub id, folder, or any other `model.path` of a model with the target's vocabulary.
+        model: hub id, folder, or any other `model.path` of a model with the target's tokens.
         adapter: an adapter of the target; exported with the layers below it, it is such a model.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
@@ -43,7 +46,7 @@ class DraftModelConfig(DrafterConfig):
     threshold: float = 0.0
 
     def build(self, lm: LM) -> DraftModel:
-        """Errors: `ConfigError` for another vocabulary; what loading a model or adapter raises."""
+        """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
         if (self.model is None) == (self.adapter is None):
             raise ConfigError(
                 f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
@@ -55,6 +58,7 @@ class DraftModelConfig(DrafterConfig):
             assert self.model is not None
             dtype = Dtype(str(lm.dtype).removeprefix("torch."))
             hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
+            check_tokens(lm.config, hf.config)
         compiled = lm.native is not None or lm.graphs is not None
         draft_lm = LM(hf)
         draft_lm = draft_lm.compile_for_decoding() if compiled else draft_lm
@@ -69,23 +73,52 @@ class DraftModelConfig(DrafterConfig):
         return {} if self.adapter is None else adapter_files.made_by(self.adapter)
 
 
+def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
+    """Raise `ConfigError` unless each token id stands for the same token in both models.
+
+    Vocabularies of the same tokens may be padded to different sizes. Where a model has no tokenizer
+    of its own, random weights for instance, the sizes alone are compared.
+    """
+    wanted, own, difference = _tokens(target), _tokens(draft), None
+    if wanted is not None and own is not None:
+        for i in sorted(wanted.keys() | own.keys()):
+            if own.get(i) != wanted.get(i):
+                difference = f"its token {i} is {own.get(i)!r}, the target's {wanted.get(i)!r}"
+                break
+    elif draft.vocab_size != target.vocab_size:
+        difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"
+    if difference is not None:
+        raise ConfigError(
+            f"the draft model '{draft.name_or_path}' does not have the tokens of the target "
+            f"'{target.name_or_path}': {difference}. Pass drafter.model= a smaller model of the "
+            "target's own family, or drafter.adapter=."
+        )
+
+
+def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
+    """Those that a model can write, by their ids, special ones too; None where nothing tells."""
+    if not config.name_or_path:  # made in memory
+        return None
+    tokenizer = own_tokenizer(config.name_or_path, getattr(config, "_commit_hash", None))
+    if tokenizer is None:
+        return None
+    return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
+
+
 class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
     after a round that was accepted whole it has not seen the older one.
+
+    Its vocabulary has the target's tokens, but may be padded to another size.
     """
 
     def __init__(self, lm: LM, draft_lm: LM, steps: int = 4, threshold: float = 0.0):
-        sizes = draft_lm.config.vocab_size, lm.config.vocab_size
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the draft model '{draft_lm.name}' has a vocabulary of {sizes[0]} tokens and the "
-                f"target '{lm.name}' one of {sizes[1]}: the same tokenizer is needed. Pass "
-                "drafter.model= a smaller model of the target's own family, or drafter.adapter=."
-            )
         super().__init__(draft_lm, steps, threshold, window=1)
         self.layers = range(draft_lm.n_layers)
         self.cache = draft_lm.new_cache(0, 0)
         self.made_for = -1  # serial of the target's cache that this one goes with
+        self.vocab_size = draft_lm.config.vocab_size
+        self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.proposed: Draft | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -99,10 +132,21 @@ class DraftModel(Autoregressive):
     ) -> None:
         first = int(block.positions_RT[0, 0])
         own = self.lm.chunk(first, first + tokens_1T.shape[1], block.rows.start, batch.n_slots)
-        self.lm.run(self.lm.embed(tokens_1T), self.cache, own, self.layers)
+        self.lm.run(self._embed(tokens_1T), self.cache, own, self.layers)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
-        return self.lm.run(self.lm.embed(tokens_BN), self.cache, block, self.layers)[0]
+        return self.lm.run(self._embed(tokens_BN), self.cache, block, self.layers)[0]
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        logits_BNV = super().logits(x_BND)
+        return (
+            F.pad(logits_BNV, (0, self.padding), value=-torch.inf) if self.padding else logits_BNV
+        )
+
+    def _embed(self, tokens_BN: Tensor) -> Tensor:
+        if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
+            tokens_BN = tokens_BN.clamp(max=self.vocab_size - 1)
+        return self.lm.embed(tokens_BN)
 
     def propose(self, batch: Batch) -> Draft:
         self.proposed = super().propose(batch)
