@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ INTRO = """# On a GPU
 (`tests/test_gpu_script.py`).
 """
 
+BEYOND = """## What no stage covers
+
+Several GPUs and several nodes (training over nccl, `model.device_map=auto`), targets above 8B, and the real
+weights of Vicuna and Llama: `shapes` has their shapes with random weights.
+"""
+
 
 def page(folder: Path) -> str:
     """The page in Markdown.
@@ -27,10 +34,9 @@ def page(folder: Path) -> str:
         folder: the script's results; a stage without any is named as not run.
     """
     speeds = {file.parent.name: _json(file) for file in sorted(folder.glob("shapes/*/speed.json"))}
-    where = sorted({_machine(speed["provenance"]) for speed in speeds.values()})
     parts = [
         INTRO,
-        f"Measured on {'; '.join(where)}." if where else "**Nothing here has run on a GPU yet.**",
+        _where([_json(file)["provenance"] for file in sorted(folder.rglob("speed.json"))]),
         _section("Tests that need a GPU", _tests(folder / "check.log")),
         _section("7B and 8B shapes against the memory's limit", _aims(speeds)),
         *(f"### {name}\n\n{speed_report.markdown(speed)}" for name, speed in speeds.items()),
@@ -39,6 +45,7 @@ def page(folder: Path) -> str:
             "An adapter against the memory's limit", _text(folder / "adapters/speed/speed.md")
         ),
         _section("All methods, at the papers' sizes", _text(folder / "methods/report.md")),
+        BEYOND,
     ]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
@@ -79,10 +86,17 @@ def _mark(reached: bool) -> str:
     return "reached" if reached else "**missed**"
 
 
-def _machine(provenance: dict[str, Any]) -> str:
-    hardware, versions = provenance["hardware"], provenance["versions"]
-    device = hardware["cuda"] or f"a CPU ({hardware['cpu']}), which says nothing of a GPU"
-    return f"{device}, torch {versions['torch']}, revision {provenance['git_revision']}"
+def _where(provenances: Sequence[dict[str, Any]]) -> str:
+    places = sorted(
+        f"{made['hardware']['cuda']}, torch {made['versions']['torch']}, "
+        f"revision {made['git_revision']}"
+        for made in provenances
+        if made["hardware"]["cuda"]
+    )
+    if places:
+        return f"Measured on {'; '.join(dict.fromkeys(places))}."
+    dry = " What follows is a dry run on a CPU, which says nothing of one." if provenances else ""
+    return f"**Nothing here has run on a GPU yet.**{dry}"
 
 
 def _text(file: Path) -> str | None:
