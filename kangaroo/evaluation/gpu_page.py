@@ -22,8 +22,8 @@ INTRO = """# On a GPU
 
 BEYOND = """## What no stage covers
 
-Several GPUs and several nodes (training over nccl, `model.device_map=auto`), targets above 8B, and the real
-weights of Vicuna and Llama: `shapes` has their shapes with random weights.
+Several GPUs and several nodes (training over nccl, `model.device_map=auto`), targets above 8B, and
+the real weights of Vicuna and Llama: `shapes` has their shapes with random weights.
 """
 
 
