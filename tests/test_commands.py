@@ -47,7 +47,7 @@ ASKED = "bench.path=questions.jsonl drafter.adapter=adapter max_new_tokens=6 war
 
 # What is appended to each line; a line that is not here fails.
 APPENDED = {
-    "train.py experiment=paper-7b data.source=ShareGPT.json": f"model=tiny {SMALL}",
+    "train.py model=vicuna-7b data.source=ShareGPT.json": f"recipe=vicuna-7b {SMALL}",
     "train.py model=vicuna-7b": WRITTEN,
     "train.py model=vicuna-7b trainer=deepspeed": WRITTEN,
     "train.py model=vicuna-33b trainer.shard_target=true": WRITTEN,

@@ -27,8 +27,7 @@ class EstimateConfig:
         device: each process has one.
         flops: FLOP/s of a device; None is that of its kind.
         utilisation: the share of it that training reaches: an assumption.
-        processes: None takes as many as a step has micro-batches, which is the most there can be,
-            or one in plain torch.
+        processes: None takes as many as `trainer.accumulate` keeps busy; without that, one.
         conversations, length: of data=conversations, whose source is not opened, and the mean of
             its tokens a conversation. The released code trains on 68000 of ShareGPT; the length is
             an assumption. data=self_synthesis is taken to write all that it may.
@@ -47,7 +46,7 @@ class EstimateConfig:
     page: str | None = None
 
     def devices(self, trainer: TrainerConfig) -> int:
-        return self.processes or (trainer.accumulate if trainer.zero_stage else 1) or 1
+        return self.processes or trainer.accumulate or 1
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """That training reaches on one device."""
