@@ -51,6 +51,7 @@ APPENDED = {
     "train.py model=vicuna-7b": WRITTEN,
     "train.py model=vicuna-7b trainer=deepspeed": WRITTEN,
     "train.py model=vicuna-33b trainer.shard_target=true": WRITTEN,
+    "scripts/make_data.py model=vicuna-7b": WRITTEN,
     "evaluate.py bench=spec_bench": f"model=tiny {ASKED}",
     "evaluate.py model=vicuna-7b bench=spec_bench": ASKED,
 }
@@ -59,7 +60,8 @@ FAST = {"train.py model=vicuna-7b", "evaluate.py bench=spec_bench"}
 
 # Commands that one process does.
 ALONE = [
-    cli.build_datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.search, cli.speed,
+    cli.build_datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.export,
+    cli.import_adapter, cli.search, cli.speed,
 ]  # fmt: skip
 
 
@@ -156,6 +158,8 @@ def check(command, folder):
         (about,) = bytes_of(folder, "attention-exit2/config.json").values()
         assert json.loads(about)["training"]["processes"] == 2
         assert weights(folder) and bytes_of(folder, "*.arrow")
+    elif asked(command).startswith("scripts/make_data.py"):
+        assert bytes_of(folder, "*.arrow") and not bytes_of(folder, "*.safetensors")
     else:
         records = bytes_of(folder, "records-*.jsonl").values()
         assert [content.count(b"\n") for content in records] == [3, 2]
