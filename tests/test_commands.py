@@ -25,7 +25,7 @@ from kangaroo.models import TINY, Dtype, ModelConfig, load
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# What stands in for a cluster and for a large target, in every line.
+# What stands in for a cluster and for a large target, in every line. (A recipe is its model's own.)
 REPLACED = {
     "--nproc-per-node=8": "--nproc-per-node=2",
     "--nproc-per-node=4": "--nproc-per-node=2",
@@ -38,7 +38,11 @@ REPLACED_ON_NODES = REPLACED | {
     "--nproc-per-node=8": "--nproc-per-node=1",
 }
 
-SMALL = "adapter.exit_layers=[2] trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2"
+SMALL = (
+    "adapter.exit_layers=[2] trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 "
+    "trainer.batch_tokens=256"
+)
+SHAREGPT = f"data.source=ShareGPT.json {SMALL}"
 WRITTEN = (
     f"{SMALL} data.shard_size=8 data.max_question_tokens=8 data.max_answer_tokens=16 "
     "data.keep_unfinished_questions=true"
@@ -47,10 +51,12 @@ ASKED = "bench.path=questions.jsonl drafter.adapter=adapter max_new_tokens=6 war
 
 # What is appended to each line; a line that is not here fails.
 APPENDED = {
+    "train.py model=vicuna-7b": f"recipe=vicuna-7b {SHAREGPT}",
     "train.py model=vicuna-7b data.source=ShareGPT.json": f"recipe=vicuna-7b {SMALL}",
-    "train.py model=vicuna-7b": WRITTEN,
-    "train.py model=vicuna-7b trainer=deepspeed": WRITTEN,
-    "train.py model=vicuna-33b trainer.shard_target=true": WRITTEN,
+    "train.py model=vicuna-7b trainer.accumulate=32": f"recipe=vicuna-7b {SHAREGPT}",
+    "train.py model=vicuna-7b trainer=deepspeed": f"recipe=vicuna-7b {SHAREGPT}",
+    "train.py model=vicuna-33b trainer.shard_target=true": f"recipe=vicuna-33b {SHAREGPT}",
+    "scripts/make_data.py model=vicuna-7b recipe=own_text": WRITTEN,
     "evaluate.py bench=spec_bench": f"model=tiny {ASKED}",
     "evaluate.py model=vicuna-7b bench=spec_bench": ASKED,
 }
@@ -59,7 +65,8 @@ FAST = {"train.py model=vicuna-7b", "evaluate.py bench=spec_bench"}
 
 # Commands that one process does.
 ALONE = [
-    cli.build_datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.search, cli.speed,
+    cli.build_datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.export,
+    cli.import_adapter, cli.search, cli.speed,
 ]  # fmt: skip
 
 
@@ -156,6 +163,8 @@ def check(command, folder):
         (about,) = bytes_of(folder, "attention-exit2/config.json").values()
         assert json.loads(about)["training"]["processes"] == 2
         assert weights(folder) and bytes_of(folder, "*.arrow")
+    elif asked(command).startswith("scripts/make_data.py"):
+        assert bytes_of(folder, "*.arrow") and not bytes_of(folder, "*.safetensors")
     else:
         records = bytes_of(folder, "records-*.jsonl").values()
         assert [content.count(b"\n") for content in records] == [3, 2]
