@@ -338,8 +338,8 @@ def import_adapter(config: ImportAdapterCommand) -> None:
     told = {"imported": checkpoint.origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
     log.info(
-        "exit layer %d of %s; measure it: python evaluate.py model=%s 'drafter.adapter=\"%s\"'",
-        exit_layer, lm.name, config.model.name, folder,
+        "%s: exit layer %d of %s; measure it: python evaluate.py model=%s 'drafter.adapter=\"%s\"'",
+        folder, exit_layer, lm.name, config.model.name, folder,
     )  # fmt: skip
 
 

@@ -134,8 +134,9 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
     """Write the adapter at `path`, made for `lm`, as the official code reads it; the weights keep
     their dtype.
 
-    Returns the adapter. Errors: `ConfigError` for one, or a target, that the official code does not
-    know, and for a folder that holds a checkpoint; those of `adapter_files.as_saved`.
+    Returns the adapter. Errors: `ConfigError` for an adapter that is not the paper's, or a folder
+    that holds a checkpoint; `AdapterMismatch` for a target that the official code does not know;
+    those of `adapter_files.as_saved`.
     """
     _check_target(lm)
     adapter, _ = adapter_files.as_saved(path, lm, vocabulary=None)
@@ -212,7 +213,7 @@ def _check_target(lm: LM) -> None:
     usual_rope = of_llama and rope["rope_type"] == "default" and rope["rope_theta"] == ROPE_BASE
     if not usual_rope or config.head_dim * config.num_attention_heads != config.hidden_size:
         raise AdapterMismatch(
-            f"{lm.name} is a {config.model_type} model with {rope}, and the official code knows "
-            f"but one attention for its adapters: Llama's, without biases, its heads as wide "
-            f"together as the hidden state, with RoPE of base {ROPE_BASE:g}. Pass another model=."
+            f"{lm.name} is a {config.model_type} model with {rope}. The official code has one kind "
+            "of attention for its adapters: Llama's without biases, all heads together as wide as "
+            f"the hidden state, RoPE of base {ROPE_BASE:g}. Pass model= a target of that kind."
         )
