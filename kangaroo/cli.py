@@ -346,7 +346,7 @@ def import_adapter(config: ImportAdapterCommand) -> None:
 @command("export")
 def export(config: ExportCommand) -> None:
     """Write an adapter for other software, without the target's weights."""
-    adapter = official.write(config.adapter, blueprint(config.model), Path(config.output))
+    adapter = official.write(config.source, blueprint(config.model), Path(config.output))
     log.info(
         "%s is for the authors' code: --adapter-path %s --exitlayer %d",
         config.output, config.output, adapter.exit_layer,

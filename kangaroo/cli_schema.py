@@ -161,13 +161,13 @@ class ExportCommand:
 
     Args:
         to: what it becomes.
-        adapter: its folder, or hub id.
+        source: the adapter's folder, or hub id. (`adapter=` is the group of train.py.)
         output: the folder of what it becomes.
     """
 
     model: ModelConfig = MISSING
     to: Layout = Layout.official
-    adapter: str = MISSING
+    source: str = MISSING
     output: str = MISSING
 
 

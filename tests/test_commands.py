@@ -70,11 +70,11 @@ ALONE = [
 ]  # fmt: skip
 
 
-def shown(page):
-    """The torchrun commands in a page's code blocks, without their comments."""
+def shown(page, program="torchrun"):
+    """A program's commands in a page's code blocks, without their comments."""
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("torchrun ")]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
 
 def asked(command):
@@ -127,19 +127,27 @@ def run(command, folder):
         assert code == 0, errors
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Where a user might stand: conversations, questions and an adapter lie there."""
-    talks = [
+def talks():
+    """Conversations in ShareGPT's form."""
+    return [
         {"conversations": [{"from": "human", "value": f"What is {i} times {i * i}?"},
                            {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."}]}
         for i in range(100, 124)
     ]  # fmt: skip
-    (tmp_path / "ShareGPT.json").write_text(json.dumps(talks))
-    questions = [
+
+
+def questions():
+    """In Spec-Bench's form."""
+    return [
         {"question_id": i, "category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)
     ]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a user might stand: conversations, questions and an adapter lie there."""
+    (tmp_path / "ShareGPT.json").write_text(json.dumps(talks()))
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})

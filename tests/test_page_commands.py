@@ -1,0 +1,182 @@
+"""Every `python` line of README and docs runs as a user types it, on tiny stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import adapter_for
+from test_commands import PAGES, ROOT, questions, shown, talks
+
+from kangaroo import adapter_files
+from kangaroo.adapter import Architecture
+from kangaroo.medusa import MedusaHeads
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig, load
+
+# What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
+MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")
+
+FEW = "bench.path=questions.jsonl max_new_tokens=6 warmup=1"
+ONE = "adapter.exit_layers=[2]"
+BRIEF = (
+    "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 trainer.decode_tokens=8 "
+    "trainer.batch_tokens=256"
+)
+SHORT = (
+    "data.shards=1 data.shard_size=12 data.max_question_tokens=8 data.max_answer_tokens=16 "
+    "data.keep_unfinished_questions=true data.filters.max_repetition=1 "
+    "data.filters.near_duplicate=1"
+)
+SPEED = (
+    "speed.new_tokens=8 speed.context_tokens=8 speed.phase_context=40 speed.batches=[1,2] "
+    "speed.bandwidth_megabytes=16"
+)
+MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
+PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"
+
+# What is appended to each line; a line that is not here fails. None: a line with gaps that a reader
+# fills, or that only shows a config.
+APPENDED = {
+    "evaluate.py model=smollm2-135m drafter=kangaroo bench=demo": FEW,
+    "evaluate.py bench=spec_bench": f"model=tiny {FEW}",
+    "evaluate.py bench=spec_bench question_every=20": f"model=tiny {FEW}",
+    "evaluate.py model.dtype=float32 sampling.temperature=0.8 seed=3": f"model=tiny {FEW}",
+    "evaluate.py -m drafter=vanilla,kangaroo,medusa,prompt_lookup": f"model=tiny {FEW}",
+    "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
+    "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
+    "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",
+    "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb": (
+        f"model=tiny {FEW} logger.mode=offline"
+    ),
+    "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb logger.group=threshold": (
+        f"model=tiny {FEW} logger.mode=offline"
+    ),
+    "evaluate.py -m bench=demo drafter=vanilla,kangaroo,kangaroo_tree,draft_model,medusa,lookahead,"
+    "prompt_lookup,rest,layerskip,cascade": f"model=tiny {FEW}",
+    "evaluate.py model=vicuna-7b": FEW,
+    "evaluate.py model=llama-3.1-70b model.device_map=auto": FEW,
+    "train.py model=smollm2-135m": f"{ONE} {BRIEF} {SHORT}",
+    "train.py model=vicuna-7b": f"{PAPERS} {ONE} {BRIEF}",
+    "train.py model=vicuna-7b --cfg job": None,
+    "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
+    "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
+    "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "
+    "output=outputs/medusa": f"model=tiny {BRIEF} {MIXED}",
+    "scripts/make_data.py model=vicuna-33b recipe=own_text model.device_map=auto": (
+        f"{ONE} {BRIEF} {SHORT}"
+    ),
+    "scripts/bench.py": f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}",
+    "scripts/bench.py model=smollm2-135m": (
+        f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
+    ),
+    "scripts/bench.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
+    "speed.contexts=[256,1024,4096]": f"model=tiny speed.bench.path=questions.jsonl {SPEED}",
+    "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
+    "search.max_length=384": f"model=tiny {MIXED}",
+    "scripts/build_datastore.py data=mix": f"model=tiny {MIXED}",
+    "scripts/estimate.py model=vicuna-7b": "",
+    "scripts/training_cost.py model=smollm2-135m "
+    "cost.data=outputs/data/self_synthesis/smollm2-135m": (
+        "cost.exit_layers=[2] cost.rounds=1 cost.memory=false"
+    ),
+    "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
+        "exit_layer=2 output=adapters/imported"
+    ),
+    "scripts/export.py to=official source=adapters/vicuna-7b model=vicuna-7b "
+    "output=kangaroo-ours": "",
+    "scripts/compare.py data.shards=7 compare.adapters=[adapters/smollm2-135m, ...]": None,
+    "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
+    "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
+    "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "
+    "more.shallow.learning_rate=7e-3 +adapter@more.third=attention "
+    "more.third.start=<attention of A> more.third.learning_rate=4e-3 trainer.remember=true "
+    "trainer.vocabulary=8192 trainer.epochs=3 trainer.holdout=96": None,
+}
+FAST = {"evaluate.py model=smollm2-135m drafter=kangaroo bench=demo", "train.py model=smollm2-135m"}
+
+# A reader of this page first writes the drafter that it runs: test_docs.py does.
+OWN_DRAFTER = ROOT / "docs/add-a-drafter.md"
+SHOWN = {
+    " ".join(words[1:]) for page in PAGES for words in shown(page, "python") if page != OWN_DRAFTER
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What earlier commands would have left: data, an adapter, heads, a datastore, a subset."""
+    here = tmp_path_factory.mktemp("made")
+    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
+    adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")
+    heads = MedusaHeads(lm, Architecture(attention=False, own_head=True, medusa_heads=2))
+    about = adapter_files.describe(lm, heads.start_from(lm), {}, guesses=[[0.5, 0.2]] * 2)
+    adapter_files.save(heads, about, torch.tensor([3]), here / "adapters/tiny-medusa")
+    for data in ("self_synthesis", "tasks"):
+        typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
+    typed("scripts/build_datastore.py", f"model=tiny {SHORT}", here)
+    options = "model=tiny search.budget=4 search.conversations=2"
+    typed("scripts/search_layers.py", f"{options} {SHORT}", here)
+    options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"
+    typed("scripts/export.py", options, here)
+    (here / "ShareGPT.json").write_text(json.dumps(talks()))
+    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    return here
+
+
+def typed(script: str, options: str, where: Path) -> str:
+    """What a command prints; it has to succeed."""
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *options.split()],
+        cwd=where, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_python_line_has_its_stand_ins():
+    assert set(APPENDED) == SHOWN
+
+
+def marked(line: str) -> object:
+    return pytest.param(line, marks=[pytest.mark.slow] * (line not in FAST))
+
+
+@pytest.mark.parametrize(
+    "line", [marked(line) for line in sorted(APPENDED) if APPENDED[line] is not None]
+)
+def test_a_line_of_the_pages_runs(line, made, tmp_path):
+    script, *words = f"{line} {APPENDED[line]}".split()
+    for model in MODELS if script != "scripts/estimate.py" else ():  # which needs no weights
+        words = [w if w.startswith("recipe=") else w.replace(model, "tiny") for w in words]
+    here = shutil.copytree(made, tmp_path / "here")
+    typed(script, " ".join(words), here)
+
+
+# Lines of the README that end in an error, with what it says first.
+REFUSED = {
+    "evaluate.py drafter.adapter=outputs/train/tiny/attention-exit2": "AdapterMismatch: adapter",
+    "train.py model=vicuna-7b": "ModelNotFound: 'lmsys/vicuna-7b-v1.3' was found nowhere",
+    "evaluate.py drafter.treshold=0.5": "Could not override 'drafter.treshold'.",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", REFUSED)
+def test_an_error_that_the_readme_shows_is_the_one_that_comes(line, made, tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    assert f"$ python {line}" in readme and REFUSED[line] in readme
+    here = shutil.copytree(made, tmp_path / "here")
+    shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
+    done = subprocess.run(
+        [sys.executable, ROOT / line.split()[0], *line.split()[1:]],
+        cwd=here, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and REFUSED[line] in done.stderr, done.stderr
