@@ -239,6 +239,8 @@ def evaluate(config: EvaluateCommand) -> None:
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config.logger.group = f"{config.model.name}-{sweep.name}"
     with joined() as own:
+        # an adapter that is not there is told before gigabytes of target are fetched
+        settings = {"model": asdict(config.model), "drafter": config.drafter.settings()}
         lm, tokenizer = load_target(config.model)
         drafter = config.drafter.build(lm)
         logger = config.logger if own.is_first else NoTrackerConfig()
@@ -253,7 +255,7 @@ def evaluate(config: EvaluateCommand) -> None:
                 config,
                 model_name=config.model.name,
                 drafter_name=config.drafter.name,
-                settings={"model": asdict(config.model), "drafter": config.drafter.settings()},
+                settings=settings,
                 made_by=config.drafter.made_by(),
                 log=lambda figures: tracker.log(figures, next(steps)),
                 ranks=own,
