@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,7 @@ APPENDED = {
     "scripts/estimate.py model=vicuna-7b": "",
     "scripts/training_cost.py model=smollm2-135m "
     "cost.data=outputs/data/self_synthesis/smollm2-135m": (
-        "cost.exit_layers=[2] cost.rounds=1 cost.memory=false"
+        "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"
     ),
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
@@ -158,6 +159,32 @@ def test_a_line_of_the_pages_runs(line, made, tmp_path):
         words = [w if w.startswith("recipe=") else w.replace(model, "tiny") for w in words]
     here = shutil.copytree(made, tmp_path / "here")
     typed(script, " ".join(words), here)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (Path(sys.prefix) / ".installed").exists(), reason="needs make's own .venv")
+@pytest.mark.parametrize(
+    "target, options, shown",
+    [
+        ("demo", "question_end=1 warmup=1 max_new_tokens=8 output={here}", "are vanilla's token"),
+        ("chat", "chat.max_new_tokens=8", "an empty"),
+        ("train", f"model=tiny {ONE} {BRIEF} {SHORT} output={{here}} data.path={{here}}/data", ""),
+    ],
+)
+def test_a_make_target_runs_on_the_embedded_model(target, options, shown, tmp_path):
+    arguments = f"ARGS={options.format(here=tmp_path)}"
+    done = subprocess.run(
+        ["make", target, f"VENV={sys.prefix}", arguments],
+        cwd=ROOT, input="Hello\n", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and shown in done.stdout.lower(), done.stdout + done.stderr
+
+
+def test_the_readmes_first_example_answers(smollm2, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    monkeypatch.chdir(ROOT)
+    exec(compile(code.replace("max_new_tokens=128", "max_new_tokens=24"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 8
 
 
 # Lines of the README that end in an error, with what it says first.
