@@ -26,7 +26,7 @@ MOST_GRAPHS = 256  # of one model; the one used longest ago gives way
 
 Tensors = tuple[Tensor, ...]
 Key = tuple[Hashable, ...]
-Record = Callable[[Callable[[], Tensors]], tuple[Callable[[], Any], Tensors]]
+Record = Callable[[Callable[[], None]], Callable[[], Any]]
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Recorded:
     Args:
         serials: of the caches that it uses.
         inputs: the tensors that it reads; a call copies its own there.
-        results: the tensors that a replay writes.
+        results: the tensors that a replay writes. Like the inputs they are not in the graphs' pool,
+            where a replay may overwrite what any graph recorded later has left.
     """
 
     serials: tuple[int, ...]
@@ -53,7 +54,7 @@ class Graphs:
 
     Args:
         device: of all tensors.
-        record: runs work and returns what repeats it, and its results, which a repetition renews.
+        record: runs work that gives nothing back, and returns what repeats it.
 
     Attributes:
         seconds: spent on recording so far by all models; it is no part of decoding.
@@ -131,7 +132,8 @@ class Graphs:
         if work is not None:
             self.recording = True
             try:
-                made.replay, made.results = self.record(lambda: work(*held))
+                made.results = tuple(torch.empty_like(x) for x in work(*held))
+                made.replay = self.record(lambda: _fill(made.results, work(*held)))
             finally:
                 self.recording = False
         for tensor in made.results:
@@ -159,6 +161,11 @@ class Graphs:
             del self.made[key]
 
 
+def _fill(places: Tensors, values: Tensors) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
 def _ended(graphs: weakref.ref[Graphs], serial: int) -> None:
     """A cache is gone. During a recording nothing may be freed: the next call does it."""
     alive = graphs()
@@ -176,7 +183,7 @@ class Recorder:
         with torch.cuda.device(device):
             self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Tensors]) -> tuple[Callable[[], Any], Tensors]:
+    def __call__(self, work: Callable[[], None]) -> Callable[[], Any]:
         with torch.cuda.device(self.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -186,5 +193,5 @@ class Recorder:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                results = work()
-        return graph.replay, results
+                work()
+        return graph.replay

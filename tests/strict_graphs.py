@@ -4,9 +4,9 @@ A CUDA graph is a list of kernels with bare addresses. So is a `Tape`: while wor
 notes the operators that run and the memory that they run on. It keeps alive only what the work
 allocated itself, as a graph's pool does; a replay runs the operators again on the very same
 addresses, and fails loudly where memory of others has died or moved since. As on a GPU, recording
-computes nothing: what it wrote into memory of others does not happen, and its results are rubbish
-until the first replay. After a replay all but its results is rubbish again. Work that would wait
-for the device, or read from the host, cannot be recorded.
+computes nothing: what it wrote into memory of others does not happen. After a replay all that the
+work allocated is rubbish, since graphs share one pool and overwrite each other's parts of it. Work
+that would wait for the device, or read from the host, cannot be recorded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Tape(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.foreign: dict[int, Foreign] = {}
         self.pool: dict[int, torch.UntypedStorage] = {}
-        self.kept: set[int] = set()  # of the pool, what holds results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,13 +108,6 @@ class Tape(TorchDispatchMode):
             self._append(func, args, kwargs, new)
         return out
 
-    def seal(self, results: tuple[Tensor, ...]) -> None:
-        """Recording has ended with these results."""
-        for x in results:
-            if _address(x) in self.pool:
-                self.kept.add(_address(x))
-        self._spoil(set())
-
     @torch.no_grad()
     def replay(self) -> None:
         for foreign in self.foreign.values():
@@ -124,7 +116,7 @@ class Tape(TorchDispatchMode):
             out = op.run(*op.args, **op.kwargs)
             for mine, x in zip(op.results, tree_leaves(out) if op.results else (), strict=True):
                 mine.copy_(x)
-        self._spoil(self.kept)
+        self.spoil()
 
     def _note(self, x: Tensor) -> None:
         address = _address(x)
@@ -136,10 +128,10 @@ class Tape(TorchDispatchMode):
         bare = tree_map_only(Tensor, bare_tensor, (args, kwargs))
         self.operators.append(Operator(func, *bare, [bare_tensor(x) for x in results]))
 
-    def _spoil(self, but: set[int]) -> None:
+    def spoil(self) -> None:
         """Fill the pool with what is no number and no index."""
         for address, storage in self.pool.items():
-            if address not in but and storage.nbytes():
+            if storage.nbytes():
                 ctypes.memset(address, 0xFF, storage.nbytes())
 
 
@@ -170,16 +162,14 @@ def bare_tensor(x: Tensor) -> Tensor:
 class StrictRecorder:
     """Stands in for `kangaroo.graphs.Recorder`."""
 
-    def __call__(
-        self, work: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    def __call__(self, work: Callable[[], object]) -> Callable[[], None]:
         for _ in range(WARM_UPS):
             work()
         tape = Tape()
         with tape:
-            results = work()
-        tape.seal(results)
-        return tape.replay, results
+            work()
+        tape.spoil()
+        return tape.replay
 
 
 class StrictGraphs(Graphs):
