@@ -25,7 +25,7 @@ EXITS="[2,3]"
 MODEL=(model=smollm2-135m)
 SIZES=(hardware=gpu) # of trees and drafts: the papers'
 GIB=(4 64 24 16 8 8 0) # of memory that each stage needs, in the order below
-SECONDS_OF=(180 360 360 420 180 210 30)
+SECONDS_OF=(300 360 300 360 180 210 30)
 STAGES=(check shapes data train adapters methods pack)
 # sizes of the work; DRY keeps lengths and shapes of calls, and does less of each
 TESTS=(-m gpu tests)
