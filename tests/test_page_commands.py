@@ -110,9 +110,9 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """What earlier commands would have left: data, an adapter, heads, a datastore, a subset."""
-    here = tmp_path_factory.mktemp("made")
+def begun(tmp_path_factory):
+    """Where a user might stand: an adapter, heads, questions and conversations lie there."""
+    here = tmp_path_factory.mktemp("begun")
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
@@ -120,6 +120,15 @@ def made(tmp_path_factory):
     heads = MedusaHeads(lm, Architecture(attention=False, own_head=True, medusa_heads=2))
     about = adapter_files.describe(lm, heads.start_from(lm), {}, guesses=[[0.5, 0.2]] * 2)
     adapter_files.save(heads, about, torch.tensor([3]), here / "adapters/tiny-medusa")
+    (here / "ShareGPT.json").write_text(json.dumps(talks()))
+    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    return here
+
+
+@pytest.fixture(scope="module")
+def made(begun, tmp_path_factory):
+    """And what earlier commands left: data, a datastore, a subset of layers, an export."""
+    here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
         typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
     typed("scripts/build_datastore.py", f"model=tiny {SHORT}", here)
@@ -127,8 +136,6 @@ def made(tmp_path_factory):
     typed("scripts/search_layers.py", f"{options} {SHORT}", here)
     options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"
     typed("scripts/export.py", options, here)
-    (here / "ShareGPT.json").write_text(json.dumps(talks()))
-    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
     return here
 
 
@@ -153,11 +160,12 @@ def marked(line: str) -> object:
 @pytest.mark.parametrize(
     "line", [marked(line) for line in sorted(APPENDED) if APPENDED[line] is not None]
 )
-def test_a_line_of_the_pages_runs(line, made, tmp_path):
+def test_a_line_of_the_pages_runs(line, request, tmp_path):
+    before = request.getfixturevalue("begun" if line in FAST else "made")
     script, *words = f"{line} {APPENDED[line]}".split()
     for model in MODELS if script != "scripts/estimate.py" else ():  # which needs no weights
         words = [w if w.startswith("recipe=") else w.replace(model, "tiny") for w in words]
-    here = shutil.copytree(made, tmp_path / "here")
+    here = shutil.copytree(before, tmp_path / "here")
     typed(script, " ".join(words), here)
 
 
@@ -197,10 +205,10 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", REFUSED)
-def test_an_error_that_the_readme_shows_is_the_one_that_comes(line, made, tmp_path):
+def test_an_error_that_the_readme_shows_is_the_one_that_comes(line, begun, tmp_path):
     readme = (ROOT / "README.md").read_text()
     assert f"$ python {line}" in readme and REFUSED[line] in readme
-    here = shutil.copytree(made, tmp_path / "here")
+    here = shutil.copytree(begun, tmp_path / "here")
     shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
     done = subprocess.run(
         [sys.executable, ROOT / line.split()[0], *line.split()[1:]],
