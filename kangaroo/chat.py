@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.data.chat import Message, prompt_ids
+from kangaroo.data.chat import Message, plain_text, prompt_ids
 from kangaroo.engine import Engine, Generation, Token
 from kangaroo.errors import PromptError
 from kangaroo.sampling import Sampling
@@ -38,12 +38,12 @@ def pieces(
     pending: list[int] = []
     for token in tokens:
         pending.append(token.id)
-        text = tokenizer.decode(pending, skip_special_tokens=True)
+        text = plain_text(tokenizer, pending)
         if not text.endswith(UNFINISHED):
             yield text, token.drafted
             pending = []
     if pending:
-        yield tokenizer.decode(pending, skip_special_tokens=True), False
+        yield plain_text(tokenizer, pending), False
 
 
 def questions(console: Console) -> Iterator[str]:
@@ -89,7 +89,7 @@ def chat(
             console.print("\n(stopped)", style="dim")
             messages.pop()
             continue
-        text = tokenizer.decode(generation.tokens, skip_special_tokens=True)
+        text = plain_text(tokenizer, generation.tokens)
         messages.append(Message(role="assistant", content=text))
         console.print(f"\n[{summary(generation)}]", style="dim", markup=False)
 

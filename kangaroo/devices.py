@@ -74,7 +74,8 @@ def matmul_speed(dtype: torch.dtype) -> float:
     """FLOP/s of this CPU, with torch's threads, in a product of two matrices: the median of nine,
     or of as many as a second has room for.
     """
-    size, seconds, begun = 1024, [], time.perf_counter()
+    size, begun = 1024, time.perf_counter()
+    seconds: list[float] = []
     x, y = torch.randn(2, size, size).to(dtype)
     while len(seconds) < 2 or (len(seconds) < 10 and time.perf_counter() - begun < 1):
         start = time.perf_counter()

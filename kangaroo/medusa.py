@@ -9,6 +9,8 @@ Shapes: B rows, N tokens of a block, H heads, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +52,7 @@ class MedusaHeads(nn.Module):
 
     def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """One each, over the same tokens; a single one, the target's, where they have none."""
-        return [DraftHead(lm, head, vocabulary_K) for head in self.heads] or [
+        return [DraftHead(lm, cast(nn.Linear, head), vocabulary_K) for head in self.heads] or [
             DraftHead(lm, None, vocabulary_K)
         ]
 

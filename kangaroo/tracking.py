@@ -9,7 +9,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from kangaroo.errors import ConfigError
 
@@ -52,6 +52,10 @@ class NoTrackerConfig:
         return NoTracker()
 
 
+# what wandb takes; it refuses another mode itself
+Mode = Literal["online", "offline", "disabled", "shared"]
+
+
 @dataclass
 class WandbConfig:
     """Weights & Biases.
@@ -86,7 +90,8 @@ class Wandb:
             known.write_text(secrets.token_hex(4))
         self.artifact = wandb.Artifact
         self.run = wandb.init(
-            project=config.project, entity=config.entity, group=config.group, mode=config.mode,
+            project=config.project, entity=config.entity, group=config.group,
+            mode=cast(Mode, config.mode),
             dir=output, config=settings, id=known.read_text(), resume="allow",
         )  # fmt: skip
 

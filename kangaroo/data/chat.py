@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from kangaroo.errors import ConfigError, PromptError
 
@@ -44,6 +44,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """What one sequence says, without special tokens."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str)  # a list only for several sequences
+    return text
 
 
 def user_header(
@@ -99,9 +106,10 @@ def _masked_text(
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
         encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            _as_dicts(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             add_generation_prompt=add_generation_prompt,
         )  # fmt: skip
+        assert isinstance(encoded, BatchEncoding)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
         raise ConfigError(
@@ -151,7 +159,7 @@ def _render(
         )
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            _as_dicts(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -161,3 +169,8 @@ def _render(
         ) from error
     assert isinstance(text, str)
     return text
+
+
+def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:
+    """The same objects, by the type that transformers asks for."""
+    return cast("list[dict[str, str]]", messages)

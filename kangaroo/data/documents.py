@@ -25,7 +25,8 @@ def documents(
     """
     if dataset is None and not texts:
         raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
-    found, origin = [], {"dataset": None, "texts": list(texts)}
+    found: list[list[int]] = []
+    origin: dict[str, Any] = {"dataset": None, "texts": list(texts)}
     if dataset is not None:
         samples, origin["dataset"] = store.load(Path(dataset))
         found += [sample["input_ids"] for sample in samples]

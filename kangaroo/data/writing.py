@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.clock import now
-from kangaroo.data.chat import Message, Sample, masked_ids, user_header
+from kangaroo.data.chat import Message, Sample, masked_ids, plain_text, user_header
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Generation, Request
 from kangaroo.model import LM
@@ -125,7 +125,7 @@ class Writer:
         for dialogue, opening, request, asked in zip(
             going, openings, requests, generations, strict=True
         ):
-            text = self.tokenizer.decode(asked.tokens, skip_special_tokens=True)
+            text = plain_text(self.tokenizer, asked.tokens)
             text = (opening + text.removesuffix(request.stop[0])).strip()
             dialogue.open = bool(text) and (asked.finish != "length" or keep_unfinished)
             if dialogue.open:
@@ -153,7 +153,7 @@ class Writer:
                 requests.append(Request(prompt, max_tokens, dialogue.seed))
         generations = self._decode(requests, temperature, done)
         for dialogue, request, mask, said in zip(going, requests, masks, generations, strict=True):
-            text = self.tokenizer.decode(said.tokens, skip_special_tokens=True)
+            text = plain_text(self.tokenizer, said.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
             dialogue.input_ids = [*request.prompt, *said.tokens]
             dialogue.loss_mask = mask + [1] * len(said.tokens)

@@ -22,7 +22,7 @@ from kangaroo.models import ModelConfig
 
 def measure_memory(
     model: ModelConfig, drafter: KangarooConfig, prompt: list[int], new_tokens: int
-) -> dict[str, float]:
+) -> dict[str, int]:
     """Bytes computed and measured, by a process of its own that decodes one text and ends.
 
     On a GPU the measure is the most that was allocated. On a CPU it is how much the process's
@@ -36,7 +36,7 @@ def measure_memory(
 
 def _measure(
     model: ModelConfig, config: KangarooConfig, prompt: list[int], new_tokens: int
-) -> dict[str, float]:
+) -> dict[str, int]:
     tiny, _ = models.load(replace(model, name="tiny", path=models.TINY, chat_template=None))
     _decode(LM(tiny).compile_for_decoding(), Vanilla(), [1, 2, 3], 4)
     device = next(tiny.parameters()).device
@@ -75,7 +75,8 @@ def _peak(device: torch.device) -> int:
     if sys.platform == "linux":  # where what `getrusage` says was the parent's before
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    else:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _copied(drafter: Kangaroo) -> int:

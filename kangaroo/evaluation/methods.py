@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kangaroo.clock import now
+from kangaroo.data.chat import plain_text
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.records import Run
 from kangaroo.evaluation.speed_trials import transformers_attention
@@ -71,9 +72,7 @@ def as_run(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], finish: str, seconds: float,
     steps: list[StepRecord],
 ) -> Run:  # fmt: skip
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    assert isinstance(text, str)
-    text = text.strip()  # as Spec-Bench does
+    text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
     return Run(
         tokens=tokens,
         text=text,

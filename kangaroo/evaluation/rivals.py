@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ RIVALS = {
     "hf_truncated": "assistant_model: the same as a model with a cache of its own",
     "hf_assistant": "assistant_model: the adapter, exported",
 }
+
+
+class Generating(Protocol):
+    """A model of transformers by the one method that is wrapped here."""
+
+    generate: Callable[..., Any]
 
 
 def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
@@ -44,11 +51,12 @@ def assistant(model: PreTrainedModel) -> PreTrainedModel:
     then takes the whole text again, on top of its cache, in every round, and drafts after a text
     that repeats itself. With a mask it goes on where it stopped.
     """
-    generate = model.generate
+    generating = cast(Generating, model)
+    generate = generating.generate
 
     def masked(*, input_ids: Tensor, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = torch.ones_like(input_ids)
         return generate(input_ids=input_ids, **kwargs)
 
-    model.generate = masked
+    generating.generate = masked
     return model
