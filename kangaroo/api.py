@@ -30,9 +30,11 @@ Settings = TypeVar("Settings", KangarooConfig, Sampling)
 
 
 def load(
-    model: str | ModelConfig = "smollm2-135m", adapter: str | None = None,
-    drafter: DrafterConfig | None = None, **settings: Any,
-) -> Model:  # fmt: skip
+    model: str | ModelConfig = "smollm2-135m",
+    adapter: str | None = None,
+    drafter: DrafterConfig | None = None,
+    **settings: Any,
+) -> Model:
     """A model that is ready to answer.
 
     Args:
@@ -100,9 +102,13 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 512,
-        batch_size: int | None = None, stop: Sequence[str] = (), **sampling: Any,
-    ) -> str | list[str]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 512,
+        batch_size: int | None = None,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> str | list[str]:
         """The answer, or of a list of prompts the list of answers.
 
         Args:
@@ -117,11 +123,12 @@ class Model:
         `ConfigError` for a setting that is not known or cannot be.
         """
         one = isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts)
-        asked = [self._ids(prompt) for prompt in ([prompts] if one else prompts)]
+        batch: list[Any] = [prompts] if one else list(prompts)
+        asked = [self._ids(prompt) for prompt in batch]
         done = self.engine.generate(
             asked, max_new_tokens, _made(Sampling, sampling), batch_size, stop=stop
         )
-        texts = [self.tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
+        texts = [str(self.tokenizer.decode(d.tokens, skip_special_tokens=True)) for d in done]
         return texts[0] if one else texts
 
     def stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers import adapter_for
 from omegaconf import OmegaConf
-from test_cli import MODELS, composed
+from test_cli import MODELS, ROOT, composed
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -90,6 +91,15 @@ def test_streamed_pieces_join_to_the_text(model, sampling):
     assert len(streamed) > 10
 
 
+def test_the_parts_by_hand_on_the_architecture_page_write_the_same(model, capsys):
+    page = (ROOT / "docs/architecture.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    code = code.replace("adapters/smollm2-135m", ADAPTER).replace("smollm2-135m", "tiny")
+    exec(compile(code, "architecture.md", "exec"), {})
+    expected = model.generate("Why is the sky blue?", 128, temperature=0.8, seed=1)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 def test_a_stop_string_ends_both(model):
     whole = model.generate("Why?", 48)
     stop = whole[10]
@@ -137,10 +147,8 @@ def test_the_models_own_adapter_is_the_default(tmp_path, monkeypatch):
         kangaroo.load("tiny")
     lm, _ = load_target(model_config("tiny"))
     adapter = adapter_for(lm)
-    adapter_files.save(
-        adapter, adapter_files.describe(lm, adapter, {}), torch.tensor([3]),
-        tmp_path / "outputs/train/tiny/attention-exit2",
-    )  # fmt: skip
+    about, folder = adapter_files.describe(lm, adapter, {}), "outputs/train/tiny/attention-exit2"
+    adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / folder)
     drafter = kangaroo.load("tiny", steps=3, threshold=0.2).engine.drafter
     assert (drafter.exit_layer, drafter.steps, drafter.threshold) == (2, 3, 0.2)
 
@@ -161,13 +169,18 @@ REFUSED = {
     "no such folder": ("./none", {"adapter": ADAPTER}, ModelNotFound, "no folder './none'"),
     "an unknown setting": ("tiny", {"treshold": 0.5}, ConfigError, "'treshold'.*threshold"),
     "a value that cannot be": (
-        "tiny", {"adapter": ADAPTER, "threshold": 2}, ConfigError, r"\[0, 1\), not 2",
+        "tiny",
+        {"adapter": ADAPTER, "threshold": 2},
+        ConfigError,
+        r"\[0, 1\), not 2",
     ),
     "a drafter and settings": (
-        "tiny", {"drafter": VanillaConfig(), "adapter": "x", "steps": 2}, ConfigError,
+        "tiny",
+        {"drafter": VanillaConfig(), "adapter": "x", "steps": 2},
+        ConfigError,
         "adapter, steps given beside drafter=",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
