@@ -37,7 +37,7 @@ class Echo(FromText):  # it reads the text alone; other drafters read the model'
         return []
 
 
-question = "Count from 1 to 20, then count from 1 to 20 again."
+question = "Write a Python function for each of: add, subtract, multiply."
 echo = kangaroo.load(options.model, drafter=EchoConfig(steps=6))
 vanilla = kangaroo.load(options.model, drafter=VanillaConfig())  # drafts nothing
 text = echo.generate(question, max_new_tokens=64)

@@ -55,7 +55,7 @@ def engines_texts(engine, tokenizer, questions, sampling):
 
 
 def test_the_package_alone_loads_no_torch():
-    code = "import sys, kangaroo; assert 'torch' not in sys.modules; kangaroo.load"
+    code = "import sys, kangaroo; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -27,9 +27,9 @@ RUNS = {
 FAST = {"generate.py", "stream.py", "add_a_drafter.py"}
 # With the embedded model, and as they stand but for their length.
 REAL = {
-    "generate.py": ("--max-new-tokens 32", r"(?i)^.*sky.*\n> Name.*\n> What.*144"),
+    "generate.py": ("--max-new-tokens 32", r"^The sky is blue.*\n> Name.*\n> What"),
     "stream.py": ("--max-new-tokens 32", r"\n.*Paris.*\n\n> And"),
-    "add_a_drafter.py": ("", r"1.*2.*3.*writes the same: True"),
+    "add_a_drafter.py": ("", r"def add.*def subtract.*writes the same: True"),
     "evaluate_two_methods.py": ("--questions 2 --output {here}", "smollm2-135m on demo: methods"),
 }
 
