@@ -10,11 +10,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data.chat import Message, plain_text, prompt_ids
-from kangaroo.engine import Engine, Generation, Token
+from kangaroo.engine import Engine, Generation
 from kangaroo.errors import PromptError
 from kangaroo.sampling import Sampling
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+from kangaroo.streaming import pieces
 
 
 @dataclass
@@ -29,21 +28,6 @@ class ChatConfig:
     max_new_tokens: int = 512
     color: bool = True
     system: str | None = None
-
-
-def pieces(
-    tokens: Iterator[Token], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, bool]]:
-    """(text, drafted) as tokens arrive; a character that spans tokens waits for its last one."""
-    pending: list[int] = []
-    for token in tokens:
-        pending.append(token.id)
-        text = plain_text(tokenizer, pending)
-        if not text.endswith(UNFINISHED):
-            yield text, token.drafted
-            pending = []
-    if pending:
-        yield plain_text(tokenizer, pending), False
 
 
 def questions(console: Console) -> Iterator[str]:

@@ -22,7 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from rich.console import Console
 
-from kangaroo import adapter_files, datastore, models, official, ranks
+from kangaroo import adapter_files, datastore, official, ranks
+from kangaroo.api import load_target
 from kangaroo.blueprint import blueprint
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions
@@ -51,7 +52,6 @@ from kangaroo.evaluation.run import evaluate as run_evaluation
 from kangaroo.evaluation.speed import measure
 from kangaroo.evaluation.speed_trials import long_prompt
 from kangaroo.model import LM
-from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, Tracker, WandbConfig
@@ -126,13 +126,6 @@ def joined() -> Iterator[Ranks]:
         if not own.is_first:
             logging.disable(logging.INFO)
         yield own
-
-
-def load_target(config: ModelConfig) -> tuple[LM, Any]:
-    """The target as the engine drives it, and its tokenizer."""
-    hf, tokenizer = models.load(config)
-    lm = LM(hf)
-    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 
 
 @command("train", shared=True)

@@ -39,7 +39,8 @@ LAYERS = [
         "datastore",
     },
     {"drafters", "engine"},
-    {"data", "training", "evaluation", "serve"},
+    {"data", "training", "evaluation", "serve", "streaming"},
+    {"api"},
     {"cli", "cli_schema"},
 ]
 CORE = LAYERS[0]

@@ -7,12 +7,13 @@ from helpers import adapter_for
 from rich.console import Console
 
 from kangaroo import models
-from kangaroo.chat import ChatConfig, chat, pieces, summary
+from kangaroo.chat import ChatConfig, chat, summary
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine, Generation, StepRecord, Token
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.sampling import Sampling
+from kangaroo.streaming import pieces
 
 
 @pytest.fixture(scope="module")

@@ -52,13 +52,17 @@ class Drafter(Protocol):
 
 @dataclass
 class DrafterConfig:
-    """The settings of a drafter; a subclass adds its own and `build(lm) -> Drafter`.
+    """The settings of a drafter; a subclass adds its own, and `build`.
 
     Args:
         name: what results and the command line call it.
     """
 
     name: str = "???"
+
+    def build(self, lm: LM) -> Drafter:
+        """The drafter for this target."""
+        raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
         """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""

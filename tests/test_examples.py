@@ -1,0 +1,65 @@
+"""Every example runs as a newcomer would run it, and shows what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = "--model tiny --adapter untrained:2"
+
+# What is appended to each, and what it then prints.
+RUNS = {
+    "generate.py": (f"{TINY} --max-new-tokens 8", r"\n> Name three rivers.*\n> What is 12"),
+    "stream.py": (f"{TINY} --max-new-tokens 8", r"^> What is the capital.*\n\n> And what is it"),
+    "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
+    "add_a_drafter.py": ("--model tiny", "writes the same: True"),
+    "evaluate_two_methods.py": (
+        f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}",
+        r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
+    ),
+}
+FAST = {"generate.py", "stream.py", "add_a_drafter.py"}
+# With the embedded model, and as they stand but for their length.
+REAL = {
+    "generate.py": ("--max-new-tokens 32", r"^The sky is blue.*\n> Name.*\n> What"),
+    "stream.py": ("--max-new-tokens 32", r"\n.*Paris.*\n\n> And"),
+    "add_a_drafter.py": ("", r"def add.*def subtract.*writes the same: True"),
+    "evaluate_two_methods.py": ("--questions 2 --output {here}", "smollm2-135m on demo: methods"),
+}
+
+
+def shown(example: str, options: str, here: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / example, *options.format(here=here).split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_example_is_run():
+    assert set(RUNS) == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, marks=[pytest.mark.slow] * (e not in FAST)) for e in RUNS]
+)
+def test_an_example_runs(example, tmp_path):
+    options, expected = RUNS[example]
+    assert re.search(expected, shown(example, options, tmp_path), flags=re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", REAL)
+def test_an_example_runs_on_the_embedded_model(example, smollm2, tmp_path):
+    options, expected = REAL[example]
+    assert re.search(expected, shown(example, options, tmp_path), flags=re.S)
