@@ -46,7 +46,7 @@ cost: setup  ## write the table of what each training takes
 
 # Two workers with one thread each: tiny models gain nothing from more threads.
 test: setup  ## run the CPU tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=10 -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10 -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)

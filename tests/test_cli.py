@@ -114,6 +114,7 @@ def kill_when(path, script, *overrides, cwd):
     process.wait()
 
 
+@pytest.mark.slow
 def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     settings = ["experiment=debug", "data.shards=4", "data.max_answer_tokens=160"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -185,6 +186,7 @@ def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+@pytest.mark.slow
 def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     logger = ["logger=wandb", "logger.mode=offline"]
     train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)

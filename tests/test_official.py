@@ -225,6 +225,7 @@ def run(script: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_commands_import_and_export(tmp_path):
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     state = random_state(lm, torch.float16)
