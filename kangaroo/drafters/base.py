@@ -51,7 +51,7 @@ class Drafter(Protocol):
 
 
 @dataclass
-class DrafterConfig:
+class DrafterConfig(ABC):
     """The settings of a drafter; a subclass adds its own, and `build`.
 
     Args:
@@ -60,9 +60,9 @@ class DrafterConfig:
 
     name: str = "???"
 
+    @abstractmethod
     def build(self, lm: LM) -> Drafter:
         """The drafter for this target."""
-        raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
         """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""

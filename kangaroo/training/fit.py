@@ -109,14 +109,14 @@ def check_writing(writing: Writing, devices: Devices) -> None:
         )
     if writing.bytes > devices.free:
         fitting = (room - writing.reading) // writing.row
-        mend = (
+        fix = (
             f"Pass data.batch_size={fitting}" if fitting > 0 else "Not even one fits: ask for "
             "shorter ones"
         )  # fmt: skip
         raise ConfigError(
             f"while the target writes the data, {writing.rows} texts of up to {writing.longest} "
             f"tokens take {writing.rows * writing.row / 1e9:.1f} GB of keys and values beside its "
-            f"own {writing.target / 1e9:.1f} GB, and {_room(devices)}. {mend}, or train on text "
+            f"own {writing.target / 1e9:.1f} GB, and {_room(devices)}. {fix}, or train on text "
             "that is there (data=conversations data.regenerate=false)."
         )
 
@@ -127,7 +127,7 @@ def check_training(memory: dict[str, int], devices: Devices) -> None:
     if needed <= devices.free:
         return
     parts = sorted(memory.items(), key=lambda part: -part[1])[:3]
-    mend = {
+    fix = {
         "target": "Spread the target: trainer.shard_target=true in several processes, or "
         "model.device_map=auto on several GPUs; or choose a smaller one",
         REMEMBERED: "Pass trainer.remember=false, or ask for less data",
@@ -138,7 +138,7 @@ def check_training(memory: dict[str, int], devices: Devices) -> None:
     listed = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts)
     raise ConfigError(
         f"training takes {needed / 1e9:.1f} GB in each process ({listed}, ...), and "
-        f"{_room(devices)}. {mend}."
+        f"{_room(devices)}. {fix}."
     )
 
 
