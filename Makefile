@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train bench cost test test-slow check format clean
+.PHONY: help setup demo chat train speed estimate test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -32,11 +32,11 @@ chat: setup  ## talk to the model in the terminal
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
 
-bench: setup  ## time the engine's steps
-	$(BIN)/python scripts/bench.py $(ARGS)
+speed: setup  ## time the engine's steps
+	$(BIN)/python scripts/speed.py $(ARGS)
 
 ESTIMATE = $(BIN)/python scripts/estimate.py estimate.page=docs/cost.md $(ARGS)
-cost: setup  ## write the table of what each training takes
+estimate: setup  ## write the table of what each training takes
 	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
 	  $(ESTIMATE) model=$$name || exit 1; \
 	done

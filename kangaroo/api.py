@@ -11,8 +11,6 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import models
-from kangaroo.adapter_files import SHIPPED
-from kangaroo.data.chat import Message, plain_text, prompt_ids
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.embedded import EMBEDDED
@@ -20,8 +18,10 @@ from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
 from kangaroo.models import RANDOM, Dtype, ModelConfig
+from kangaroo.prompts import Message, plain_text, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
+from kangaroo.trained.adapter_files import SHIPPED
 
 MODELS = Path(__file__).parent.parent / "configs" / "model"  # a file for each model known by name
 

@@ -22,8 +22,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from rich.console import Console
 
-from kangaroo import adapter_files, datastore, official, ranks
+from kangaroo import ranks
 from kangaroo.api import load_target
+from kangaroo.benchmark import cost_report, speed_report
+from kangaroo.benchmark.cost import measure as measure_cost
+from kangaroo.benchmark.memory import measure_memory
+from kangaroo.benchmark.speed import measure
+from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.blueprint import blueprint
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions
@@ -43,25 +48,24 @@ from kangaroo.cli_schema import (
 )
 from kangaroo.data import store
 from kangaroo.data.documents import documents
-from kangaroo.devices import Devices
+from kangaroo.drafters import datastore as datastores
+from kangaroo.drafters.layer_search import search as find_layers
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.evaluation import comparison, report, speed_report
-from kangaroo.evaluation.memory import measure_memory
+from kangaroo.estimate import estimate_report
+from kangaroo.estimate.devices import Devices
+from kangaroo.estimate.expectation import Text, check_disk, expect
+from kangaroo.estimate.fit import check_training, foresee
+from kangaroo.evaluation import comparison, report
 from kangaroo.evaluation.run import evaluate as run_evaluation
-from kangaroo.evaluation.speed import measure
-from kangaroo.evaluation.speed_trials import long_prompt
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, Tracker, WandbConfig
-from kangaroo.training import backend, cost_report, estimate_report
+from kangaroo.trained import adapter_files, official
+from kangaroo.training import backend
 from kangaroo.training.compare import compare as compare_adapters
 from kangaroo.training.compare import markdown
-from kangaroo.training.cost import measure as measure_cost
-from kangaroo.training.estimate import Text, check_disk, expect
-from kangaroo.training.fit import check_training, foresee
-from kangaroo.training.layer_search import search as search_layers
 from kangaroo.training.loop import settled
 from kangaroo.training.loop import train as train_adapters
 
@@ -292,13 +296,13 @@ def compare(config: CompareCommand) -> None:
     log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
-@command("search")
-def search(config: SearchCommand) -> None:
+@command("search_layers")
+def search_layers(config: SearchCommand) -> None:
     """Search a subset of layers on the data's end, and write it."""
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
     samples, _ = store.load(Path(config.data.path))
-    found = search_layers(lm, samples, config.search, Path(config.output))
+    found = find_layers(lm, samples, config.search, Path(config.output))
     log.info(
         "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * found.search["agreement"],
         config.output,
@@ -306,14 +310,14 @@ def search(config: SearchCommand) -> None:
 
 
 @command("datastore")
-def build_datastore(config: DatastoreCommand) -> None:
+def datastore(config: DatastoreCommand) -> None:
     """Make a finished dataset and text files searchable."""
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
     found, origin = documents(config.data and config.data.path, config.texts, tokenizer)
-    made = datastore.index(found, lm.config.vocab_size)
-    folder = datastore.save(made, lm, Path(config.output), origin | provenance())
+    made = datastores.index(found, lm.config.vocab_size)
+    folder = datastores.save(made, lm, Path(config.output), origin | provenance())
     log.info(
         "%d tokens of %d documents in %.1f s; use them: python evaluate.py drafter=rest "
         "'drafter.datastore=\"%s\"'",

@@ -13,32 +13,32 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from kangaroo.benchmark.cost_parts import CostConfig
+from kangaroo.benchmark.speed import SpeedConfig
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.draft_model import DraftModelConfig
+from kangaroo.drafters.draft_verify import DraftVerifyConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
-from kangaroo.drafters.layerskip import LayerSkipConfig
+from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.drafters.lookahead import LookaheadConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.drafters.vanilla import VanillaConfig
+from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
-from kangaroo.evaluation.speed import SpeedConfig
 from kangaroo.folders import named_by
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.cost_parts import CostConfig
-from kangaroo.training.estimate_report import EstimateConfig
-from kangaroo.training.layer_search import SearchConfig
 from kangaroo.training.recipe import AdapterRecipe
 
 # Of trees and drafts, by drafter and option: a file of configs/hardware.
@@ -69,7 +69,7 @@ class EstimateCommand(TrainCommand):
 
 @dataclass
 class CostCommand:
-    """`python scripts/training_cost.py`: training against the frozen forward alone."""
+    """`python scripts/cost.py`: training against the frozen forward alone."""
 
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
@@ -90,7 +90,7 @@ class EvaluateCommand(EvaluateConfig):
 
 @dataclass
 class SpeedCommand:
-    """`python scripts/bench.py`: how fast, against what the memory allows."""
+    """`python scripts/speed.py`: how fast, against what the memory allows."""
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
@@ -121,7 +121,7 @@ class SearchCommand:
 
 @dataclass
 class DatastoreCommand:
-    """`python scripts/build_datastore.py`: documents that drafters may search."""
+    """`python scripts/datastore.py`: documents that drafters may search."""
 
     model: ModelConfig = MISSING
     data: Any = None  # a dataset; '~data' on the command line leaves it out
@@ -192,7 +192,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
-    cs.store(name="search_schema", node=SearchCommand)
+    cs.store(name="search_layers_schema", node=SearchCommand)
     cs.store(name="datastore_schema", node=DatastoreCommand)
     cs.store(name="import_adapter_schema", node=ImportAdapterCommand)
     cs.store(name="export_schema", node=ExportCommand)
@@ -208,7 +208,7 @@ def register() -> None:
     cs.store(group="drafter", name="kangaroo_tree_schema", node=KangarooTreeConfig)
     cs.store(group="drafter", name="draft_model_schema", node=DraftModelConfig)
     cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
-    cs.store(group="drafter", name="layerskip_schema", node=LayerSkipConfig)
+    cs.store(group="drafter", name="draft_verify_schema", node=DraftVerifyConfig)
     cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
     cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
     cs.store(group="drafter", name="rest_schema", node=RestConfig)

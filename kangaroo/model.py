@@ -9,7 +9,8 @@ R rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from ctypes import CDLL
 from itertools import pairwise
 
@@ -301,6 +302,16 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
+
+
+@contextmanager
+def transformers_attention(lm: LM) -> Iterator[None]:
+    """Give the model its usual attention back, since `generate` brings its own cache."""
+    lm.hf.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        lm.hf.set_attn_implementation(ATTENTION)
 
 
 def layer_weights(layer: nn.Module) -> LayerWeights:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.data.chat import plain_text
 from kangaroo.engine import Token
+from kangaroo.prompts import plain_text
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 

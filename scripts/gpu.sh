@@ -61,7 +61,7 @@ shapes() {
   for shape in $SHAPES; do
     name=${shape##*/}
     [ -f "$RESULTS/shapes/$name/speed.json" ] && continue
-    run scripts/bench.py model=tiny "model.name=random-$name" "model.path='random:$shape'" \
+    run scripts/speed.py model=tiny "model.name=random-$name" "model.path='random:$shape'" \
       model.dtype=float16 "drafter.adapter='untrained:2'" drafter.threshold=0 speed.rivals=false \
       "output=$RESULTS/shapes/$name" "${SPEED[@]}" || return
   done
@@ -85,7 +85,7 @@ adapters() {
   list=$(printf ",%s" "$RESULTS"/train/*-exit*)
   run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$(shards)" "output=$RESULTS/adapters/compare" \
     "compare.adapters=[${list:1}]" "${COMPARE[@]}" &&
-    run scripts/bench.py "${MODEL[@]}" "${SIZES[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
+    run scripts/speed.py "${MODEL[@]}" "${SIZES[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
 }
 
 methods() { # each job with its own baselines, in one folder; compared after every job
@@ -108,7 +108,7 @@ pack() { # no data, no checkpoints
 room() {
   "$PYTHON" - "$1" "$2" << 'PY'
 import sys
-from kangaroo.devices import found
+from kangaroo.estimate.devices import found
 from kangaroo.models import ModelConfig
 
 stage, needed = sys.argv[1], float(sys.argv[2])

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kangaroo.evaluation.gpu_page import page
+from kangaroo.benchmark.gpu_page import page
 
 if __name__ == "__main__":
     folder, target = map(Path, sys.argv[1:])

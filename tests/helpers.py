@@ -11,7 +11,6 @@ import torch
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
-from kangaroo.adapter import Adapter, Architecture
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
@@ -19,6 +18,7 @@ from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
+from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 

@@ -13,8 +13,13 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kangaroo.adapter import Adapter, Architecture
-from kangaroo.adapter_files import (
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.engine import Engine, Request
+from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.adapter_files import (
     CONFIG,
     VOCABULARY,
     WEIGHTS,
@@ -27,12 +32,7 @@ from kangaroo.adapter_files import (
     read_config,
     save,
 )
-from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
-from kangaroo.engine import Engine, Request
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.medusa import MedusaHeads
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import AdapterRecipe, trainees
 

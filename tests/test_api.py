@@ -16,16 +16,16 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import kangaroo
-from kangaroo import adapter_files
 from kangaroo.api import load_target, model_config
-from kangaroo.data.chat import prompt_ids
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine, Token
 from kangaroo.errors import AdapterNotFound, ConfigError, KangarooError, ModelNotFound, PromptError
 from kangaroo.models import ModelConfig
+from kangaroo.prompts import prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
+from kangaroo.trained import adapter_files
 
 ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]

@@ -19,10 +19,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kangaroo import models
+from kangaroo.benchmark.rivals import assistant
+from kangaroo.benchmark.speed_trials import timed_generate
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
-from kangaroo.drafters.layerskip import LayerSkip, LayerSkipConfig
+from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
+from kangaroo.drafters.layer_subset import runs
 from kangaroo.engine import Engine
 from kangaroo.errors import (
     AdapterMismatch,
@@ -31,14 +34,11 @@ from kangaroo.errors import (
     CorruptFile,
     ModelNotFound,
 )
-from kangaroo.evaluation.rivals import assistant
-from kangaroo.evaluation.speed_trials import timed_generate
-from kangaroo.export import draft_model
-from kangaroo.layer_subset import runs
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig
 from kangaroo.sampling import Rule, Sampling, pick
 from kangaroo.shapes import SHAPES
+from kangaroo.trained.export import draft_model
 
 SAMPLED = SAMPLINGS["sampled"]
 Expected = Callable[[list[int], int, int], list[int]]  # text, seed, count
@@ -123,7 +123,7 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
             drafted.append(int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed]))))
         return drafted
 
-    drafter = LayerSkip(lm, skip, steps=3, threshold=0)
+    drafter = DraftVerify(lm, skip, steps=3, threshold=0)
     accepted = drafts_are(drafter, drafter, case, sampling, expected)
     assert skip == [0, 1, 2] or len(accepted) > 2
 
@@ -273,15 +273,15 @@ def test_layers_that_are_left_form_ranges():
 def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
     for skip in ([4], [-1], [0, 1, 2, 3]):
         with pytest.raises(ConfigError, match=r"skip=.*0 to 3"):
-            LayerSkip(case.lm, skip)
+            DraftVerify(case.lm, skip)
     with pytest.raises(ConfigError, match="search_layers"):
-        LayerSkipConfig().build(case.lm)
+        DraftVerifyConfig().build(case.lm)
     file = tmp_path / "subset.json"
     with pytest.raises(AdapterNotFound, match="search_layers"):
-        LayerSkipConfig(subset=str(file)).build(case.lm)
+        DraftVerifyConfig(subset=str(file)).build(case.lm)
     file.write_text("{")
     with pytest.raises(CorruptFile, match="search one again"):
-        LayerSkipConfig(subset=str(file)).build(case.lm)
+        DraftVerifyConfig(subset=str(file)).build(case.lm)
     file.write_text('{"skip": [1], "target": "another", "target_hash": "0"}')
     with pytest.raises(AdapterMismatch, match="another"):
-        LayerSkipConfig(subset=str(file)).build(case.lm)
+        DraftVerifyConfig(subset=str(file)).build(case.lm)

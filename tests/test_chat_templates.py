@@ -5,9 +5,9 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from kangaroo.data.chat import masked_ids, prompt_ids, user_header
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.models import chat_template
+from kangaroo.prompts import masked_ids, prompt_ids, user_header
 
 # Forms of templates in the wild, in our own words: (template, end of turn).
 TEMPLATES = {

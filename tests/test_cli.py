@@ -14,13 +14,14 @@ from helpers import adapter_for
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo import adapter_files, cli
-from kangaroo.adapter_files import WEIGHTS
+from kangaroo import cli
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter_files import WEIGHTS
 from kangaroo.training.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -172,7 +173,7 @@ def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
     ]  # fmt: skip
     for source, documents in (settings, 17), (["~data"], 1):
         built = run(
-            "scripts/build_datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
+            "scripts/datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
         )
         assert built.returncode == 0, built.stderr
         about = json.loads((tmp_path / "adapters/tiny-datastore/datastore.json").read_text())

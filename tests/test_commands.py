@@ -17,10 +17,11 @@ import pytest
 import torch
 from helpers import adapter_for
 
-from kangaroo import adapter_files, cli
-from kangaroo.adapter_files import WEIGHTS
+from kangaroo import cli
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter_files import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,8 +66,8 @@ FAST = {"train.py model=vicuna-7b", "evaluate.py bench=spec_bench"}
 
 # Commands that one process does.
 ALONE = [
-    cli.build_datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.export,
-    cli.import_adapter, cli.search, cli.speed,
+    cli.datastore, cli.chat, cli.compare, cli.cost, cli.estimate, cli.export,
+    cli.import_adapter, cli.search_layers, cli.speed,
 ]  # fmt: skip
 
 

@@ -24,14 +24,13 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo.adapter import Adapter, Architecture, DraftHead
-from kangaroo.datastore import Datastore, index
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
+from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.layerskip import LayerSkip
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa, chain_of
 from kangaroo.drafters.prompt_lookup import PromptLookup
@@ -39,10 +38,11 @@ from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.lossless import fork
-from kangaroo.export import draft_model
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
+from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
+from kangaroo.trained.export import draft_model
+from kangaroo.trained.medusa_heads import MedusaHeads
 
 NEW_TOKENS = 18
 CHUNK = 16
@@ -107,8 +107,8 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
     "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
-    "layerskip": lambda case: LayerSkip(case.lm, [1, 3], steps=4, threshold=0),
-    "layerskip-stops": lambda case: LayerSkip(case.lm, [2], steps=4, threshold=0.3),
+    "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
+    "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
     "cascade": lambda case: Cascade(
         case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
     ),

@@ -10,7 +10,6 @@ import pytest
 
 from kangaroo import models
 from kangaroo.data import making, store
-from kangaroo.data.chat import masked_ids, prompt_ids, user_header
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig, synthesise
@@ -19,6 +18,7 @@ from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.prompts import masked_ids, prompt_ids, user_header
 from kangaroo.sampling import Sampling
 
 NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)

@@ -7,13 +7,13 @@ from datasets import Dataset, DatasetDict
 
 from kangaroo import models
 from kangaroo.data import reading, store
-from kangaroo.data.chat import masked_ids, prompt_ids
 from kangaroo.data.conversations import ConversationsConfig, convert
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
 
 

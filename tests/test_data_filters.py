@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from kangaroo.data.figures import figures
 from kangaroo.data.filters import FilterConfig, Questions, answers, cut, repetition, select
+from kangaroo.data.statistics import figures
 
 
 def conversation(*turns):

@@ -7,8 +7,8 @@ import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kangaroo.adapter import DraftHead
 from kangaroo.model import LM
+from kangaroo.trained.adapter import DraftHead
 from kangaroo.training.batches import collate
 from kangaroo.training.distill import FIGURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap

@@ -10,19 +10,19 @@ import torch
 from helpers import random_prompts
 from transformers import T5Config
 
-from kangaroo import adapter_files
 from kangaroo.blueprint import blueprint
 from kangaroo.data import store
 from kangaroo.errors import ConfigError, ModelNotFound, UnsupportedModel
+from kangaroo.estimate.estimate_report import write_row
+from kangaroo.estimate.expectation import Planned, Text, check_disk, expect
 from kangaroo.model import LM
 from kangaroo.models import EMBEDDED, TINY, Dtype, ModelConfig, load
 from kangaroo.tracking import NoTracker
+from kangaroo.trained import adapter_files
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.estimate import Planned, Text, check_disk, expect
-from kangaroo.training.estimate_report import write_row
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import look
 from kangaroo.training.recipe import AdapterRecipe, trainees

@@ -9,11 +9,11 @@ import torch
 from helpers import adapter_for, random_prompts, tiny
 from torch import nn
 
-from kangaroo.adapter import Architecture, DraftHead
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.footprint import Footprint, footprint
+from kangaroo.trained.adapter import Architecture, DraftHead
 
 
 def size(*tensors):

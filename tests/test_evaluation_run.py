@@ -18,7 +18,6 @@ import kangaroo.engine
 import kangaroo.evaluation.run
 import kangaroo.verify
 from kangaroo.attention import ATTENTION
-from kangaroo.data.chat import prompt_ids
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError, CorruptFile, NotLossless, PromptError
 from kangaroo.evaluation import records as store
@@ -26,6 +25,7 @@ from kangaroo.evaluation.metrics import runs
 from kangaroo.evaluation.records import METHOD
 from kangaroo.evaluation.run import Baseline
 from kangaroo.models import byte_tokenizer
+from kangaroo.prompts import prompt_ids
 from kangaroo.sampling import Rule, Sampling
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"

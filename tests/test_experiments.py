@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.adapter_files import read_config
+from kangaroo.trained.adapter_files import read_config
 from kangaroo.training.checkpoint import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -74,5 +74,5 @@ def test_the_documented_row_is_what_the_command_says(name, tmp_path, capsys):
     shutil.copy(ROOT / "docs/cost.md", page)
     settings = [DOCUMENTED[name], f"estimate.name={name}", f"estimate.page={page}"]
     inspect.unwrap(cli.estimate)(composed(*settings, command="estimate"))
-    assert page.read_text() == (ROOT / "docs/cost.md").read_text(), "make cost writes it anew"
+    assert page.read_text() == (ROOT / "docs/cost.md").read_text(), "make estimate writes it anew"
     assert "hidden states" in capsys.readouterr().out

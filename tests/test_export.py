@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny
 
-from kangaroo.adapter import Architecture, DraftHead
 from kangaroo.errors import ConfigError
-from kangaroo.export import draft_model, truncated
+from kangaroo.trained.adapter import Architecture, DraftHead
+from kangaroo.trained.export import draft_model, truncated
 
 
 @pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"own_head": True}], ids=str)

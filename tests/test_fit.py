@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 from kangaroo import cli
 from kangaroo.blueprint import blueprint
 from kangaroo.data import store
-from kangaroo.devices import Device, found
 from kangaroo.errors import ConfigError, DataError
+from kangaroo.estimate.devices import Device, found
+from kangaroo.estimate.fit import Writing, check_training, foresee
 from kangaroo.models import ModelConfig
-from kangaroo.training.fit import Writing, check_training, foresee
 
 GB = 10**9
 A100 = "NVIDIA A100-SXM4-80GB"

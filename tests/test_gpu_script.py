@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers import adapter_for, tiny
 
+from kangaroo.benchmark.gpu_page import page
+from kangaroo.benchmark.speed import SpeedConfig, measure
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.evaluation.gpu_page import page
-from kangaroo.evaluation.speed import SpeedConfig, measure
 from kangaroo.models import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,6 @@ from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecor
 
 from kangaroo import clock
 from kangaroo import graphs as graphs_module
-from kangaroo.adapter import Architecture
 from kangaroo.batch import Batch
 from kangaroo.cache import KVCache
 from kangaroo.clock import Clock
@@ -21,10 +20,11 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.lossless import target_logits
-from kangaroo.export import draft_model
 from kangaroo.graphs import Graphs, Recorder
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.export import draft_model
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.recipe import AdapterRecipe
 

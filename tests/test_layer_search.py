@@ -8,13 +8,9 @@ import pytest
 import torch
 from helpers import random_prompts, tiny, vanilla_texts
 
-from kangaroo.drafters.layerskip import LayerSkip
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.layer_subset import found
-from kangaroo.sampling import Sampling
-from kangaroo.training import layer_search
-from kangaroo.training.layer_search import (
+from kangaroo.drafters import layer_search
+from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.layer_search import (
     SearchConfig,
     agreement_of,
     draft_cost,
@@ -22,6 +18,10 @@ from kangaroo.training.layer_search import (
     look,
     search,
 )
+from kangaroo.drafters.layer_subset import found
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.sampling import Sampling
 
 PROMPTS = random_prompts(6, 9, 12)
 
@@ -43,7 +43,7 @@ def samples(lm):
 @pytest.mark.parametrize("skip", [(1,), (2, 3), (0,)])
 def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, skip):
     right = total = 0
-    drafter = LayerSkip(lm, skip, steps=1, threshold=0)
+    drafter = DraftVerify(lm, skip, steps=1, threshold=0)
     for sample, prompt in zip(samples, PROMPTS, strict=True):
         for length in range(len(prompt) + 1, len(sample["input_ids"])):
             text = sample["input_ids"][:length]

@@ -15,14 +15,14 @@ from helpers import VOCABULARY, forward_logits, random_prompts, tiny, vanilla_te
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
 from test_observability import run, sample
 
-from kangaroo import adapter_files
-from kangaroo.adapter import Adapter, Architecture
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig, chain_of, sparse_tree
 from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.medusa import MedusaHeads
 from kangaroo.sampling import Sampling, candidates
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training import loop
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import GUESSES, teach

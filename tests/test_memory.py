@@ -2,8 +2,8 @@
 
 import pytest
 
+from kangaroo.benchmark.memory import measure_memory
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.evaluation.memory import measure_memory
 from kangaroo.models import ModelConfig
 
 

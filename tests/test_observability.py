@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
 
-from kangaroo.adapter_files import WEIGHTS, read_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
@@ -17,7 +16,8 @@ from kangaroo.errors import ConfigError, DataError
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker, WandbConfig
-from kangaroo.training import curves, figures
+from kangaroo.trained.adapter_files import WEIGHTS, read_config
+from kangaroo.training import curves, results
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import TrainerConfig
@@ -59,7 +59,7 @@ def graded(lm, trainee, texts, prompts):
     """The grades of all draft steps at every position of the texts, and where those are."""
     samples = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     tokens = collate(samples, 1000, lm.device)
-    (own,) = grade(lm, look(lm, tokens, [trainee], 7), [trainee], 7, figures.STEPS)
+    (own,) = grade(lm, look(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
     return own, tokens.wanted_BT
 
 
@@ -72,7 +72,7 @@ def walk(agrees, length, start):
     position, rounds = start - 1, []
     while (room := length - 1 - position) > 0:
         count = 0
-        while count < figures.STEPS and agrees(count, position + count):
+        while count < results.STEPS and agrees(count, position + count):
             count += 1
         rounds.append((count, min(count + 1, room)))
         position += rounds[-1][1]
@@ -89,7 +89,7 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
     texts = vanilla_texts(lm, prompts, new_tokens)
     own, wanted_BT = graded(lm, trainee, texts, prompts)
     agrees = []
-    for step in range(figures.STEPS):
+    for step in range(results.STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
         agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
         agrees.append(agrees_BT)
@@ -108,13 +108,13 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
     measured = decode(lm, [trainee], prompts, new_tokens)
     assert {name: measured[f"decode/own-exit2/{name}"] for name in told} == told
 
-    # and as many drafts, had one begun at every position, are what `figures.accepted` counts
+    # and as many drafts, had one begun at every position, are what `results.accepted` counts
     everywhere = [
         next(iter(walk(lambda s, p, row=row: bool(agrees[s][row, p]), len(text), start)))[0]
         for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
         for start in range(len(prompt), len(text))
     ]
-    counted = figures.accepted(own, wanted_BT).tolist()
+    counted = results.accepted(own, wanted_BT).tolist()
     if not trainee.recipe.fused:  # whose drafts begin in the prompt are not graded later on
         assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
 

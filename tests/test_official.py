@@ -17,15 +17,15 @@ from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kangaroo import adapter_files, official
-from kangaroo.adapter import Architecture
 from kangaroo.blueprint import blueprint
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files, official
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.medusa_heads import MedusaHeads
 
 ROOT = Path(__file__).parents[1]
 FILES = (official.WEIGHTS, official.SAFETENSORS)

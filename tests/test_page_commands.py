@@ -15,11 +15,11 @@ import torch
 from helpers import adapter_for
 from test_commands import PAGES, ROOT, questions, shown, talks
 
-from kangaroo import adapter_files
-from kangaroo.adapter import Architecture
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.medusa_heads import MedusaHeads
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")
@@ -63,7 +63,7 @@ APPENDED = {
         f"model=tiny {FEW} logger.mode=offline"
     ),
     "evaluate.py -m bench=demo drafter=vanilla,kangaroo,kangaroo_tree,draft_model,medusa,lookahead,"
-    "prompt_lookup,rest,layerskip,cascade": f"model=tiny {FEW}",
+    "prompt_lookup,rest,draft_verify,cascade": f"model=tiny {FEW}",
     "evaluate.py model=vicuna-7b": FEW,
     "evaluate.py model=llama-3.1-70b model.device_map=auto": FEW,
     "train.py model=smollm2-135m": f"{ONE} {BRIEF} {SHORT}",
@@ -76,18 +76,17 @@ APPENDED = {
     "scripts/make_data.py model=vicuna-33b recipe=own_text model.device_map=auto": (
         f"{ONE} {BRIEF} {SHORT}"
     ),
-    "scripts/bench.py": f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}",
-    "scripts/bench.py model=smollm2-135m": (
+    "scripts/speed.py": f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}",
+    "scripts/speed.py model=smollm2-135m": (
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
-    "scripts/bench.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
+    "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
     "speed.contexts=[256,1024,4096]": f"model=tiny speed.bench.path=questions.jsonl {SPEED}",
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
-    "scripts/build_datastore.py data=mix": f"model=tiny {MIXED}",
+    "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/estimate.py model=vicuna-7b": "",
-    "scripts/training_cost.py model=smollm2-135m "
-    "cost.data=outputs/data/self_synthesis/smollm2-135m": (
+    "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
         "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"
     ),
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
@@ -134,7 +133,7 @@ def made(begun, tmp_path_factory):
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
         typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
-    typed("scripts/build_datastore.py", f"model=tiny {SHORT}", here)
+    typed("scripts/datastore.py", f"model=tiny {SHORT}", here)
     options = "model=tiny search.budget=4 search.conversations=2"
     typed("scripts/search_layers.py", f"{options} {SHORT}", here)
     options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"

@@ -9,12 +9,12 @@ import torch
 from helpers import random_prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from kangaroo.datastore import index, save
+from kangaroo.benchmark.speed_trials import timed_engine, timed_generate
 from kangaroo.drafters import prompt_lookup as module
+from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, DataError
-from kangaroo.evaluation.speed_trials import timed_engine, timed_generate
 from kangaroo.sampling import Sampling
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens

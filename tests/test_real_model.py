@@ -7,20 +7,20 @@ import pytest
 from omegaconf import OmegaConf
 from test_cli import DRAFTERS, composed
 
-from kangaroo import adapter_files
-from kangaroo.data.chat import Message, prompt_ids
+from kangaroo.benchmark.rivals import assistant
+from kangaroo.benchmark.speed_trials import timed_engine, timed_generate
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.rivals import assistant
 from kangaroo.evaluation.run import EvaluateConfig, evaluate
-from kangaroo.evaluation.speed_trials import timed_engine, timed_generate
-from kangaroo.export import draft_model
 from kangaroo.model import LM
+from kangaroo.prompts import Message, prompt_ids
 from kangaroo.sampling import Sampling
+from kangaroo.trained import adapter_files
+from kangaroo.trained.export import draft_model
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")

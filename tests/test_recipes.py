@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.adapter import Architecture
 from kangaroo.shapes import SHAPES
+from kangaroo.trained.adapter import Architecture
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny
 
-from kangaroo.datastore import index
+from kangaroo.drafters.datastore import index
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, DataError

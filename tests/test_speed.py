@@ -13,14 +13,9 @@ from rich.console import Console
 
 from kangaroo import clock
 from kangaroo.attention import ATTENTION
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.evaluation import speed_report
-from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
-from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.speed import (
+from kangaroo.benchmark import speed_report
+from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
+from kangaroo.benchmark.speed import (
     SpeedConfig,
     fitting_contexts,
     measure,
@@ -28,15 +23,20 @@ from kangaroo.evaluation.speed import (
     summarise,
     typical,
 )
-from kangaroo.evaluation.speed_trials import (
+from kangaroo.benchmark.speed_trials import (
     Trial,
     long_prompt,
     question_prompts,
     take_turns,
     timed_engine,
     timed_generate,
-    transformers_attention,
 )
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.model import transformers_attention
 from kangaroo.models import byte_tokenizer
 
 # The tiny target in float32: width 32, 4 query and 2 key/value heads of 8, feed-forward 64. A layer

@@ -9,13 +9,13 @@ from helpers import EXIT, adapter_for, random_prompts, tiny
 from safetensors.torch import load_file
 from torch import nn
 
-from kangaroo.adapter_files import WEIGHTS, load, read_config
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.training import curves, figures
+from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
+from kangaroo.training import curves, results
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.config import TrainerConfig, schedule
@@ -66,7 +66,7 @@ VARIANTS = [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, {"on_poli
 def taught(lm, batches, **changes):
     """The figures of each micro-batch, and the gradients that they add up to."""
     made = trainees(lm, [recipe(**changes)], None)
-    grades = [figures.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
+    grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
     return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
 
 

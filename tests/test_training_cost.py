@@ -1,12 +1,12 @@
 """The measurement of training's cost: every part runs, and its figures belong together."""
 
+from kangaroo.benchmark import cost_report
+from kangaroo.benchmark.cost import measure
+from kangaroo.benchmark.cost_memory import peak_memory
+from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.training import cost_report
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.cost import measure
-from kangaroo.training.cost_memory import peak_memory
-from kangaroo.training.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
 
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
 TRAINER = TrainerConfig(batch_tokens=64, loss_chunk=16)

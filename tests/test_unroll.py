@@ -8,10 +8,10 @@ import torch
 from helpers import adapter_for, random_prompts, tiny
 from torch import Tensor
 
-from kangaroo.adapter import Adapter, Architecture
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.training.unroll import Unrolled, unroll
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.data.chat import Message, Sample, masked_ids
 from kangaroo.data.filters import FilterConfig, answers, cut
 from kangaroo.data.making import Part, check_room, finish, write_parts
 from kangaroo.data.reading import Source, read, regular
@@ -23,6 +22,7 @@ from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
+from kangaroo.prompts import Message, Sample, masked_ids
 from kangaroo.ranks import Ranks
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kangaroo.data.chat import Sample
+from kangaroo.prompts import Sample
 
 NGRAM = 4  # a phrase; shorter ones come again in any text
 SHINGLE = 5  # characters, so that it works for languages without blanks between words

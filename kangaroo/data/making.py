@@ -15,13 +15,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.data.chat import Sample
-from kangaroo.data.figures import figures
 from kangaroo.data.filters import FilterConfig, select
 from kangaroo.data.shards import Shards
+from kangaroo.data.statistics import figures
 from kangaroo.data.writing import Dialogue, Speed, Writer
 from kangaroo.errors import DataError
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.ranks import Ranks
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 
-from kangaroo.data.chat import Message
 from kangaroo.errors import DataError
+from kangaroo.prompts import Message
 
 COLUMNS = ("messages", "conversations", "conversation")
 ROLES = {

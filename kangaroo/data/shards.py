@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kangaroo.data.chat import Sample
 from kangaroo.errors import CorruptFile, DataError
+from kangaroo.prompts import Sample
 from kangaroo.provenance import changes
 
 SETTINGS = "settings.json"

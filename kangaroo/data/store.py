@@ -10,8 +10,8 @@ from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from kangaroo.data.chat import Sample
 from kangaroo.errors import DataError
+from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
 
 PROVENANCE = "provenance.json"

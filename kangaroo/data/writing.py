@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.clock import now
-from kangaroo.data.chat import Message, Sample, masked_ids, plain_text, user_header
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Generation, Request
 from kangaroo.model import LM
+from kangaroo.prompts import Message, Sample, masked_ids, plain_text, user_header
 from kangaroo.sampling import Sampling
 
 TRIAL_SECONDS = 0.5  # a forward this long is timed well enough and fills the device

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo import adapter_files
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import ConfigError
-from kangaroo.export import draft_model
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
+from kangaroo.trained import adapter_files
+from kangaroo.trained.export import draft_model
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 

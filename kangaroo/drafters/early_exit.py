@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo import adapter_files
-from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter, DraftHead
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -46,7 +46,7 @@ class EarlyExitConfig(DrafterConfig):
     vocabulary: int | None = None
 
     def load(self, lm: LM) -> tuple[Adapter, DraftHead]:
-        """Errors: `AdapterMismatch` and whatever `kangaroo.adapter_files.load` raises."""
+        """Errors: `AdapterMismatch` and whatever `kangaroo.trained.adapter_files.load` raises."""
         exit_layer = self._untrained()
         if exit_layer is not None:
             adapter = Adapter(lm, exit_layer).start_from(lm).to(lm.device, lm.dtype)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, started
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling, pick, warp
+from kangaroo.trained.adapter import Adapter, DraftHead
 from kangaroo.tree import Draft, Tree
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo.adapter import Adapter, DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, started
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter, DraftHead
 from kangaroo.tree import Draft, Tree
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo import adapter_files
-from kangaroo.adapter import DraftHead
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import DraftHead
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kangaroo import datastore
 from kangaroo.batch import Batch
-from kangaroo.datastore import Datastore
+from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.datastore import Datastore
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 
@@ -21,7 +21,7 @@ class PromptLookupConfig(DrafterConfig):
         max_matching_ngram_size: tokens at the end of the text that are looked for; where they stand
             nowhere else, one less, down to a single one.
         num_pred_tokens: at most this many draft tokens a round.
-        reference: folder of a datastore (`scripts/build_datastore.py`) that is searched for what
+        reference: folder of a datastore (`scripts/datastore.py`) that is searched for what
             the text itself does not have; null searches the text alone.
     """
 
@@ -31,7 +31,7 @@ class PromptLookupConfig(DrafterConfig):
     reference: str | None = None
 
     def build(self, lm: LM) -> PromptLookup:
-        """Errors: `ConfigError`, and whatever `kangaroo.datastore.load` raises."""
+        """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
         reference = None if self.reference is None else datastore.load(self.reference, lm)
         return PromptLookup(self.max_matching_ngram_size, self.num_pred_tokens, reference)
 

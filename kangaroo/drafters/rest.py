@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo import datastore
 from kangaroo.batch import Batch
-from kangaroo.datastore import Datastore
+from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.datastore import Datastore
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.tree import Draft
@@ -24,7 +24,7 @@ class RestConfig(DrafterConfig):
     """Retrieval-based speculative decoding (arXiv 2311.08252).
 
     Args:
-        datastore: its folder, from `scripts/build_datastore.py`.
+        datastore: its folder, from `scripts/datastore.py`.
         max_token_span: tokens at the end of the text that are looked for; where they stand nowhere,
             fewer.
         min_token_span: the fewest that are looked for.
@@ -43,7 +43,7 @@ class RestConfig(DrafterConfig):
     num_draft: int = 64
 
     def build(self, lm: LM) -> Rest:
-        """Errors: `ConfigError`, and whatever `kangaroo.datastore.load` raises."""
+        """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
         return Rest(datastore.load(self.datastore, lm), self)
 
     def settings(self) -> dict[str, Any]:

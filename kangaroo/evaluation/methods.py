@@ -12,11 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kangaroo.clock import now
-from kangaroo.data.chat import plain_text
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.records import Run
-from kangaroo.evaluation.speed_trials import transformers_attention
-from kangaroo.model import LM
+from kangaroo.model import LM, transformers_attention
+from kangaroo.prompts import plain_text
 from kangaroo.sampling import Sampling
 
 Method = Callable[[list[int], int, int], Run]

@@ -17,7 +17,6 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
@@ -31,6 +30,7 @@ from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
+from kangaroo.prompts import Message, prompt_ids
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule, Sampling
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kangaroo.cache import Block
-from kangaroo.data.chat import Sample
 from kangaroo.data.filters import answers
 from kangaroo.errors import DataError
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 
 
 @dataclass

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kangaroo import adapter_files
-from kangaroo.adapter import DraftHead
-from kangaroo.data.chat import Sample
 from kangaroo.errors import CorruptFile
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.ranks import Ranks
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import DraftHead
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
-from kangaroo.training.figures import STEPS
 from kangaroo.training.loop import evaluate
 from kangaroo.training.recipe import AdapterRecipe, Trainee
+from kangaroo.training.results import STEPS
 
 
 @dataclass
@@ -40,7 +40,7 @@ class CompareConfig:
 def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:
     """A row for each adapter: what it is, its held-out figures, and those of decoding.
 
-    Errors: those of `kangaroo.adapter_files.load`; `CorruptFile` for an adapter without provenance.
+    Errors: those of `adapter_files.load`; `CorruptFile` for an adapter without provenance.
     """
     held_out = samples[-config.holdout :]
     prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)

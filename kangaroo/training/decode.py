@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
-from kangaroo.adapter import Adapter, DraftHead
-from kangaroo.adapter_files import kept_dtype
-from kangaroo.data.chat import Sample
 from kangaroo.data.filters import answers
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.medusa import Medusa, chain_of
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.errors import ConfigError
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.sampling import Rule, Sampling
-from kangaroo.training.figures import STEPS, compression
+from kangaroo.trained.adapter import Adapter, DraftHead
+from kangaroo.trained.adapter_files import kept_dtype
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.recipe import Trainee
+from kangaroo.training.results import STEPS, compression
 
 _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
 

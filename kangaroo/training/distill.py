@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo.adapter import DraftHead
 from kangaroo.model import LM
+from kangaroo.trained.adapter import DraftHead
 from kangaroo.training.losses import Loss, divergence, overlap
 
 FIGURES = ("loss", "agreement", "expected_acceptance", "positions")

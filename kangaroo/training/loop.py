@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kangaroo import adapter_files
-from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
+from kangaroo.trained import adapter_files
 from kangaroo.training import backend as backends
-from kangaroo.training import curves, figures
+from kangaroo.training import curves, results
 from kangaroo.training.batches import collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
 from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.decode import decode, prompts_of
-from kangaroo.training.figures import STEPS
 from kangaroo.training.micro_batch import Seen, grade, guesses, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
+from kangaroo.training.results import STEPS
 from kangaroo.training.work import Work
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def train(
     if state is not None:
         backend.load_state(state)
 
-    names = figures.step_names(trained)
+    names = results.step_names(trained)
     remembered: dict[tuple[int, ...], Seen] = {}
     bar = tqdm(
         total=total, initial=progress.step, unit="step", desc="training",
@@ -110,7 +110,7 @@ def train(
             if config.remember:
                 remembered[tuple(batch)] = seen
             grades = teach(lm, seen, trained, config.loss_chunk, weight=counts / wanted)
-            sums.append(figures.sums(grades))
+            sums.append(results.sums(grades))
             backend.collect()
         sums_SF = torch.stack(ranks.merge(sums, len(group))).sum(0)
         share = schedule(config, progress.step, total)
@@ -122,10 +122,10 @@ def train(
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += wanted
-        metrics = figures.named("train", names, sums_SF) | {
+        metrics = results.named("train", names, sums_SF) | {
             "tokens": progress.tokens,
             "tokens_per_second": tokens / seconds,
-            "peak_memory_gib": figures.peak_memory(lm.device),
+            "peak_memory_gib": results.peak_memory(lm.device),
         }
         for trainee, rate in zip(trained, rates, strict=True):
             metrics[f"train/{trainee.name}/learning_rate"] = share * rate
@@ -175,20 +175,20 @@ def evaluate(
     ranks: Ranks,
 ) -> dict[str, float]:  # fmt: skip
     """Held-out figures of every adapter: `held_out/<name>/<figure>`."""
-    results = []
+    found = []
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
     for batch, _ in ranks.deal(batches):
         seen = _look(lm, samples, batch, config, trained)
         grades = grade(lm, seen, trained, config.loss_chunk, STEPS)
         accepted = [
-            figures.accepted(own, seen.tokens.wanted_BT, trainee.recipe.medusa_heads or STEPS)
+            results.accepted(own, seen.tokens.wanted_BT, trainee.recipe.medusa_heads or STEPS)
             for trainee, own in zip(trained, grades, strict=True)
         ]
-        results.append((figures.sums(grades), torch.stack(accepted).cpu()))
-    all_sums, all_accepted = zip(*ranks.merge(results, len(batches)), strict=True)
+        found.append((results.sums(grades), torch.stack(accepted).cpu()))
+    all_sums, all_accepted = zip(*ranks.merge(found, len(batches)), strict=True)
     sums_SF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
-    return figures.held_out(trained, sums_SF, accepted_AW)
+    return results.held_out(trained, sums_SF, accepted_AW)
 
 
 def _guesses(
@@ -199,11 +199,11 @@ def _guesses(
         return []
     lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
-    results = [
+    found = [
         guesses(lm, _look(lm, samples, batch, config, [trainee]), trainee, config.loss_chunk)
         for batch, _ in ranks.deal(batches)
     ]
-    all_right, all_counts = zip(*ranks.merge(results, len(batches)), strict=True)
+    all_right, all_counts = zip(*ranks.merge(found, len(batches)), strict=True)
     return (torch.stack(all_right).sum(0) / torch.stack(all_counts).sum(0)[:, None]).tolist()
 
 

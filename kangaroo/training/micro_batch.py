@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.adapter import Adapter
 from kangaroo.cache import Block, KVCache
-from kangaroo.medusa import MedusaHeads
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.batches import Tokens
 from kangaroo.training.distill import Graded, Student, Teacher, distill
 from kangaroo.training.recipe import Trainee

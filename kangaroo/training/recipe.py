@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo import adapter_files
-from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.errors import ConfigError
-from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
+from kangaroo.trained.medusa_heads import MedusaHeads, build
 from kangaroo.training.losses import Loss
 
 RANDOM = "random"  # a start

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.adapter import Adapter
 from kangaroo.cache import Block
-from kangaroo.medusa import MedusaHeads
+from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.medusa_heads import MedusaHeads
 
 
 class Unrolled:

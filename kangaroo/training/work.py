@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
+from kangaroo.prompts import Sample
 from kangaroo.training.batches import check_trainable, plan
 from kangaroo.training.config import TrainerConfig
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kangaroo.benchmark.speed_trials import Method, timed_generate
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.evaluation.speed_trials import Method, timed_generate
-from kangaroo.export import draft_model, truncated
 from kangaroo.model import LM
+from kangaroo.trained.export import draft_model, truncated
 
 # name: what `generate` is told
 RIVALS = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kangaroo.evaluation import speed_report
+from kangaroo.benchmark import speed_report
 
 OF_LIMIT, WIDTH, OF_ONE = 0.75, 7, 1.10  # what is asked of a 7B shape
 

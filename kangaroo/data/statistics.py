@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.data.chat import Sample
 from kangaroo.data.filters import NGRAM, answers
+from kangaroo.prompts import Sample
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from kangaroo import models
+from kangaroo.benchmark.cost_parts import CostConfig, Part, micro_batches, worker
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.cost_parts import CostConfig, Part, micro_batches, worker
 
 SELF = Path("/proc/self")  # Linux keeps a process's peak there
 

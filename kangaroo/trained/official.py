@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from kangaroo import adapter_files
-from kangaroo.adapter import Adapter, Architecture
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter, Architecture
 
 WEIGHTS, CONFIG = "pytorch_model.bin", "config.json"
 SAFETENSORS = "model.safetensors"  # what newer versions of accelerate save instead

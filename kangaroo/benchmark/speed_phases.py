@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from kangaroo.benchmark.bandwidth import Reads
 from kangaroo.clock import now
 from kangaroo.drafters.kangaroo import Kangaroo, confidence
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
-from kangaroo.evaluation.bandwidth import Reads
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling, pick
 from kangaroo.tree import Tree

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kangaroo.training.cost_parts import FROZEN
+from kangaroo.benchmark.cost_parts import FROZEN
 
 HEADS = [
     "part", "ms a micro-batch", "tokens/s", "times the frozen forward", "range", "peak memory, GB",

@@ -133,7 +133,7 @@ def load(path: str, lm: LM) -> Datastore:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
             f"target is {lm.name} ({_words(own)}). Build one for it: python "
-            "scripts/build_datastore.py model=..."
+            "scripts/datastore.py model=..."
         )
     try:
         # as plain arrays: a memmap's own indexing is several times slower
@@ -157,8 +157,7 @@ def read_about(path: str) -> dict[str, Any]:
     file = Path(path) / ABOUT
     if not file.is_file():
         raise DataError(
-            f"no datastore at '{path}' ({ABOUT} is missing). Build one: python "
-            "scripts/build_datastore.py"
+            f"no datastore at '{path}' ({ABOUT} is missing). Build one: python scripts/datastore.py"
         )
     try:
         return dict(json.loads(file.read_text()))

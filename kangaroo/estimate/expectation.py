@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kangaroo.cache import Block
-from kangaroo.data.chat import Sample
 from kangaroo.errors import ConfigError
-from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
+from kangaroo.trained.medusa_heads import MedusaHeads, build
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.medusa import MedusaHeads, build
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
+from kangaroo.trained.medusa_heads import MedusaHeads, build
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes

@@ -12,13 +12,13 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.data.writing import TRIAL_LENGTH
-from kangaroo.devices import Device, Devices, found
 from kangaroo.errors import ConfigError
+from kangaroo.estimate.devices import Device, Devices, found
+from kangaroo.estimate.estimate_report import EstimateConfig
+from kangaroo.estimate.expectation import Expectation, Text, expect
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.estimate import Expectation, Text, expect
-from kangaroo.training.estimate_report import EstimateConfig
 from kangaroo.training.recipe import AdapterRecipe
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig

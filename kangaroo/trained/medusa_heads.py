@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kangaroo.adapter import Adapter, Architecture, DraftHead
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
 
 
 class MedusaHeads(nn.Module):

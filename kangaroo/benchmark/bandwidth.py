@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kangaroo.adapter import Adapter
 from kangaroo.clock import now
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter
 
 REPEATS = 15
 

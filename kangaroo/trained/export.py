@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kangaroo.adapter import Adapter
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter
 
 # the adapter's parts by the names they have in a layer of a Llama-like model
 IN_A_LAYER = {

@@ -7,8 +7,7 @@ The first round of a text is timed apart, with the prefill; what comes after it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +16,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from kangaroo.attention import ATTENTION
 from kangaroo.clock import running
-from kangaroo.data.chat import Message, prompt_ids
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
-from kangaroo.model import LM
+from kangaroo.model import LM, transformers_attention
+from kangaroo.prompts import Message, prompt_ids
 
 log = logging.getLogger(__name__)
 
@@ -75,16 +73,6 @@ class Trial:
 
 
 Method = Callable[[list[int], int], Trial]
-
-
-@contextmanager
-def transformers_attention(lm: LM) -> Iterator[None]:
-    """Give the model its usual attention back, since `generate` brings its own cache."""
-    lm.hf.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        lm.hf.set_attn_implementation(ATTENTION)
 
 
 class Stopwatch(BaseStreamer):

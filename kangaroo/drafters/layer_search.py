@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kangaroo.adapter_files import target_hash
 from kangaroo.cache import Block, KVCache
-from kangaroo.data.chat import Sample
+from kangaroo.drafters.layer_subset import LayerSubset, runs, write
 from kangaroo.errors import ConfigError
-from kangaroo.layer_subset import LayerSubset, runs, write
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
+from kangaroo.trained.adapter_files import target_hash
 
 Subset = tuple[int, ...]  # the layers that are skipped, ascending
 

@@ -34,7 +34,7 @@ class Architecture:
         fused: also read the target's final state of the token before, and for a token that is only
             drafted the adapter's own state in its place (after EAGLE-3, arXiv 2503.01840).
         medusa_heads: instead of all that, so many heads on the target's final state, with LM heads
-            of their own if `own_head` (Medusa, arXiv 2401.10774); see `kangaroo.medusa`.
+            of their own if `own_head` (Medusa, arXiv 2401.10774); see `medusa_heads.py`.
     """
 
     attention: bool = True

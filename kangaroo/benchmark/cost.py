@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from kangaroo.benchmark.cost_memory import peak_memory
+from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, Work, micro_batches, parts, worker
 from kangaroo.clock import now
 from kangaroo.data import store
 from kangaroo.errors import ConfigError
@@ -21,8 +23,6 @@ from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.cost_memory import peak_memory
-from kangaroo.training.cost_parts import FROZEN, CostConfig, Work, micro_batches, parts, worker
 
 
 def measure(

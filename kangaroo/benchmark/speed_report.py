@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kangaroo.benchmark.speed_batches import stops_paying
 from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
-from kangaroo.evaluation.speed_batches import stops_paying
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
 RIVAL = "hf_"  # how names of transformers' own ways to speculate begin

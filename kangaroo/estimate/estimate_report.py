@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.devices import PEAK, Device, matmul_speed
 from kangaroo.errors import ConfigError
+from kangaroo.estimate.devices import PEAK, Device, matmul_speed
+from kangaroo.estimate.expectation import Expectation, Text
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.estimate import Expectation, Text
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kangaroo import layer_subset
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
+from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
@@ -21,7 +21,7 @@ from kangaroo.model import LM
 
 
 @dataclass
-class LayerSkipConfig(DrafterConfig):
+class DraftVerifyConfig(DrafterConfig):
     """Draft & Verify (Zhang et al. 2024, arXiv 2309.08168), skipping whole layers.
 
     Args:
@@ -31,22 +31,22 @@ class LayerSkipConfig(DrafterConfig):
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
     """
 
-    name: str = "layerskip"
+    name: str = "draft_verify"
     subset: str | None = None
     skip: list[int] | None = None
     steps: int = 6
     threshold: float = 0.6
 
-    def build(self, lm: LM) -> LayerSkip:
+    def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
-        return LayerSkip(lm, self._skipped(lm), self.steps, self.threshold)
+        return DraftVerify(lm, self._skipped(lm), self.steps, self.threshold)
 
     def _skipped(self, lm: LM) -> list[int]:
         if self.skip is not None:
             return self.skip
         if self.subset is None:
             raise ConfigError(
-                "drafter=layerskip needs drafter.skip=[...], or drafter.subset= the file that "
+                "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
                 "python scripts/search_layers.py writes."
             )
         return layer_subset.read(self.subset, lm).skip
@@ -63,7 +63,7 @@ class LayerSkipConfig(DrafterConfig):
         return {"subsets": tried, "seconds": round(search.get("seconds", 0))}
 
 
-class LayerSkip(Stateless, Autoregressive):
+class DraftVerify(Stateless, Autoregressive):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes
     those of the draft again.
     """

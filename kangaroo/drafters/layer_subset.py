@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kangaroo.adapter_files import target_hash
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
 from kangaroo.model import LM
+from kangaroo.trained.adapter_files import target_hash
 
 
 @dataclass

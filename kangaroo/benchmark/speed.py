@@ -15,17 +15,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bandwidth import Reads, memory_bandwidth
-from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.rivals import rivals
-from kangaroo.evaluation.speed_batches import throughput
-from kangaroo.evaluation.speed_phases import phases
-from kangaroo.evaluation.speed_trials import (
+from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
+from kangaroo.benchmark.rivals import rivals
+from kangaroo.benchmark.speed_batches import throughput
+from kangaroo.benchmark.speed_phases import phases
+from kangaroo.benchmark.speed_trials import (
     Trial,
     long_prompt,
     question_prompts,
@@ -33,6 +27,12 @@ from kangaroo.evaluation.speed_trials import (
     timed_engine,
     timed_generate,
 )
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 

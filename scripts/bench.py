@@ -1,6 +1,0 @@
-"""Measure decoding speed: python scripts/bench.py model=smollm2-135m (see docs/benchmark.md)."""
-
-from kangaroo.cli import speed
-
-if __name__ == "__main__":
-    speed()

@@ -1,0 +1,6 @@
+"""Measure decoding speed: python scripts/speed.py model=smollm2-135m (see docs/benchmark.md)."""
+
+from kangaroo.cli import speed
+
+if __name__ == "__main__":
+    speed()
