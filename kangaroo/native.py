@@ -42,7 +42,7 @@ WIDEST_HEAD = 1024  # of `decode.cpp`
 class LayerWeights:
     """The weights of one layer, in the order of `decode.cpp`'s `Layer`; None where it has none.
 
-    A layer has attention, or a feed-forward part, or both, each after its norm.
+    A layer has attention, or a feed-forward part, or both, each after its norm if it has one.
     """
 
     attention_norm: Tensor | None = None
