@@ -106,10 +106,9 @@ class LM(nn.Module):
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""
         config, attn = self.config, self.layers[0].self_attn
-        return Sizes(
-            config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            attn.head_dim, config.intermediate_size, config.rms_norm_eps, attn.scaling,
-        )  # fmt: skip
+        heads = config.num_attention_heads, config.num_key_value_heads, attn.head_dim
+        other = config.intermediate_size, config.rms_norm_eps, attn.scaling
+        return Sizes(config.hidden_size, *heads, *other)
 
     @property
     def name(self) -> str:
@@ -241,9 +240,13 @@ class LM(nn.Module):
         return self.hf.model.embed_tokens(tokens_BN)
 
     def run(
-        self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range,
+        self,
+        x_BND: Tensor,
+        cache: KVCache | None,
+        block: Block,
+        layers: range,
         taps: Collection[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run a range of layers over a block, writing its keys and values at the block's slots.
 
         Args:

@@ -182,10 +182,9 @@ def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, f
     batches = []
     rounds = min(REPEATS, (lm.context - len(prompt)) // (drafter.steps + 1) - 1)
     for engine in engines:
-        engine.eos_ids = frozenset()
         new_tokens = rounds * (drafter.steps + 1)
         batch = engine.open(1, len(prompt) + new_tokens, Sampling())
-        engine.admit(batch, 0, Request(prompt, new_tokens))
+        engine.admit(batch, 0, Request(prompt, new_tokens, ignore_eos=True))
         batches.append(batch)
     for _ in range(rounds):
         (record,) = engines[0].step(batches[0])

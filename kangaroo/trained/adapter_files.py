@@ -27,6 +27,10 @@ from kangaroo.trained.draft_head import DraftHead
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
 
+FIXED = """
+    model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
+    num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
+""".split()  # fields of a target's config that fix what it computes
 SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
 
 log = logging.getLogger(__name__)
@@ -65,12 +69,7 @@ class AdapterConfig:
 def target_hash(lm: LM) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
-    names = (
-        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-        "tie_word_embeddings",
-    )  # fmt: skip
-    kept = {name: config.get(name) for name in names}
+    kept = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -67,9 +67,13 @@ class DraftHead:
         return logits_MV.index_copy_(1, self.vocabulary_K, logits_MK)
 
     def candidates(
-        self, logits_BNK: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor,
+        self,
+        logits_BNK: Tensor,
+        positions_BN: Tensor,
+        sampling: Sampling,
+        seeds_B: Tensor,
         count: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The `count` tokens `[B, N, count]` that the target would likeliest choose from these
         logits; see `kangaroo.sampling.candidates`.
         """
