@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from pydivsufsort import divsufsort
 
+from kangaroo.clock import running
 from kangaroo.errors import CorruptFile, DataError
 from kangaroo.model import LM
 
@@ -77,7 +77,7 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 
     Errors: `DataError` where there are no tokens.
     """
-    start = time.perf_counter()
+    start = running()
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
     kept = [np.array([*document, vocab_size], dtype) for document in documents if document]
     if not kept:
@@ -91,7 +91,7 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
         "documents": len(kept),
         "tokens": len(tokens_L),
         "fingerprint": hashlib.sha256(tokens_L.tobytes()).hexdigest()[:16],
-        "build_seconds": round(time.perf_counter() - start, 3),
+        "build_seconds": round(running() - start, 3),
     }
     return Datastore(tokens_L, suffixes_L, vocab_size, about)
 
