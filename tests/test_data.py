@@ -40,9 +40,13 @@ def brief():
 
 def settings(path, **changes):
     fields = {
-        "shards": 3, "shard_size": 4, "batch_size": 3, "max_question_tokens": 8,
-        "max_answer_tokens": 12, "keep_unfinished_questions": True,
-    }  # fmt: skip
+        "shards": 3,
+        "shard_size": 4,
+        "batch_size": 3,
+        "max_question_tokens": 8,
+        "max_answer_tokens": 12,
+        "keep_unfinished_questions": True,
+    }
     return SynthesisConfig(path=str(path), **(fields | changes))
 
 
@@ -112,22 +116,6 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
             }
 
 
-def test_folders_from_before_turns_and_filters_go_on(target, tmp_path):
-    lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=2))
-    path = tmp_path / "data.shards/settings.json"
-    recorded = json.loads(path.read_text())
-    assert "filters" not in recorded and "shards" not in recorded
-    del recorded["turns"]
-    path.write_text(json.dumps(recorded))
-    first = tmp_path / "data.shards/00000.jsonl"
-    written = first.stat().st_mtime_ns
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
-    assert first.stat().st_mtime_ns == written
-    with pytest.raises(DataError, match=r"turns=\[1\] there, \[2\] now"):
-        synthesise(lm, tokenizer, settings(tmp_path / "data", turns=[2]))
-
-
 def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
     lm, tokenizer = target
     synthesise(lm, tokenizer, settings(tmp_path / "data"))
@@ -145,9 +133,13 @@ def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
 def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
     lm, tokenizer = brief
     config = settings(
-        tmp_path / "data", shards=2, shard_size=8, turns=[1, 3], max_answer_tokens=30,
+        tmp_path / "data",
+        shards=2,
+        shard_size=8,
+        turns=[1, 3],
+        max_answer_tokens=30,
         filters=FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
-    )  # fmt: skip
+    )
     synthesise(lm, tokenizer, config)
     lines = [
         [json.loads(line) for line in path.read_text().splitlines()]
@@ -166,7 +158,7 @@ def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
         for (start, stop), said in zip(spans, messages[1::2], strict=True):
             text = tokenizer.decode(sample["input_ids"][start:stop], skip_special_tokens=True)
             assert text == said["content"]
-    assert store.about(tmp_path / "data")["figures"]["turns"]["1"] >= 8
+    assert store.about(tmp_path / "data")["statistics"]["turns"]["1"] >= 8
 
 
 def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
@@ -199,10 +191,8 @@ def test_tokens_time_and_disk_are_said_before_anything_is_written(target, tmp_pa
     assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
     assert "tokens/s" in announced and "MB on disk" in announced
     assert "of a plain forward's" in wrote
-    assert set(store.about(tmp_path / "data")["speed"]) == {
-        "tokens_written", "seconds", "tokens_per_second", "forward_tokens_per_second",
-        "share_of_forward",
-    }  # fmt: skip
+    wanted = "tokens_written seconds tokens_per_second forward_tokens_per_second share_of_forward"
+    assert [*store.about(tmp_path / "data")["speed"]] == wanted.split()
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(target, tmp_path, monkeypatch):
@@ -291,12 +281,9 @@ def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     lm, tokenizer = target
+    limits = {"max_question_tokens": 1, "keep_unfinished_questions": False}
     with pytest.raises(DataError, match="none of 2 conversations is usable"):
-        synthesise(
-            lm, tokenizer,
-            settings(tmp_path / "d", shards=1, shard_size=2, max_question_tokens=1,
-                     keep_unfinished_questions=False),
-        )  # fmt: skip
+        synthesise(lm, tokenizer, settings(tmp_path / "d", shards=1, shard_size=2, **limits))
 
 
 def test_changed_or_missing_data_is_refused(target, tmp_path):

@@ -26,9 +26,12 @@ def target():
 
 
 QUESTIONS = [
-    "Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?",
-    "What does a compiler do?", "Name a dish with lentils.",
-]  # fmt: skip
+    "Why is the sky blue?",
+    "How are bridges built?",
+    "Who was Ada Lovelace?",
+    "What does a compiler do?",
+    "Name a dish with lentils.",
+]
 
 
 def chat(*contents, system=None):
@@ -46,9 +49,12 @@ TALKS = [chat(q, f"An answer to: {q}", f"And why {i}?", "So.") for i, q in enume
 
 def config(tmp_path, source, **changes):
     fields = {
-        "shard_size": 2, "batch_size": 3, "max_answer_tokens": 20, "answer_temperatures": [0.7],
+        "shard_size": 2,
+        "batch_size": 3,
+        "max_answer_tokens": 20,
+        "answer_temperatures": [0.7],
         "filters": FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
-    }  # fmt: skip
+    }
     return ConversationsConfig(
         path=str(tmp_path / "data"), source=str(source), **(fields | changes)
     )
@@ -77,10 +83,8 @@ def test_every_form_gives_the_same_conversations(tmp_path):
     Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS]).to_csv(
         tmp_path / "cells.csv"
     )
-    for name in (
-        "list.json", "lines.json", "mark.jsonl", "table.parquet", "saved", "splits", "folder",
-        "cells.csv",
-    ):  # fmt: skip
+    files = "list.json lines.json mark.jsonl table.parquet saved splits folder cells.csv"
+    for name in files.split():
         assert read(Source(str(tmp_path / name)), None) == TALKS, name
     assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
     assert read(Source(str(tmp_path / "splits"), split="test"), None) == TALKS[:1]
@@ -117,7 +121,7 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ('{"messages": [{"role": "user", "content": ["x"]}]}', "no text in 'content'.*list"),
         ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1 has no text"),
     ],
-)  # fmt: skip
+)
 def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
     path = tmp_path / "talks.json"
     path.write_text(text)
@@ -172,12 +176,10 @@ def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path
     assert prompt_ids(target[1], [turn])
 
 
-@pytest.mark.parametrize(
-    ("roles", "kept"),
-    [("ua", "ua"), ("au", "u"), ("sua", "sua"), ("saua", "sua"), ("uau", "uau"), ("uua", "u"),
-     ("uaa", "ua"), ("s", "s"), ("a", ""), ("", ""), ("suas", "sua"), ("uaeua", "ua"),
-     ("ue", "u"), ("eua", "")],
-)  # fmt: skip
+KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
+
+
+@pytest.mark.parametrize(("roles", "kept"), [pair.split(":") for pair in KEPT.split()])
 def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
     names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
     messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
@@ -194,7 +196,7 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
         end = len(mask) - mask[::-1].index(1)  # after it stands the template's newline
         assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
     check_trainable(samples, 2048)
-    assert about["figures"]["turns"] == {"2": 5} and about["speed"] is None
+    assert about["statistics"]["turns"] == {"2": 5} and about["speed"] is None
 
 
 def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
