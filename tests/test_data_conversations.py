@@ -144,7 +144,7 @@ def test_other_encodings_and_missing_files_are_refused(tmp_path):
         read(Source(str(tmp_path / "empty")), None)
 
 
-def test_a_hub_that_is_not_there_is_said_with_the_mend():
+def test_the_error_for_a_hub_that_is_not_there_gives_the_fix():
     with pytest.raises(DataError, match=r"data\.source=some/talks .*Pass a \.json.*network"):
         read(Source("some/talks", subset="en"), None)
 
@@ -163,7 +163,7 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("path", ["some/talks/talks.json", "some/talks", "some", ""])
-def test_a_file_that_the_hub_does_not_give_is_said_with_the_mend(path):
+def test_the_error_for_a_file_that_the_hub_does_not_give_gives_the_fix(path):
     source = f"hf://datasets/{path}"
     with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
         read(Source(source), None)
