@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -47,21 +47,15 @@ def attention(
     rows, heads, width, size = q_RHTC.shape
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
+    attend = partial(F.scaled_dot_product_attention, scale=scaling)
     if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
         if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
             raise ValueError(
                 f"{width} queries without a mask for {extent} keys: for transformers' own "
                 "generate call set_attn_implementation('sdpa') first."
             )
-        out = F.scaled_dot_product_attention(
-            q_RHTC,
-            k_RKEC,
-            v_RKEC,
-            attn_mask=bias_R1TE,
-            scale=scaling,
-            enable_gqa=group > 1,
-            is_causal=bias_R1TE is None and width > 1,
-        )
+        causal = bias_R1TE is None and width > 1
+        out = attend(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, enable_gqa=group > 1, is_causal=causal)
         return out.transpose(1, 2), None
     packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
@@ -69,7 +63,7 @@ def attention(
     if parts > 1:
         out = in_parts(packed, k_RKEC, v_RKEC, bias, scaling, parts, by_efficient_kernel)
     else:
-        out = F.scaled_dot_product_attention(packed, k_RKEC, v_RKEC, attn_mask=bias, scale=scaling)
+        out = attend(packed, k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
@@ -143,10 +137,7 @@ def can_split(device: torch.device) -> bool:
         found = in_parts(q, k, v, bias, 0.1, 2, by_efficient_kernel)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
     except (RuntimeError, AssertionError) as error:
-        log.warning(
-            "attention cannot be split on %s, so long texts decode slower: %s",
-            device,
-            str(error).splitlines()[0],
-        )
+        reason = str(error).splitlines()[0]
+        log.warning(f"attention cannot be split on {device}, so long texts decode slower: {reason}")
         return False
     return True

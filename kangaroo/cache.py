@@ -77,14 +77,10 @@ class Block:
     @staticmethod
     def join(blocks: Sequence[Block]) -> Block:
         """Blocks of the same rows and extent as one block."""
-        slots, positions, biases, cos, sin = zip(*(b.tensors() for b in blocks), strict=True)
-        return blocks[0].with_tensors(
-            torch.cat(slots, 1),
-            torch.cat(positions, 1),
-            torch.cat(biases, 2),
-            torch.cat(cos, 1),
-            torch.cat(sin, 1),
-        )
+        kinds = zip(*(block.tensors() for block in blocks), strict=True)
+        axes = (1, 1, 2, 1, 1)  # that of the tokens, in each kind
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, axes, strict=True))
+        return blocks[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two steps whose blocks have one shape; see `with_tensors`."""

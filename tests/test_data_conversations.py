@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetDict
 
 from kangaroo import models
 from kangaroo.data import reading, store
-from kangaroo.data.conversations import ConversationsConfig, convert
+from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.errors import ConfigError, DataError
@@ -188,7 +188,7 @@ def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
     lm, tokenizer = target
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path), regenerate=False))
+    config(tmp_path, written(tmp_path), regenerate=False).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert [sample["messages"] for sample in samples] == TALKS
     for sample in samples:
@@ -204,7 +204,7 @@ def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
     lengths = [len(masked_ids(tokenizer, talk[:2])[0]) for talk in TALKS]
     limit = sorted(lengths)[2]
     source = written(tmp_path)
-    convert(lm, tokenizer, config(tmp_path, source, regenerate=False, max_length=limit))
+    config(tmp_path, source, regenerate=False, max_length=limit).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
     assert about["dropped"] == {"unfinished": 5 - len(samples)}
@@ -213,7 +213,7 @@ def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
     lm, tokenizer = target
     talks = [*TALKS, chat("A last question?", system="You are brief.")]
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    config(tmp_path, written(tmp_path, talks)).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert len(samples) == 6 == about["asked"]
     assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
@@ -234,43 +234,43 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
     lm, tokenizer = target
     source = written(tmp_path)
-    convert(lm, tokenizer, config(tmp_path, source, limit=4))
+    config(tmp_path, source, limit=4).make(lm, tokenizer)
     shards = sorted((tmp_path / "data.shards").glob("*.jsonl"))
     before = {path: path.stat().st_mtime_ns for path in shards}
     few, _ = store.load(tmp_path / "data")
     shards[1].with_suffix(".part").write_text(shards[1].read_text()[:50])
     shards[1].unlink()
-    convert(lm, tokenizer, config(tmp_path, source))
+    config(tmp_path, source).make(lm, tokenizer)
     more, _ = store.load(tmp_path / "data")
     assert more[:4] == few and len(more) == 5
     assert shards[0].stat().st_mtime_ns == before[shards[0]]
     talks = [*TALKS[:4], chat("Something else?", "No.")]
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    config(tmp_path, written(tmp_path, talks)).make(lm, tokenizer)
     changed, _ = store.load(tmp_path / "data")
     assert changed[:4] == few and changed[4]["messages"][0]["content"] == "Something else?"
 
 
 def test_other_settings_are_refused_by_name(target, tmp_path):
     source = written(tmp_path)
-    convert(*target, config(tmp_path, source))
+    config(tmp_path, source).make(*target)
     with pytest.raises(DataError, match="max_answer_tokens=20 there, 21 now"):
-        convert(*target, config(tmp_path, source, max_answer_tokens=21))
+        config(tmp_path, source, max_answer_tokens=21).make(*target)
 
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
     only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
     with pytest.raises(DataError, match=r"none of the 1 conversations.*with an answer"):
-        convert(*target, config(tmp_path, only_questions, regenerate=False))
+        config(tmp_path, only_questions, regenerate=False).make(*target)
     with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
-        convert(*target, config(tmp_path, written(tmp_path, [[]], "e.jsonl")))
+        config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
     with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 unfinished\)"):
-        convert(*target, config(tmp_path, written(tmp_path), max_length=10))
+        config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(ConfigError, match="at least one temperature"):
-        convert(*target, config(tmp_path, only_questions, answer_temperatures=[]))
+        config(tmp_path, only_questions, answer_temperatures=[]).make(*target)
 
 
 def test_system_turns_can_be_left_out(target, tmp_path):
     source = written(tmp_path, [chat("Why?", "So.", system="Rhyme.")])
-    convert(*target, config(tmp_path, source, regenerate=False, keep_system=False))
+    config(tmp_path, source, regenerate=False, keep_system=False).make(*target)
     (sample,), _ = store.load(tmp_path / "data")
     assert sample["messages"] == chat("Why?", "So.")

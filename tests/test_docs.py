@@ -14,7 +14,9 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 
-PAGE = (Path(__file__).parents[1] / "docs/add-a-drafter.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 
@@ -50,6 +52,25 @@ def test_the_shown_drafter_finds_what_repeats(bigram):
     assert drafter.continuation(0, [1, 2, 3, 1]) == [2, 3, 1]
     assert drafter.continuation(0, [1, 2, 1, 3, 1]) == [3, 1, 3]
     assert drafter.continuation(0, [1, 2]) == []
+
+
+# Files that a reader of a page is told to write.
+TO_WRITE = {"bigram", "mine", "X"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_tests_and_pages_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/])((?:kangaroo|tests|scripts|configs)/[\w./-]+\.\w+)", text)
+    files = {ROOT / path for path in named if Path(path).stem not in TO_WRITE}
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        files.add(to := page.parent / link if link else page)
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), flags=re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    assert not [path for path in files if not path.exists()]
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*.py"))
+    assert not [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in sources]
 
 
 # Modules that still have public names without a docstring, and how many names these are at most.
@@ -92,7 +113,7 @@ MOST = 90
 
 
 def test_every_public_name_has_a_docstring():
-    missing = undocumented(Path(__file__).parents[1] / "kangaroo")
+    missing = undocumented(ROOT / "kangaroo")
     assert {name: names for name, names in missing.items() if name not in EXEMPT} == {}
     assert sum(map(len, missing.values())) <= MOST, missing
 

@@ -72,58 +72,48 @@ class ConversationsConfig:
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
-        """Write the dataset to `path`, or what is missing of it; errors as `convert`."""
-        convert(lm, tokenizer, self, ranks)
+        """Write the dataset to `path`, or what is still missing of it.
+
+        With `regenerate`, every shard is a pure function of model, settings, its number and the
+        questions it answers, and is renamed into place when complete. So a killed run can continue,
+        and where the source has changed or grown, only the shards concerned are written again.
+
+        Args:
+            ranks: the processes that share the shards between them. The first makes the dataset,
+                and the others do not wait for it. None: there is only this process.
+
+        Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
+        `ConfigError` for a template that does not show which part is the assistant's.
+        """
+        if not self.answer_temperatures:
+            raise ConfigError("data.answer_temperatures must name at least one temperature.")
+        source = Source(self.source, self.subset, self.split, self.revision, self.column)
+        conversations = [_shown(turns, self) for turns in read(source, self.limit)]
+        asked = len(conversations)
+        conversations = [turns for turns in conversations if turns]
+        if not conversations:
+            raise DataError(
+                f"none of the {asked} conversations in {self.source} has a user turn"
+                f"{'' if self.regenerate else ' with an answer'}."
+            )
+        log.info("%d of %d conversations in %s are usable", len(conversations), asked, self.source)
+        settings: dict[str, Any] = {"model": lm.name} | asdict(self)
+        settings["conversations"] = _hash(conversations)
+        del settings["path"]
+        path, ranks = Path(self.path), ranks or Ranks()
+        if ranks.share(store.is_of(path, settings)):
+            return
+        if self.regenerate:
+            raw, speed = _regenerated(lm, tokenizer, self, conversations, ranks)
+        elif ranks.is_first:
+            raw, speed = _as_they_are(tokenizer, self, conversations), None
+        if ranks.is_first:
+            finish(path, settings, raw, asked, self.filters, speed)
 
 
 # Settings that change no shard; a shard's name says which conversations it answers.
 _OF_SOURCE = {f.name for f in fields(Source)}
 _NOT_IN_SHARDS = _OF_SOURCE | {"source", "limit", "keep_system", "regenerate", "filters"}
-
-
-def convert(
-    lm: LM,
-    tokenizer: PreTrainedTokenizerBase,
-    config: ConversationsConfig,
-    ranks: Ranks | None = None,
-) -> None:
-    """Make a dataset of a source's conversations, or what is still missing of it.
-
-    With `regenerate`, every shard is a pure function of model, settings, its number and the
-    questions it answers, and is renamed into place when complete. So a killed run can continue,
-    and where the source has changed or grown, only the shards concerned are written again.
-
-    Args:
-        ranks: the processes that share the shards between them. The first makes the dataset, and
-            the others do not wait for it. None: there is only this process.
-
-    Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
-    `ConfigError` for a template that does not show which part is the assistant's.
-    """
-    if not config.answer_temperatures:
-        raise ConfigError("data.answer_temperatures must name at least one temperature.")
-    source = Source(config.source, config.subset, config.split, config.revision, config.column)
-    conversations = [_shown(turns, config) for turns in read(source, config.limit)]
-    asked = len(conversations)
-    conversations = [turns for turns in conversations if turns]
-    if not conversations:
-        raise DataError(
-            f"none of the {asked} conversations in {config.source} has a user turn"
-            f"{'' if config.regenerate else ' with an answer'}."
-        )
-    log.info("%d of %d conversations in %s are usable", len(conversations), asked, config.source)
-    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
-    settings["conversations"] = _hash(conversations)
-    del settings["path"]
-    path, ranks = Path(config.path), ranks or Ranks()
-    if ranks.share(store.is_of(path, settings)):
-        return
-    if config.regenerate:
-        raw, speed = _regenerated(lm, tokenizer, config, conversations, ranks)
-    elif ranks.is_first:
-        raw, speed = _as_they_are(tokenizer, config, conversations), None
-    if ranks.is_first:
-        finish(path, settings, raw, asked, config.filters, speed)
 
 
 def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message]:

@@ -64,48 +64,41 @@ class SynthesisConfig:
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
-        """Write the dataset to `path`, or what is missing of it; errors as `synthesise`."""
-        synthesise(lm, tokenizer, self, ranks)
+        """Write the dataset to `path`, or what is still missing of it.
 
+        Every shard is a pure function of model, settings and shard number, and is renamed into
+        place when complete. So a killed run can continue and ends with the same data.
 
-def synthesise(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConfig, ranks: Ranks | None = None
-) -> None:
-    """Write the dataset to `config.path`, or what is still missing of it.
+        Args:
+            ranks: the processes that share the shards between them. The first makes the dataset,
+                and the others do not wait for it. None: there is only this process.
 
-    Every shard is a pure function of model, settings and shard number, and is renamed into place
-    when complete. So a killed run can continue and ends with the same data.
-
-    Args:
-        ranks: the processes that share the shards between them. The first makes the dataset, and
-            the others do not wait for it. None: there is only this process.
-
-    Errors: `DataError` where no conversation is usable, the disk has no room, or the folder was
-    begun with other settings; `ConfigError` for turns or temperatures that cannot work.
-    """
-    if not (config.turns and config.answer_temperatures and config.openings):
-        raise ConfigError(
-            f"data.turns={config.turns}, data.answer_temperatures={config.answer_temperatures} and "
-            f"data.openings={config.openings} must name at least one each."
-        )
-    if min(config.turns) < 1:
-        raise ConfigError(f"data.turns={config.turns}: a conversation has at least one turn.")
-    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
-    del settings["path"]
-    path, ranks = Path(config.path), ranks or Ranks()
-    if ranks.share(store.is_of(path, settings)):
-        return
-    fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
-    shards = Shards(Path(config.path + ".shards"), fixed)
-    a_turn = config.max_question_tokens + config.max_answer_tokens
-    parts = []
-    for number in range(config.shards):
-        answers = config.shard_size * config.turns[number % len(config.turns)]
-        write = partial(_write, config, number)
-        parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
-    raw, speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, lm.context, ranks)
-    if ranks.is_first:
-        finish(path, settings, raw, config.shards * config.shard_size, config.filters, speed)
+        Errors: `DataError` where no conversation is usable, the disk has no room, or the folder was
+        begun with other settings; `ConfigError` for turns or temperatures that cannot work.
+        """
+        if not (self.turns and self.answer_temperatures and self.openings):
+            raise ConfigError(
+                f"data.turns={self.turns}, data.answer_temperatures={self.answer_temperatures} and "
+                f"data.openings={self.openings} must name at least one each."
+            )
+        if min(self.turns) < 1:
+            raise ConfigError(f"data.turns={self.turns}: a conversation has at least one turn.")
+        settings: dict[str, Any] = {"model": lm.name} | asdict(self)
+        del settings["path"]
+        path, ranks = Path(self.path), ranks or Ranks()
+        if ranks.share(store.is_of(path, settings)):
+            return
+        fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
+        shards = Shards(Path(self.path + ".shards"), fixed)
+        a_turn = self.max_question_tokens + self.max_answer_tokens
+        parts = []
+        for number in range(self.shards):
+            answers = self.shard_size * self.turns[number % len(self.turns)]
+            write = partial(_write, self, number)
+            parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
+        raw, speed = write_parts(lm, tokenizer, shards, parts, self.batch_size, lm.context, ranks)
+        if ranks.is_first:
+            finish(path, settings, raw, self.shards * self.shard_size, self.filters, speed)
 
 
 def _write(
