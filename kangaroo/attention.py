@@ -68,7 +68,7 @@ def attention(
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel is there that needs no mask for the last tokens of a text."""
+    """Whether there is a kernel that needs no mask for the last tokens of a text."""
     return device.type == "cuda" and dtype.itemsize == 2
 
 

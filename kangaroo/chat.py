@@ -62,7 +62,7 @@ def chat(
 ) -> None:
     """Answer each question as a turn of one conversation; an empty question begins a new one.
 
-    Ctrl-C stops an answer, and a prompt that cannot be answered is said; both drop the question.
+    Ctrl-C stops an answer. A question that was stopped, or is too long, is not kept.
     """
     messages: list[Message] = _start(config)
     for question in questions:
