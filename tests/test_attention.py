@@ -74,9 +74,15 @@ def test_keys_are_split_where_few_heads_would_keep_a_gpu_busy(monkeypatch):
     }
     # at most one part a 256 keys and as many as there are multiprocessors, and all of one size
     assert found == {
-        (8, 256): 1, (8, 512): 2, (8, 2048): 8, (8, 2112): 8,
-        (32, 256): 1, (32, 512): 2, (32, 2048): 4, (32, 2112): 4,
-    }  # fmt: skip
+        (8, 256): 1,
+        (8, 512): 2,
+        (8, 2048): 8,
+        (8, 2112): 8,
+        (32, 256): 1,
+        (32, 512): 2,
+        (32, 2048): 4,
+        (32, 2112): 4,
+    }
     assert parts_of(device, 2, 8, 2048) == 1 and parts_of(CPU, 1, 8, 2048) == 1
 
 
