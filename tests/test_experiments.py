@@ -43,6 +43,7 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
     settings = ["trainer.zero_stage=0", "trainer.shard_target=false", "trainer.holdout=4"]
     settings += ["trainer.batch_tokens=256", "trainer.epochs=1", "trainer.save_every=100"]
+    settings += ["trainer.decode_prompts=2", "trainer.decode_tokens=8"]
     if asked.startswith("recipe"):
         settings.append(f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}")
     else:
