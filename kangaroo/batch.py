@@ -51,9 +51,13 @@ class Batch:
     """
 
     def __init__(
-        self, cache: KVCache, longest: int, sampling: Sampling, eos_ids: list[int],
+        self,
+        cache: KVCache,
+        longest: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
         device: torch.device,
-    ):  # fmt: skip
+    ):
         size, self.n_slots = cache.batch_size, cache.n_slots
         self.cache, self.longest, self.sampling = cache, longest, sampling
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
@@ -61,7 +65,10 @@ class Batch:
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)
         self.seeds_B = torch.zeros(size, dtype=torch.long, device=device)
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
-        self.eos_ids_E = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self.eos_ids = eos_ids
+        self.eos_ids_E = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
+        self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
+        self.heeds_eos_B = torch.ones(size, dtype=torch.bool, device=device)  # the same
         # the host's copy, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
 
@@ -89,13 +96,17 @@ class Batch:
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
-    def place(self, row: int, prompt: Tensor, max_new_tokens: int, seed: int) -> None:
+    def place(
+        self, row: int, prompt: Tensor, max_new_tokens: int, seed: int, ignore_eos: bool = False
+    ) -> None:
         """Put a prompt into a row; its last token is pending."""
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
         self.limit_B[row] = len(prompt) + max_new_tokens
         self.seeds_B[row] = seed
+        self.heeds_eos_B[row] = not ignore_eos
+        self.ends[row] = frozenset() if ignore_eos else self.eos_ids
         self.done_B[row] = False
 
     def commit(self, draft: Draft, verdict: Verdict) -> Emitted:
@@ -105,7 +116,8 @@ class Batch:
         # what the target writes after each accepted node: the next one's token, at last the bonus
         new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
         counts_B = torch.minimum(verdict.count_B + 1, self.limit_B - self.length_B)
-        is_eos_BP = torch.isin(new_BP, self.eos_ids_E) & (steps_P < counts_B[:, None])
+        is_eos_BP = torch.isin(new_BP, self.eos_ids_E) & self.heeds_eos_B[:, None]
+        is_eos_BP &= steps_P < counts_B[:, None]
         first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
         counts_B = first_eos_B * ~self.done_B
         index_BP = self.length_B[:, None] + steps_P

@@ -194,10 +194,12 @@ def _report(folder: Path, model_name: str, tracker: Tracker) -> None:
     # W&B takes a hundred keys; the file among the artifact's has the whole provenance
     figures = described.pop("training")["progress"]
     tracker.save(folder, f"{model_name}-{folder.name}", "adapter", described | figures)
-    is_medusa = saved.architecture.medusa_heads
-    option = "drafter=medusa 'drafter.heads" if is_medusa else "'drafter.adapter"
+    drafter = saved.architecture.drafter
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    log.info('saved %s; measure it: python evaluate.py %s="%s"\'', folder, option, folder)
+    log.info(
+        "saved %s; measure it: python evaluate.py drafter=%s 'drafter.adapter=\"%s\"'",
+        *(folder, drafter, folder),
+    )
 
 
 @command("estimate")

@@ -19,17 +19,9 @@ from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.draft_model import DraftModelConfig
-from kangaroo.drafters.draft_verify import DraftVerifyConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
+from kangaroo.discovery import classes
+from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig
-from kangaroo.drafters.lookahead import LookaheadConfig
-from kangaroo.drafters.medusa import MedusaConfig
-from kangaroo.drafters.prompt_lookup import PromptLookupConfig
-from kangaroo.drafters.rest import RestConfig
-from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
@@ -37,6 +29,7 @@ from kangaroo.folders import named_by
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.trained.base import Architecture
 from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
@@ -203,16 +196,10 @@ def register() -> None:
     cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
     cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
     cs.store(group="data", name="mix_schema", node=MixConfig)
-    cs.store(group="drafter", name="vanilla_schema", node=VanillaConfig)
-    cs.store(group="drafter", name="kangaroo_schema", node=KangarooConfig)
-    cs.store(group="drafter", name="kangaroo_tree_schema", node=KangarooTreeConfig)
-    cs.store(group="drafter", name="draft_model_schema", node=DraftModelConfig)
-    cs.store(group="drafter", name="medusa_schema", node=MedusaConfig)
-    cs.store(group="drafter", name="draft_verify_schema", node=DraftVerifyConfig)
-    cs.store(group="drafter", name="cascade_schema", node=CascadeConfig)
-    cs.store(group="drafter", name="prompt_lookup_schema", node=PromptLookupConfig)
-    cs.store(group="drafter", name="rest_schema", node=RestConfig)
-    cs.store(group="drafter", name="lookahead_schema", node=LookaheadConfig)
+    for name, drafter in classes("kangaroo.drafters", DrafterConfig).items():
+        cs.store(group="drafter", name=f"{name}_schema", node=drafter)
+    for name, architecture in classes("kangaroo.trained", Architecture).items():
+        cs.store(group="adapter/architecture", name=name, node=architecture)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)

@@ -368,9 +368,11 @@ template <class T> class Pass {
     for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(from + i);
   }
 
-  // Every thread norms all tokens for itself: that is less than a barrier costs.
+  // Every thread norms all tokens for itself: that is less than a barrier costs. Without a weight
+  // there is no norm; the copy stands, since x itself changes before all threads have read it.
   Matrix<T> norm(const T* weight) {
-    for (i64 m = 0; m < s.total(); m++)
+    if (!weight) std::copy(x, x + s.total() * s.hidden, normed.data());
+    for (i64 m = 0; weight && m < s.total(); m++)
       rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
     return {normed.data(), s.total(), s.hidden, s.hidden};
   }

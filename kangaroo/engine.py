@@ -30,12 +30,14 @@ class Request:
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
         seed: with the sampling settings it fixes the text.
         stop: the text ends with the token that completes one of these strings.
+        ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int
     seed: int = 0
     stop: Sequence[str] = ()
+    ignore_eos: bool = False
 
 
 @dataclass
@@ -109,9 +111,12 @@ class Engine:
     """
 
     def __init__(
-        self, lm: LM, drafter: Drafter, tokenizer: PreTrainedTokenizerBase | None = None,
+        self,
+        lm: LM,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int = 1024,
-    ):  # fmt: skip
+    ):
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
@@ -134,7 +139,7 @@ class Engine:
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
             self.batch = self.cache = None  # their memory may be needed for the new ones
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        batch = Batch(self.cache, longest, sampling, sorted(self.eos_ids), self.lm.device)
+        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device)
         self.drafter.begin(batch)
         self.batch = batch
         return batch
@@ -154,7 +159,7 @@ class Engine:
         lm, end = self.lm, len(request.prompt) - 1
         start = now(lm.device)
         prompt_T = torch.tensor(request.prompt, device=lm.device)
-        batch.place(row, prompt_T, request.max_new_tokens, request.seed)
+        batch.place(row, prompt_T, request.max_new_tokens, request.seed, request.ignore_eos)
         for first in range(0, end, self.prefill_chunk):
             last = min(first + self.prefill_chunk, end)
             block = lm.chunk(first, last, row, batch.n_slots)
@@ -247,7 +252,7 @@ class Engine:
                 generation.finish = "stop"
                 batch.done_B[row] = True
                 return
-        if generation.tokens[-1] in self.eos_ids:
+        if generation.tokens[-1] in batch.ends[row]:
             generation.finish = "eos"
         elif len(generation.tokens) >= request.max_new_tokens:
             generation.finish = "length"
@@ -298,10 +303,14 @@ class Engine:
                     running[row] = following, self.admit(batch, row, requests[following])
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int,
-        sampling: Sampling | None = None, batch_size: int | None = None,
-        seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
-    ) -> list[Generation]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        batch_size: int | None = None,
+        seeds: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
         """Decode every prompt.
 
         Args:
@@ -320,12 +329,16 @@ class Engine:
         return [done[index] for index in range(len(prompts))]
 
     def stream(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling | None = None,
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-    ) -> Stream:  # fmt: skip
+        ignore_eos: bool = False,
+    ) -> Stream:
         """Decode one prompt, token by token as steps write them."""
         sampling = sampling or Sampling()
-        request = Request(prompt, max_new_tokens, sampling.seed, stop)
+        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)
         batch = self.open(1, len(prompt) + max_new_tokens, sampling)
         generation = self.admit(batch, 0, request)

@@ -102,9 +102,12 @@ class Graphs:
         return work(*inputs) if self.recording else self._renewed(caches, key, work, inputs)
 
     def _renewed(
-        self, caches: Sequence[KVCache], key: Key, work: Callable[..., Tensors] | None,
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Tensors] | None,
         inputs: Tensors,
-    ) -> Tensors:  # fmt: skip
+    ) -> Tensors:
         while self.dead:
             self._forget(self.dead.pop())
         serials = tuple(cache.serial for cache in caches)
@@ -122,9 +125,12 @@ class Graphs:
         return made.results
 
     def _make(
-        self, serials: tuple[int, ...], whole: Key, work: Callable[..., Tensors] | None,
+        self,
+        serials: tuple[int, ...],
+        whole: Key,
+        work: Callable[..., Tensors] | None,
         inputs: Tensors,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._wait()
         start = time.perf_counter()
         held = tuple(x if x in self.static else x.clone() for x in inputs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from ctypes import CDLL
 from itertools import pairwise
 
 import torch
@@ -20,8 +19,9 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from kangaroo import native
+from kangaroo.acceleration import Acceleration
 from kangaroo.attention import ATTENTION, attention, has_flash
-from kangaroo.cache import BUCKET, GRAPH_BUCKET, Block, KVCache, occupied
+from kangaroo.cache import Block, KVCache, occupied
 from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.native import LayerWeights, Sizes
@@ -74,23 +74,24 @@ class LM(nn.Module):
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
-        self.native: CDLL | None = None
+        self.acceleration = Acceleration()
         self.native_layers: native.Stack | None = None
         self.native_head: native.Head | None = None
-        self.graphs: Graphs | None = None
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
     def compile_for_decoding(self) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
         by CUDA graphs on one GPU. Training and the prefill of prompts stay as they are.
         """
-        if {device.type for device in self.layer_devices} == {"cuda"}:
-            self.graphs = Graphs(self.device) if len(set(self.layer_devices)) == 1 else None
-        self.native = native.library() if self.is_native_kind() else None
-        if self.native is not None:
-            layers = [layer_weights(layer) for layer in self.layers]
-            self.native_layers = native.Stack(self.native, layers, self.sizes())
-            self.native_head = native.Head(self.native, self.head.weight)
+        kinds = {device.type for device in self.layer_devices}
+        on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
+        self.acceleration = Acceleration(
+            native.library() if self.is_native_kind() else None,
+            self.sizes(),
+            Graphs(self.device) if on_one_gpu else None,
+        )
+        self.native_layers = self.acceleration.stack(list(map(layer_weights, self.layers)))
+        self.native_head = self.acceleration.head(self.head.weight)
         return self
 
     def is_native_kind(self) -> bool:
@@ -105,10 +106,9 @@ class LM(nn.Module):
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""
         config, attn = self.config, self.layers[0].self_attn
-        return Sizes(
-            config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            attn.head_dim, config.intermediate_size, config.rms_norm_eps, attn.scaling,
-        )  # fmt: skip
+        heads = config.num_attention_heads, config.num_key_value_heads, attn.head_dim
+        other = config.intermediate_size, config.rms_norm_eps, attn.scaling
+        return Sizes(config.hidden_size, *heads, *other)
 
     @property
     def name(self) -> str:
@@ -138,7 +138,8 @@ class LM(nn.Module):
         from torch.distributed.fsdp import fully_shard
 
         # they hold on to whole layers
-        self.native = self.native_layers = self.native_head = self.graphs = None
+        self.acceleration = Acceleration()
+        self.native_layers = self.native_head = None
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -152,6 +153,11 @@ class LM(nn.Module):
         eos = self.hf.generation_config.eos_token_id
         eos = self.config.eos_token_id if eos is None else eos
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the target's own class."""
+        norm = type(self.hf.model.norm)
+        return norm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
         return self.cache_like(batch_size, n_slots, self.layer_devices)
@@ -172,8 +178,7 @@ class LM(nn.Module):
                 no other token sees them.
         """
         device = start_B.device
-        bucket = BUCKET if self.graphs is None else GRAPH_BUCKET
-        extent = occupied(n_slots, used + below, bucket)
+        extent = occupied(n_slots, used + below, self.acceleration.bucket)
         slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
         if tree.is_chain and not below:
@@ -235,9 +240,13 @@ class LM(nn.Module):
         return self.hf.model.embed_tokens(tokens_BN)
 
     def run(
-        self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range,
+        self,
+        x_BND: Tensor,
+        cache: KVCache | None,
+        block: Block,
+        layers: range,
         taps: Collection[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run a range of layers over a block, writing its keys and values at the block's slots.
 
         Args:
@@ -259,15 +268,14 @@ class LM(nn.Module):
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
-        if self.graphs and cache and self.graphs.take(x_BND, block):
+        if cache is None:
+            return self._eager(x_BND, None, block, layers)
 
-            def work(x_BND: Tensor, *tensors: Tensor) -> tuple[Tensor]:
-                return (self._eager(x_BND, cache, block.with_tensors(*tensors), layers),)
+        def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
+            return (self._eager(x_BND, cache, block, layers),)
 
-            key = ("layers", layers, block.rows.start)
-            (x_BND,) = self.graphs((cache,), key, work, x_BND, *block.tensors())
-            return x_BND.clone()  # the next pass of this shape overwrites it
-        return self._eager(x_BND, cache, block, layers)
+        key = ("layers", layers, block.rows.start)
+        return self.acceleration.step((cache,), key, work, x_BND, block, keep=True)[0]
 
     def _eager(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         view = None

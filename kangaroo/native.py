@@ -42,7 +42,7 @@ WIDEST_HEAD = 1024  # of `decode.cpp`
 class LayerWeights:
     """The weights of one layer, in the order of `decode.cpp`'s `Layer`; None where it has none.
 
-    A layer has attention, or a feed-forward part, or both, each after its norm.
+    A layer has attention, or a feed-forward part, or both, each after its norm if it has one.
     """
 
     attention_norm: Tensor | None = None
@@ -84,12 +84,21 @@ class Shape(ctypes.Structure):
     """`decode.cpp`'s `Shape`."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "rows", "tokens", "hidden", "heads", "kv_heads", "head_size", "feed_forward", "extent",
-            "n_slots", "first_row", "threads",
-        )
-    ] + [("eps", ctypes.c_double), ("scaling", ctypes.c_double)]  # fmt: skip
+        *(
+            (name, ctypes.c_int64)
+            for name in """
+                rows tokens hidden heads kv_heads head_size feed_forward extent n_slots first_row
+                threads
+            """.split()
+        ),
+        ("eps", ctypes.c_double),
+        ("scaling", ctypes.c_double),
+    ]
+
+
+# what the two functions of `decode.cpp` take
+RUN_LAYERS = [ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int64, *7 * [ctypes.c_void_p]]
+READ_OUT = [*3 * [ctypes.c_int64], ctypes.c_double, ctypes.c_int64, *4 * [ctypes.c_void_p]]
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -111,6 +120,7 @@ class Stack:
         self.table = (ctypes.c_void_p * len(weights))(*map(pointer, weights))
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = getattr(library, f"run_layers_{DTYPES[self.dtype]}")
+        self.call.argtypes = RUN_LAYERS
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
@@ -127,30 +137,35 @@ class Stack:
         )
 
     def __call__(
-        self, x_RTD: Tensor, cache: KVCache, block: Block, layers: range,
+        self,
+        x_RTD: Tensor,
+        cache: KVCache,
+        block: Block,
+        layers: range,
         final_norm: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The output of the last layer, normed where a norm is given.
 
         Keys and values are written at the block's slots.
         """
         assert block.bias_R1TE is not None
-        rows, tokens, _ = x_RTD.shape
-        sizes = self.sizes
-        shape = Shape(
-            rows, tokens, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size,
-            sizes.feed_forward, block.extent, cache.n_slots, block.rows.start,
-            torch.get_num_threads(), sizes.eps, sizes.scaling,
-        )  # fmt: skip
+        (rows, tokens, _), sizes = x_RTD.shape, self.sizes
+        of_layer = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.feed_forward
+        of_cache = block.extent, cache.n_slots, block.rows.start
+        threads = torch.get_num_threads()
+        shape = Shape(rows, tokens, *of_layer, *of_cache, threads, sizes.eps, sizes.scaling)
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         held = [t.contiguous() for t in (block.bias_R1TE, *block.rope, block.slots_RT)]
         keys, values = zip(*cache.addresses[layers.start : layers.stop], strict=True)
+        addresses = ctypes.c_void_p * len(layers)
         self.call(
-            ctypes.byref(shape), ctypes.byref(self.table, layers.start * self.per_layer),
-            ctypes.c_int64(len(layers)), (ctypes.c_void_p * len(layers))(*keys),
-            (ctypes.c_void_p * len(layers))(*values), ctypes.c_void_p(x_RTD.data_ptr()),
-            *(ctypes.c_void_p(t.data_ptr()) for t in held), ctypes.c_void_p(pointer(final_norm)),
-        )  # fmt: skip
+            ctypes.byref(shape),
+            ctypes.byref(self.table, layers.start * self.per_layer),
+            len(layers),
+            addresses(*keys),
+            addresses(*values),
+            *map(pointer, (x_RTD, *held, final_norm)),
+        )
         return x_RTD
 
 
@@ -160,6 +175,7 @@ class Head:
     def __init__(self, library: ctypes.CDLL, weight_ND: Tensor):
         self.weight_ND = weight_ND
         self.call = getattr(library, f"read_out_{DTYPES[weight_ND.dtype]}")
+        self.call.argtypes = READ_OUT
 
     def takes(self, x_MD: Tensor) -> bool:
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
@@ -169,11 +185,8 @@ class Head:
         x_MD = x_MD.contiguous()
         outputs, hidden = self.weight_ND.shape
         logits_MN = x_MD.new_empty(len(x_MD), outputs, dtype=torch.float32)
-        self.call(
-            ctypes.c_int64(len(x_MD)), ctypes.c_int64(hidden), ctypes.c_int64(outputs),
-            ctypes.c_double(eps), ctypes.c_int64(torch.get_num_threads()),
-            *(ctypes.c_void_p(pointer(t)) for t in (x_MD, norm, self.weight_ND, logits_MN)),
-        )  # fmt: skip
+        pointers = map(pointer, (x_MD, norm, self.weight_ND, logits_MN))
+        self.call(len(x_MD), hidden, outputs, eps, torch.get_num_threads(), *pointers)
         return logits_MN
 
 
@@ -200,8 +213,10 @@ def build(compiler: str, target: list[str]) -> Path:
     """Compile `decode.cpp`, once for each compiler, processor and version of the source."""
     predefined = subprocess.run(
         [compiler, *target, "-dM", "-E", "-x", "c++", os.devnull],
-        check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     flags = " ".join(FLAGS + target)
     key = hashlib.sha256((SOURCE.read_text() + flags + predefined).encode()).hexdigest()[:16]
     file = cache_folder() / "native" / f"decode-{key}.so"

@@ -93,7 +93,7 @@ methods() { # each job with its own baselines, in one folder; compared after eve
   local adapter="drafter.adapter='$RESULTS/train/$BEST'"
   run evaluate.py -m "${sweep[@]}" drafter=vanilla,lookahead,prompt_lookup &&
     run evaluate.py -m "${sweep[@]}" drafter=kangaroo,kangaroo_tree,draft_model "$adapter" &&
-    run evaluate.py -m "${sweep[@]}" drafter=medusa "drafter.heads='$RESULTS/train/medusa'" &&
+    run evaluate.py -m "${sweep[@]}" drafter=medusa "drafter.adapter='$RESULTS/train/medusa'" &&
     run evaluate.py -m "${sweep[@]}" drafter=cascade "${adapter/drafter./drafter.second.}"
 }
 

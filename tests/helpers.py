@@ -11,6 +11,7 @@ import torch
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
+from kangaroo.acceleration import Acceleration
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
@@ -19,6 +20,7 @@ from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
 from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -54,7 +56,7 @@ def tiny(architecture: str = "llama", **overrides: object) -> LM:
 
 def graphed(lm: LM) -> LM:
     """Decoding by graphs, by a stand-in for CUDA's that is as strict."""
-    lm.graphs = StrictGraphs()
+    lm.acceleration = Acceleration(graphs=StrictGraphs())
     return lm
 
 
@@ -64,10 +66,19 @@ def adapter_for(
     """An adapter that is often right untrained: the layers above the exit change little."""
     adapter = Adapter(lm, exit_layer, architecture).start_from(lm)
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())  # undamped: as sure as the target
-    if adapter.architecture.fused:  # untrained it would not look at the deep state
+    if adapter.reads_deep:  # untrained it would not look at the deep state
         generator = torch.Generator().manual_seed(2)
         adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
     return adapter.to(lm.device, lm.dtype).requires_grad_(False)
+
+
+PARTS = ("attention", "feed_forward", "own_head", "fused")
+
+
+def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:
+    """An adapter's recipe; its parts stand beside the other options."""
+    parts = {part: bool(options.pop(part)) for part in PARTS if part in options}
+    return AdapterRecipe(**({"name": name, "architecture": Architecture(**parts)} | options))
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

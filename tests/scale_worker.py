@@ -14,13 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from helpers import random_prompts, tiny
+from helpers import random_prompts, recipe_of, tiny
 
 from kangaroo.ranks import join
 from kangaroo.tracking import NoTracker
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
-from kangaroo.training.recipe import AdapterRecipe
 
 
 @dataclass
@@ -78,8 +77,8 @@ def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None
     config = TrainerConfig(**(shared | settings))
     about = {"fingerprint": "test"}
     recipes = recipes or [
-        AdapterRecipe(name="attention", exit_layers=[1, 2]),
-        AdapterRecipe(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
+        recipe_of(name="attention", exit_layers=[1, 2]),
+        recipe_of(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
     ]
     train(lm or tiny(), samples, recipes, config, output, tracker or NoTracker(), about, ranks)
 

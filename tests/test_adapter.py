@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +18,8 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained import medusa_heads
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.adapter_files import (
     CONFIG,
     VOCABULARY,
@@ -28,13 +29,12 @@ from kangaroo.trained.adapter_files import (
     find,
     kept_dtype,
     load,
-    load_any,
     read_config,
     save,
 )
 from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.decode import frozen
-from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.recipe import trainees
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
 
 
 def test_what_was_saved_is_what_is_loaded(lm, saved):
-    adapter, _ = load(str(saved), lm)
+    adapter, _ = load(str(saved), lm, Adapter)
     config = read_config(str(saved))
     original = adapter_for(lm)
     assert config == describe(lm, original, training={"steps": 3})
@@ -175,13 +175,13 @@ def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_fro
     tmp_path, dtype
 ):
     lm = tiny(dtype=dtype)
-    (trainee,) = trainees(lm, [AdapterRecipe(name="a", exit_layers=[EXIT])], None)
+    (trainee,) = trainees(lm, [recipe_of(name="a", exit_layers=[EXIT])], None)
     for parameter in trainee.adapter.parameters():  # in float32, as training leaves them
         parameter.data += 1e-3 * torch.randn_like(parameter)
     about = describe(lm, trainee.adapter, training={})
     kept = kept_dtype(trainee.adapter, lm)
     folder = save(trainee.adapter, about, None, tmp_path, kept)
-    (loaded, _), (frozen_now, _) = load(str(folder), lm), frozen(lm, trainee)
+    (loaded, _), (frozen_now, _) = load(str(folder), lm, Adapter), frozen(lm, trainee)
     for name, tensor in load_file(folder / WEIGHTS).items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, trainee.adapter.state_dict()[name].to(dtype))
@@ -207,7 +207,7 @@ def test_weights_of_any_dtype_are_kept_as_they_are(lm, tmp_path):
     for name, tensor in load_file(folder / WEIGHTS).items():
         own = adapter.state_dict()[name]
         assert tensor.dtype == own.dtype and torch.equal(tensor, own)
-    assert {p.dtype for p in load(str(folder), lm)[0].parameters()} == {torch.float32}
+    assert {p.dtype for p in load(str(folder), lm, Adapter)[0].parameters()} == {torch.float32}
     with pytest.raises(AdapterNotFound, match=r"vocabulary\.safetensors.*Leave it unset"):
         draft_vocabulary(str(folder), 2)
 
@@ -224,9 +224,9 @@ def test_a_folder_that_is_no_adapter_names_what_it_lacks(lm, saved, tmp_path):
         kept = (saved / name).read_bytes()
         (saved / name).unlink()
         with pytest.raises(AdapterNotFound, match=f"{saved}.*{name}"):
-            load(str(saved), lm)
+            load(str(saved), lm, Adapter)
         (saved / name).write_bytes(kept)
-    load(str(saved), lm)
+    load(str(saved), lm, Adapter)
 
 
 def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
@@ -237,23 +237,23 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     with pytest.raises(
         AdapterNotFound, match=r"train\.py model=mine\).*import_adapter.*model=mine"
     ):
-        load("adapters/mine", lm)
+        load("adapters/mine", lm, Adapter)
     with pytest.raises(AdapterNotFound, match=r"train\.py model=mine adapter=medusa"):
-        load_any("adapters/mine-medusa", lm)
+        load("adapters/mine-medusa", lm, MedusaHeads)
     trained = Path("outputs/train/mine/attention-exit2")
     ignored = shutil.ignore_patterns("elsewhere")  # `saved` is the folder above
     shutil.copytree(saved, trained, ignore=ignored)
     (trained.parent / "half-saved").mkdir()
     with caplog.at_level("INFO"):
-        load("adapters/mine", lm)
+        load("adapters/mine", lm, Adapter)
     assert f"'adapters/mine' is that in {trained}" in caplog.text
-    heads = MedusaHeads(lm, Architecture(attention=False, medusa_heads=2))
+    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
     save(heads, describe(lm, heads, {}), torch.arange(9), trained.parent / "medusa")
     assert find("adapters/mine") == trained  # heads are no adapter
     assert find("adapters/mine-medusa") == trained.parent / "medusa"
     shutil.copytree(trained, trained.parent / "layer-exit2")
     with pytest.raises(AdapterNotFound, match=r"several: .*attention-exit2, .*layer-exit2.*Pass"):
-        load("adapters/mine", lm)
+        load("adapters/mine", lm, Adapter)
     shutil.copytree(trained, "adapters/mine")
     assert find("adapters/mine") == Path("adapters/mine")
 
@@ -262,7 +262,7 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for path in ("nobody/nothing-here", str(saved / "no-such-folder"), str(saved / CONFIG)):
         with pytest.raises(AdapterNotFound, match=f"'{path}'.*train.py.*drafter.adapter="):
-            load(path, lm)
+            load(path, lm, Adapter)
 
 
 @pytest.mark.parametrize("length", [0, 5, 200, -1])
@@ -270,7 +270,7 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
     whole = (saved / WEIGHTS).read_bytes()
     (saved / WEIGHTS).write_bytes(whole[:length])
     with pytest.raises(CorruptFile, match=str(saved)):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
 def test_a_config_that_cannot_be_read_is_reported_as_such(lm, saved, text):
     (saved / CONFIG).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CorruptFile, match=str(saved)):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
 
 
 OTHERS = {
@@ -302,18 +302,18 @@ def test_an_adapter_for_another_target_is_refused_and_both_are_named(saved, what
     other.config.name_or_path = "some/other"
     named = rf"tiny/llama \(exit layer {EXIT} of 4 layers.*some/other \({other.n_layers} layers"
     with pytest.raises(AdapterMismatch, match=named):
-        load(str(saved), other)
+        load(str(saved), other, Adapter)
 
 
 def test_an_adapter_of_another_architecture_is_refused(saved):
     with pytest.raises(AdapterMismatch, match="tiny/llama"):
-        load(str(saved), tiny("mistral"))
+        load(str(saved), tiny("mistral"), Adapter)
 
 
 def test_moving_a_checkpoint_or_changing_its_context_keeps_the_adapter(saved):
     other = tiny(max_position_embeddings=100, pad_token_id=3)
     other.config.name_or_path = "/somewhere/else"
-    load(str(saved), other)
+    load(str(saved), other, Adapter)
 
 
 def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):
@@ -328,7 +328,7 @@ def test_an_exit_layer_in_the_file_that_cannot_be_is_refused(lm, saved, exit_lay
     written = json.loads((saved / CONFIG).read_text()) | {"exit_layer": exit_layer}
     (saved / CONFIG).write_text(json.dumps(written))
     with pytest.raises(AdapterMismatch, match=f"exit layer {exit_layer}"):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
 
 
 def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
@@ -337,13 +337,13 @@ def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
     del missing["norm.weight"]
     save_file(missing, saved / WEIGHTS)
     with pytest.raises(AdapterMismatch, match=r"norm\.weight"):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
     save_file({**state, "lm_head.weight": torch.zeros(2, 2)}, saved / WEIGHTS)
     with pytest.raises(AdapterMismatch, match=r"lm_head\.weight"):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
     save_file({**state, "norm.weight": torch.zeros(5)}, saved / WEIGHTS)
     with pytest.raises(AdapterMismatch, match=r"norm\.weight"):
-        load(str(saved), lm)
+        load(str(saved), lm, Adapter)
 
 
 # ---- draft vocabulary --------------------------------------------------------------------------

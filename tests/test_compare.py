@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 import torch
-from helpers import random_prompts, tiny
+from helpers import random_prompts, recipe_of, tiny
 
 from kangaroo.errors import AdapterNotFound, CorruptFile
 from kangaroo.tracking import NoTracker
 from kangaroo.training.compare import CompareConfig, compare, markdown
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
-from kangaroo.training.recipe import AdapterRecipe
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +23,8 @@ def run(tmp_path_factory):
         for ids in random_prompts(*range(20, 32))
     ]
     recipes = [
-        AdapterRecipe(name="attention"),
-        AdapterRecipe(name="fused", fused=True, draft_steps=2, exit_layers=[1]),
+        recipe_of(name="attention"),
+        recipe_of(name="fused", fused=True, draft_steps=2, exit_layers=[1]),
     ]
     config = TrainerConfig(holdout=3, epochs=1, vocabulary=40, decode_prompts=3, decode_tokens=12)
     folder = tmp_path_factory.mktemp("run")

@@ -34,8 +34,10 @@ from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
-from kangaroo.drafters.medusa import Medusa, chain_of
+from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -43,7 +45,10 @@ from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.lossless import fork
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
+from kangaroo.trained import medusa_heads
+from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.trained.eagle_head import EagleHead
 from kangaroo.trained.export import draft_model
 from kangaroo.trained.medusa_heads import MedusaHeads
 
@@ -68,16 +73,24 @@ def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
 
 def draft_lm(case: Case) -> LM:
     draft = LM(draft_model(case.lm, case.adapter))
-    return draft.compile_for_decoding() if case.lm.native else draft
+    return draft.compile_for_decoding() if case.lm.acceleration.library else draft
 
 
 def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
-    parts = Architecture(attention=False, own_head=own_head, medusa_heads=3)
+    parts = medusa_heads.Architecture(heads=3, own_head=own_head)
     vocabulary_K = torch.arange(0, 64, 2)
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     heads = heads.to(lm.device, lm.dtype).requires_grad_(False)
     return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
+
+
+def eagle_head(lm: LM) -> EagleHead:
+    """Untrained: it goes on with the state it was given, and looks at the token a little."""
+    head = EagleHead(lm).start_from(lm)
+    generator = torch.Generator().manual_seed(3)
+    head.join.weight.data += 0.1 * torch.randn(head.join.weight.shape, generator=generator)
+    return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
 def datastore_of(case: Case) -> Datastore:
@@ -125,7 +138,10 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
         case.lm, Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3), extend=True
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "medusa-chain": lambda case: medusa(case.lm, chain_of(3), own_head=False),
+    "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
+    "eagle": lambda case: LayerChain(case.lm, eagle_head(case.lm), 4, threshold=0),
+    "eagle-stops": lambda case: LayerChain(case.lm, eagle_head(case.lm), 4, threshold=0.2),
+    "eagle-tree": lambda case: LayerTree(case.lm, eagle_head(case.lm), 3, 0, None, 3, 9),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
@@ -288,7 +304,7 @@ def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
     how = SAMPLINGS[sampling]
     done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=BATCHES["admitted"])
-    assert case.lm.graphs.made
+    assert case.lm.acceleration.graphs.made
     for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
         vanilla = text[len(prompt) :]
         left = fork(case.lm, prompt, said.tokens, vanilla, how, how.seed + row)

@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny, tiny_model
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.model import LM
-from kangaroo.trained.adapter import DraftHead
+from kangaroo.trained import eagle_head, medusa_heads
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.batches import collate
 from kangaroo.training.distill import FIGURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.micro_batch import look, teach
-from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.recipe import trainees
 
 
 def sample(ids):
@@ -73,7 +74,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     vocabulary_K = None if size is None else torch.randperm(64)[:size].sort().values
     adapter = adapter_for(lm)
     if own_head:
-        made = trainees(lm, [AdapterRecipe(name="x", own_head=True)], vocabulary_K)
+        made = trainees(lm, [recipe_of(name="x", own_head=True)], vocabulary_K)
         adapter = made[0].adapter
     head = DraftHead(lm, adapter.head, vocabulary_K)
     teacher, student = torch.randn(2, 11, lm.config.hidden_size).unbind()
@@ -128,7 +129,7 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     teacher = Teacher.of(lm, (states + 2 * torch.randn_like(states)).half(), 64)
     frequent = lm.head(teacher.state_MD).float().softmax(-1).sum(0).argsort(descending=True)
     vocabulary_K = None if size is None else frequent[:size].sort().values
-    (made,) = trainees(lm, [AdapterRecipe(name="x", own_head=own_head)], vocabulary_K)
+    (made,) = trainees(lm, [recipe_of(name="x", own_head=own_head)], vocabulary_K)
     head, weight = made.heads[0], 1 / 50_000
     student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
     (graded,) = distill(teacher, made.targets, [student], 64, backward=True)
@@ -149,7 +150,7 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
 @pytest.mark.parametrize("own_head", [False, True])
 def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_one(loss, own_head):
     """All the way to its weights, at 50,000 positions a step."""
-    recipe = AdapterRecipe(name="x", exit_layers=[EXIT], loss=loss, own_head=own_head)
+    recipe = recipe_of(name="x", exit_layers=[EXIT], loss=loss, own_head=own_head)
     found = []
     for dtype in (torch.float32, torch.float16):
         lm = like_vicunas(dtype)
@@ -177,9 +178,12 @@ def test_unweighted_gradients_stay_far_below_what_float16_holds(loss):
 
 
 VARIANTS = [
-    {}, {"own_head": True}, {"feed_forward": True, "fused": True, "draft_steps": 3},
-    {"on_policy": True}, {"attention": False, "medusa_heads": 2},
-]  # fmt: skip
+    {},
+    {"own_head": True},
+    {"feed_forward": True, "fused": True, "draft_steps": 3},
+    {"architecture": medusa_heads.Architecture(heads=2, own_head=False)},
+    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+]
 
 
 @pytest.mark.parametrize("parts", VARIANTS, ids=str)
@@ -202,7 +206,7 @@ def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, pa
             backward(*args)
 
     lm = tiny(dtype=torch.float16)
-    made = trainees(lm, [AdapterRecipe(name="x", exit_layers=[EXIT], **parts)], None)
+    made = trainees(lm, [recipe_of(name="x", exit_layers=[EXIT], **parts)], None)
     samples = [sample(ids) for ids in random_prompts(20, 21)]
     seen = look(lm, collate(samples, 100, lm.device, packing), made, 64)
     monkeypatch.setattr(torch.autograd, "backward", watched)
@@ -213,7 +217,7 @@ def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, pa
 def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once():
     lm, seen = tiny(), []
     lm.head.register_forward_hook(lambda head, inputs, out: seen.append(out.shape[:-1].numel()))
-    made = trainees(lm, [AdapterRecipe(name="a", exit_layers=[1, EXIT])], None)
+    made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], None)
     tokens = collate([sample(ids) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
     assert max(seen) == 7 and sum(seen) == 15 + 16 + 17

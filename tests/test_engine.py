@@ -137,6 +137,22 @@ def test_any_of_several_eos_ids_ends_a_text(case, ends_with):
     assert [g.tokens for g in done] == [until(c, eos) for c in continuations(case)]
 
 
+@pytest.mark.parametrize("name", ["kangaroo", "prompt-lookup", "medusa"])
+def test_a_request_may_ignore_eos_while_others_in_the_batch_end_with_it(case, ends_with, name):
+    eos = continuations(case)[0][2]
+    ends_with(eos)
+    engine = Engine(case.lm, DRAFTERS[name](case))
+    for ignoring in (0, 1):  # a row keeps nothing of the request before
+        requests = [
+            Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed, ignore_eos=row == ignoring)
+            for row in range(2)
+        ]
+        done = dict(engine.completions(requests, HOT, batch_size=2))
+        assert done[ignoring].tokens == continuations(case)[0]
+        assert done[1 - ignoring].tokens == until(continuations(case)[0], {eos})
+        assert (done[ignoring].finish, done[1 - ignoring].finish) == ("length", "eos")
+
+
 def fresh_place(tokens: list[int]) -> int:
     """A place from 2 on whose token did not occur before."""
     return next(i for i in range(2, len(tokens)) if tokens[i] not in tokens[:i])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_prompts
+from helpers import random_prompts, recipe_of
 from transformers import T5Config
 
 from kangaroo.blueprint import blueprint
@@ -25,16 +25,15 @@ from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import look
-from kangaroo.training.recipe import AdapterRecipe, trainees
-from kangaroo.training.unroll import Unrolled, unroll
+from kangaroo.training.recipe import trainees
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
 RECIPES = [
-    AdapterRecipe(name="attention", exit_layers=[2, 3]),
-    AdapterRecipe(name="own_head", exit_layers=[2], own_head=True),
-    AdapterRecipe(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
-    AdapterRecipe(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
+    recipe_of(name="attention", exit_layers=[2, 3]),
+    recipe_of(name="own_head", exit_layers=[2], own_head=True),
+    recipe_of(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
+    recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
 ]
 # of the hub's safetensors files, in parameters
 PUBLISHED = {
@@ -76,7 +75,7 @@ def test_the_papers_adapter_has_the_papers_size():
     lm = blueprint(ModelConfig(name="vicuna-7b", path="lmsys/vicuna-7b-v1.3"))
     expected = expect(
         lm,
-        [AdapterRecipe(name="a", exit_layers=[2])],
+        [recipe_of(name="a", exit_layers=[2])],
         TrainerConfig(),
         Text(200, 10_000, 8_000, 50),
     )
@@ -141,7 +140,7 @@ def test_activations_are_what_autograd_keeps(recipe, dtype):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         torch.autocast("cpu", torch.bfloat16, enabled=half),
     ):
-        unroll(adapter, f_BTD, deep_BTD, seen.block, recipe.draft_steps, Unrolled())
+        adapter.states({2: f_BTD}, deep_BTD, seen.block, recipe.draft_steps)
     real = sum(storage.nbytes() for storage in kept.values())
     expected = Planned(lm, recipe, "it", 2, None).saved(lm, rows=2, width=40)
     # the cosines of RoPE are in the target's format, a few hundred bytes

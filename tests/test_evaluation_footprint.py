@@ -13,7 +13,8 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.footprint import Footprint, footprint
-from kangaroo.trained.adapter import Architecture, DraftHead
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.draft_head import DraftHead
 
 
 def size(*tensors):

@@ -5,7 +5,8 @@ import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny
 
 from kangaroo.errors import ConfigError
-from kangaroo.trained.adapter import Architecture, DraftHead
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.export import draft_model, truncated
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, recipe_of, tiny, vanilla_texts
 from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
@@ -26,7 +26,6 @@ from kangaroo.sampling import Sampling
 from kangaroo.trained.adapter import Architecture
 from kangaroo.trained.export import draft_model
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.recipe import AdapterRecipe
 
 PROMPTS = random_prompts(5, 30, 9)
 
@@ -151,19 +150,19 @@ def test_few_graphs_are_enough_and_any_number_decodes_the_same():
     expected = vanilla_texts(tiny(), PROMPTS, 12)
     for most in (256, 3):
         lm = tiny()
-        lm.graphs = StrictGraphs(most)
+        lm.acceleration.graphs = StrictGraphs(most)
         engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
         assert texts_of(engine, PROMPTS, 12, batch_size=1) == expected
-        assert len(lm.graphs.made) == min(most, len(lm.graphs.made)) <= 20
+        assert len(lm.acceleration.graphs.made) <= min(most, 20)
 
 
 def test_another_seed_needs_no_further_graph():
     lm = graphed(tiny())
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=3, threshold=0))
     engine.generate(PROMPTS[:1], 30, Sampling(temperature=0.8, seed=1))
-    made = set(lm.graphs.made)
+    made = set(lm.acceleration.graphs.made)
     engine.generate(PROMPTS[:1], 30, Sampling(temperature=0.8, seed=2))
-    assert set(lm.graphs.made) == made
+    assert set(lm.acceleration.graphs.made) == made
 
 
 # caches come and go
@@ -178,7 +177,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
         assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
-    assert not lm.graphs.made and not lm.graphs.watched
+    assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
 
 
 def test_the_judge_of_forks_records_nothing_and_is_right():
@@ -187,7 +186,7 @@ def test_the_judge_of_forks_records_nothing_and_is_right():
         torch.testing.assert_close(
             target_logits(lm, text), target_logits(eager, text), rtol=0, atol=1e-5
         )
-    assert not lm.graphs.made
+    assert not lm.acceleration.graphs.made
 
 
 @pytest.mark.parametrize("drafts", ["kangaroo", "draft model"])
@@ -201,7 +200,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monk
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
-    small, alive = set(lm.graphs.made), []
+    small, alive = set(lm.acceleration.graphs.made), []
     made = KVCache.__init__
 
     def watched(self, *args, **kwargs):
@@ -211,10 +210,13 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monk
     monkeypatch.setattr(KVCache, "__init__", watched)
     engine.generate(PROMPTS[1:2], 100)
     assert alive and not any(alive) and old[1]() is None
-    assert not small & set(lm.graphs.made)
-    large = set(lm.graphs.made)
+    assert not small & set(lm.acceleration.graphs.made)
+    large = set(lm.acceleration.graphs.made)
     engine.generate(PROMPTS[:1], 10)  # fits into the larger one
-    assert large <= set(lm.graphs.made) and len({key[0] for key in lm.graphs.made}) <= 3
+    assert (
+        large <= set(lm.acceleration.graphs.made)
+        and len({key[0] for key in lm.acceleration.graphs.made}) <= 3
+    )
 
 
 # only decoding is recorded
@@ -229,18 +231,17 @@ def test_a_prompt_in_chunks_is_not_recorded():
     batch = engine.open(2, 60, Sampling())
     assert isinstance(batch, Batch)
     assert texts_of(engine, prompts, 12) == expected
-    (made,) = lm.graphs.made.values()
+    (made,) = lm.acceleration.graphs.made.values()
     assert made.inputs[0].shape[:2] == (2, 1)
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_training_decodes_by_graphs_and_records_nothing_else(on_policy, tmp_path):
-    recipes = [AdapterRecipe(name="attention", exit_layers=[1], on_policy=on_policy)]
+def test_training_decodes_by_graphs_and_records_nothing_else(tmp_path):
+    recipes = [recipe_of(name="attention", exit_layers=[1])]
     for name, lm in {"eager": tiny(), "graphs": graphed(tiny())}.items():
         train_tiny(tmp_path / name, {"epochs": 2}, lm=lm, recipes=recipes)
-        if lm.graphs is not None:
+        if lm.acceleration.graphs is not None:
             whole = range(lm.n_layers)
-            passes = {key[1] for key in lm.graphs.calls if key[0] == "layers"}
+            passes = {key[1] for key in lm.acceleration.graphs.calls if key[0] == "layers"}
             # the pending token's, and those of verification; a training pass has all layers
             assert passes == {range(1), range(1, lm.n_layers)} and whole not in passes
     eager, graphs = (
@@ -263,7 +264,7 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     for module in (clock, graphs_module):
         monkeypatch.setattr(module.time, "perf_counter", lambda: seconds[0])
     lm = tiny()
-    lm.graphs = Graphs(lm.device, record)
+    lm.acceleration.graphs = Graphs(lm.device, record)
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
     (done,) = engine.generate(PROMPTS[:1], 20)
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
@@ -309,20 +310,19 @@ def test_cuda_graphs_write_what_eager_decoding_writes(parts, device):
 
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
-    assert lm.graphs is not None
+    assert lm.acceleration.graphs is not None
     adapter = adapter_for(lm, architecture=Architecture(**parts))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
-    assert lm.graphs.made
+    assert lm.acceleration.graphs.made
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_a_gpu_learns_what_a_cpu_learns(on_policy, tmp_path):
+def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
     """In float32; sums of another order differ a little, and a draft may fall the other way."""
     recipes = [
-        AdapterRecipe(name="attention", exit_layers=[1], on_policy=on_policy),
-        AdapterRecipe(name="fused", fused=True, draft_steps=2),
+        recipe_of(name="attention", exit_layers=[1]),
+        recipe_of(name="fused", fused=True, draft_steps=2),
     ]
     losses = []
     for device in ("cpu", "cuda"):

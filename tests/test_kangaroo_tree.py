@@ -10,7 +10,8 @@ import torch
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, kept
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layer_tree import kept
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.sampling import Sampling, candidates

@@ -16,20 +16,20 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, med
 from test_observability import run, sample
 
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.medusa import MedusaConfig, chain_of, sparse_tree
+from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.sampling import Sampling, candidates
 from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.base import Trainable
+from kangaroo.trained.medusa_heads import GUESSES, Architecture, MedusaHeads
 from kangaroo.training import loop
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import GUESSES, teach
+from kangaroo.training.micro_batch import teach
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.training.unroll import look_ahead
 
-HEADS = Architecture(attention=False, own_head=True, medusa_heads=3)
+HEADS = Architecture(heads=3)
 
 
 def heads_for(lm, parts: Architecture = HEADS, vocabulary_K=None) -> MedusaHeads:
@@ -48,7 +48,7 @@ def test_head_k_learns_from_the_state_k_tokens_before():
     states_BTD = torch.randn(1, 9, 32)
     block = lm.chunk(0, 9, row=0, n_slots=9)
     block.positions_RT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])  # two texts in a row
-    for k, learnt_BTD in enumerate(look_ahead(heads, states_BTD, block, 3), start=1):
+    for k, learnt_BTD in enumerate(heads.states({}, states_BTD, block, 3), start=1):
         for t, position in enumerate(block.positions_RT[0].tolist()):
             before_D = states_BTD[0, t - k] if position >= k else torch.zeros(32)
             torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
@@ -115,28 +115,29 @@ def test_the_sparse_tree_is_the_best_of_its_size():
                                                        for t in trees}  # fmt: skip
         assert worth(found) == pytest.approx(max(map(worth, trees)))
     assert sparse_tree(guesses, 99) == sorted(nodes, key=lambda path: (len(path), path))
-    assert sparse_tree([right[:1] for right in guesses], 9) == chain_of(2)
+    assert sparse_tree([right[:1] for right in guesses], 9) == [(0,), (0, 0)]
 
 
 def saved(lm, tmp_path, guesses=((0.5, 0.2), (0.4, 0.1), (0.2, 0.1))) -> str:
     heads = heads_for(lm)
     frequent_K = torch.arange(VOCABULARY)
-    described = adapter_files.describe(lm, heads, {}, None, [list(row) for row in guesses])
+    facts = {"guesses": [list(row) for row in guesses]}
+    described = adapter_files.describe(lm, heads, {}, None, facts)
     return str(adapter_files.save(heads, described, frequent_K, tmp_path / "heads"))
 
 
 def test_heads_are_saved_and_loaded_with_how_often_their_guesses_are_right(tmp_path):
     lm = tiny("llama")
     path = saved(lm, tmp_path)
-    loaded, heads = adapter_files.load_any(path, lm)
+    loaded, heads = adapter_files.load(path, lm, Trainable)
     assert isinstance(loaded, MedusaHeads) and len(heads) == 3
     for name, weight in heads_for(lm).state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     config = adapter_files.read_config(path)
     assert config.parameters == 3 * (32 * 32 + 32 * VOCABULARY)
-    drafter = MedusaConfig(heads=path, nodes=4).build(lm)
+    drafter = MedusaConfig(adapter=path, nodes=4).build(lm)
     assert drafter.tree.size == 5 and not drafter.tree.is_chain
-    chain = MedusaConfig(heads=path, nodes=9, top_k=1).build(lm)
+    chain = MedusaConfig(adapter=path, nodes=9, top_k=1).build(lm)
     assert chain.tree.size == 4 and chain.tree.is_chain
 
 
@@ -148,18 +149,19 @@ def test_adapters_and_heads_are_not_taken_for_each_other(tmp_path):
     described = adapter_files.describe(lm, adapter, {})
     path = adapter_files.save(adapter, described, torch.arange(VOCABULARY), tmp_path / "adapter")
     with pytest.raises(AdapterMismatch, match="drafter=kangaroo"):
-        MedusaConfig(heads=str(path)).build(lm)
+        MedusaConfig(adapter=str(path)).build(lm)
 
 
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
     with pytest.raises(ConfigError, match=r"nodes=0"):
-        MedusaConfig(heads=saved(lm, tmp_path), nodes=0).build(lm)
+        MedusaConfig(adapter=saved(lm, tmp_path), nodes=0).build(lm)
     with pytest.raises(ConfigError, match="train them again"):
-        MedusaConfig(heads=saved(lm, tmp_path, guesses=())).build(lm)
-    for fields in ({"attention": True}, {"fused": True}, {"medusa_heads": -1}):
-        with pytest.raises(ConfigError, match="medusa_heads"):
-            Architecture(**({"attention": False, "medusa_heads": 2} | fields))
+        MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
+    with pytest.raises(ConfigError, match=r"architecture\.heads=-1"):
+        Architecture(heads=-1)
+    with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
+        _ = AdapterRecipe("medusa", Architecture(), draft_steps=3).steps
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
@@ -168,9 +170,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     prompts = random_prompts(*[6] * 14)
     texts = vanilla_texts(lm, prompts, 40)
     data = [sample(text, 6) for text in texts]
-    recipe = AdapterRecipe(
-        name="medusa", attention=False, medusa_heads=2, own_head=True, learning_rate=1e-2
-    )
+    recipe = AdapterRecipe("medusa", Architecture(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
     assert folder.name == "medusa"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
@@ -179,7 +179,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     assert {"train/medusa/step2/loss", "held_out/medusa/ctar2"} <= rows[-1].keys()
     assert rows[-1]["held_out/medusa/ctar3"] == 0  # there are but two heads
 
-    heads, draft_heads = adapter_files.load_any(str(folder), lm)
+    heads, draft_heads = adapter_files.load(str(folder), lm, MedusaHeads)
     right = [[0] * GUESSES for _ in range(2)]
     counts = [0, 0]
     for text in texts[-3:]:
@@ -194,7 +194,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
                 counts[k] += 1
                 if choice in tokens:
                     right[k][tokens.index(choice)] += 1
-    told = adapter_files.read_config(str(folder)).guesses
+    told = adapter_files.read_config(str(folder)).facts["guesses"]
     for k in range(2):
         expected = [hits / counts[k] for hits in right[k]]
         assert told[k] == pytest.approx(expected)
@@ -202,7 +202,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
 
 
 def test_training_of_heads_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    recipe = AdapterRecipe(name="medusa", attention=False, medusa_heads=2)
+    recipe = AdapterRecipe("medusa", Architecture(heads=2, own_head=False))
     whole = run(tiny("llama"), tmp_path / "whole", recipe)
     calls = []
 

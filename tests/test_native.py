@@ -11,13 +11,12 @@ import logging
 
 import pytest
 import torch
-from helpers import VOCABULARY, tiny, tiny_model
+from helpers import VOCABULARY, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
 from kangaroo import native
 from kangaroo.model import LM
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tree import Tree
 
 SLOTS = 160
@@ -137,8 +136,7 @@ def test_prompts_and_training_stay_eager():
 
 
 def test_texts_that_are_learnt_stay_eager(tmp_path):
-    """On policy a pass follows the text that was read, with one mask for all rows."""
-    recipes = [AdapterRecipe(name="attention", exit_layers=[1], on_policy=True)]
+    recipes = [recipe_of(name="attention", exit_layers=[1])]
     for packing in (False, True):
         losses = []
         for name, lm in {"eager": tiny(), "compiled": tiny().compile_for_decoding()}.items():

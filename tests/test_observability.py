@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -24,7 +24,7 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, frozen, prompts_of
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import grade, look
-from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.recipe import trainees
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
 
@@ -40,7 +40,7 @@ def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
         "save_every": 2, "warmup_steps": 2, "decode_tokens": 12,
     }  # fmt: skip
     data = data or [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
-    recipe = recipe or AdapterRecipe(name="attention", exit_layers=[EXIT])
+    recipe = recipe or recipe_of(name="attention", exit_layers=[EXIT])
     config, about = TrainerConfig(**(settings | changes)), {"fingerprint": "test"}
     (saved,) = train(lm, data, [recipe], config, folder, tracker or NoTracker(), about)
     return saved
@@ -48,7 +48,7 @@ def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
 
 def trained(lm, **changes):
     """An adapter that agrees here and there, with values that saving does not round."""
-    recipe = AdapterRecipe(name="own", exit_layers=[EXIT], **changes)
+    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
     (trainee,) = trainees(lm, [recipe], None)
     adapter = adapter_for(lm, architecture=recipe.architecture()).bfloat16().float()
     trainee.adapter.load_state_dict(adapter.state_dict())
@@ -115,7 +115,9 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
         for start in range(len(prompt), len(text))
     ]
     counted = results.accepted(own, wanted_BT).tolist()
-    if not trainee.recipe.fused:  # whose drafts begin in the prompt are not graded later on
+    if (
+        not trainee.recipe.architecture.fused
+    ):  # whose drafts begin in the prompt are not graded later on
         assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
 
 
@@ -139,7 +141,7 @@ def test_expected_acceptance_is_what_sampling_accepts():
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm = tiny(dtype=dtype)
     data = [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
-    recipe = AdapterRecipe(name="own", exit_layers=[EXIT], **changes)
+    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
     folder = run(lm, tmp_path, recipe, data, vocabulary=40)
     told = read_config(str(folder)).training["progress"]["decoded"]
     drafter = KangarooConfig(adapter=str(folder), threshold=0).build(lm)
@@ -191,7 +193,7 @@ def test_a_prompt_ends_where_the_last_answer_begins():
 
 
 def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
-    recipe = AdapterRecipe(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
+    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe)
     *_, last = curves.read(tmp_path)
     name = folder.name
@@ -213,7 +215,7 @@ def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
 
 def test_answers_too_short_for_a_draft_step_leave_its_figures_out(tmp_path):
     data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
-    recipe = AdapterRecipe(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
+    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe, data)
     *_, last = curves.read(tmp_path)
     assert f"train/{folder.name}/loss" in last and f"train/{folder.name}/step2/loss" not in last

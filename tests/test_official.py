@@ -21,8 +21,8 @@ from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files, official
-from kangaroo.trained.adapter import Architecture
+from kangaroo.trained import adapter_files, medusa_heads, official
+from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.medusa_heads import MedusaHeads
 
 ROOT = Path(__file__).parents[1]
@@ -228,7 +228,8 @@ def test_the_commands_import_and_export(tmp_path):
     done = run(*asked, "exit_layer=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "exit layer 2 of random:tiny" in done.stdout and "evaluate.py model=tiny" in done.stdout
-    adapter, _ = adapter_files.load(str(tmp_path / "adapters/tiny"), lm)  # where evaluate.py looks
+    made = str(tmp_path / "adapters/tiny")  # where evaluate.py looks
+    adapter, _ = adapter_files.load(made, lm, Adapter)
     assert adapter.exit_layer == 2
     again = run(*asked, "exit_layer=2", cwd=tmp_path)
     assert again.returncode == 1 and "already holds an adapter" in again.stderr
@@ -391,10 +392,10 @@ def test_an_adapter_with_more_parts_is_not_exported(lm, tmp_path, parts):
     path = adapter_files.save(adapter, about, None, tmp_path / "ours")
     with pytest.raises(ConfigError, match=f"is not the paper's.*{next(iter(parts))}=True"):
         official.write(str(path), lm, tmp_path / "official")
-    heads = MedusaHeads(lm, Architecture(attention=False, medusa_heads=2))
+    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
     about = adapter_files.describe(lm, heads, {})
     path = adapter_files.save(heads, about, None, tmp_path / "heads")
-    with pytest.raises(ConfigError, match="medusa_heads=2"):
+    with pytest.raises(ConfigError, match="heads=2"):
         official.write(str(path), lm, tmp_path / "official")
     assert not (tmp_path / "official").exists()
 

@@ -19,8 +19,7 @@ from test_commands import PAGES, ROOT, questions, shown, talks
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
 from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.trained.medusa_heads import Architecture, MedusaHeads
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")
@@ -120,8 +119,10 @@ def begun(tmp_path_factory):
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
     adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")
-    heads = MedusaHeads(lm, Architecture(attention=False, own_head=True, medusa_heads=2))
-    about = adapter_files.describe(lm, heads.start_from(lm), {}, guesses=[[0.5, 0.2]] * 2)
+    heads = MedusaHeads(lm, Architecture(heads=2))
+    about = adapter_files.describe(
+        lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
+    )
     adapter_files.save(heads, about, torch.tensor([3]), here / "adapters/tiny-medusa")
     (here / "ShareGPT.json").write_text(json.dumps(talks()))
     (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")

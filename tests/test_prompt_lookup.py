@@ -27,8 +27,7 @@ def repeating(length: int, alphabet: int, seed: int) -> list[int]:
 
 def begun(drafter: PromptLookup, *texts: list[int], eos: tuple[int, ...] = ()) -> SimpleNamespace:
     """Only what the drafter reads of a batch."""
-    eos_ids_E = torch.tensor(eos, dtype=torch.long)
-    batch = SimpleNamespace(texts=list(texts), eos_ids_E=eos_ids_E)
+    batch = SimpleNamespace(texts=list(texts), ends=[frozenset(eos)] * len(texts))
     drafter.begin(batch)
     return batch
 

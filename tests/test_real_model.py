@@ -22,6 +22,7 @@ from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +85,7 @@ def test_rounds_are_those_of_transformers(target, method):
         drafter = PromptLookup(max_matching_ngram_size=3, num_pred_tokens=5)
         speculation = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
     else:
-        adapter, _ = adapter_files.load(ADAPTER, lm, vocabulary=0)
+        adapter, _ = adapter_files.load(ADAPTER, lm, Adapter, vocabulary=0)
         drafter = DraftModelConfig(adapter=ADAPTER, steps=3).build(lm)
         model = assistant(draft_model(lm, adapter))
         config = model.generation_config

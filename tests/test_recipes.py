@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import python
+from helpers import recipe_of
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -13,7 +14,6 @@ from kangaroo import cli
 from kangaroo.shapes import SHAPES
 from kangaroo.trained.adapter import Architecture
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.recipe import AdapterRecipe
 
 ROOT = Path(__file__).parent.parent
 OWN = {"smollm2-135m", "tiny"}
@@ -33,7 +33,7 @@ def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(mode
     (layer,) = config.adapter.exit_layers
     assert layers / 16 <= layer <= layers / 10
     assert layer == PAPER.get(model, layer)
-    assert config.adapter.architecture() == Architecture() and not config.more
+    assert config.adapter.architecture == Architecture() and not config.more
     assert (trainer.epochs, trainer.learning_rate, trainer.warmup_steps) == (10, 5e-5, 2000)
     assert list(trainer.betas) == [0.9, 0.95] and trainer.weight_decay == 0.01
     rows = trainer.batch_tokens // trainer.max_length
@@ -49,7 +49,7 @@ def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(mode
 def test_a_small_model_keeps_the_defaults_of_the_options(model):
     config = composed(f"model={model}")
     assert replace(config.trainer, betas=tuple(config.trainer.betas)) == TrainerConfig()
-    assert config.adapter == AdapterRecipe(name="attention")
+    assert config.adapter == recipe_of()
     assert config.data.name == "self_synthesis"
     assert config.data.shards * config.data.shard_size == 1536
     assert config.data.path == f"outputs/data/self_synthesis/{model}"
@@ -65,7 +65,7 @@ def test_what_the_command_line_says_wins_over_the_recipe():
         "trainer.learning_rate=1e-3",
     )
     assert config.data.name == "self_synthesis"
-    assert config.adapter.fused and config.adapter.exit_layers == [3]
+    assert config.adapter.architecture.fused and config.adapter.exit_layers == [3]
     assert (config.trainer.zero_stage, config.trainer.learning_rate) == (1, 1e-3)
     assert config.trainer.epochs == 10  # the rest is the recipe's
     assert composed("model=vicuna-7b", "data.source=a.json").data.source == "a.json"
@@ -74,7 +74,7 @@ def test_what_the_command_line_says_wins_over_the_recipe():
 def test_an_experiment_wins_over_the_recipe():
     config = composed("experiment=ours-7b")
     assert config.model.name == "vicuna-7b" and config.data.name == "self_synthesis"
-    assert config.adapter.fused and config.adapter.exit_layers == [2, 3, 4]
+    assert config.adapter.architecture.fused and config.adapter.exit_layers == [2, 3, 4]
     assert (config.trainer.learning_rate, config.trainer.epochs) == (1e-3, 3)
     assert composed("experiment=debug").adapter.exit_layers == [2]
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, tiny
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
 from safetensors.torch import load_file
 from torch import nn
 
@@ -14,6 +14,8 @@ from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
+from kangaroo.trained import eagle_head
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
 from kangaroo.training import curves, results
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
@@ -22,7 +24,7 @@ from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.loop import train as train_all
 from kangaroo.training.losses import Loss
 from kangaroo.training.micro_batch import grade, look, teach
-from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.recipe import trainees
 
 ABOUT = {"fingerprint": "test"}
 
@@ -52,7 +54,7 @@ def config(**changes):
 
 
 def recipe(**changes):
-    return AdapterRecipe(**({"name": "attention", "exit_layers": [EXIT]} | changes))
+    return recipe_of(**({"exit_layers": [EXIT]} | changes))
 
 
 def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
@@ -60,7 +62,12 @@ def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
     return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
 
 
-VARIANTS = [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, {"on_policy": True}]
+VARIANTS = [
+    {},
+    {"fused": True, "draft_steps": 3},
+    {"own_head": True},
+    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+]
 
 
 def taught(lm, batches, **changes):
@@ -267,7 +274,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
 
 def test_several_adapters_train_as_if_each_were_alone(tmp_path):
     layers = recipe(name="layer", feed_forward=True, exit_layers=[1])
-    fused = recipe(name="fused", fused=True, draft_steps=2, on_policy=True)
+    fused = recipe(name="fused", fused=True, draft_steps=2)
     together = [recipe(exit_layers=[1, 2]), layers, fused]
     folders = train(tiny(), samples(8), config(vocabulary=40), tmp_path / "all", recipes=together)
     assert [f.name for f in folders] == [
@@ -308,14 +315,9 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
     assert torch.equal(started(1, start=None), started(2, start=None))
 
 
-def test_remembering_keys_and_values_of_all_texts_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"on_policy=true.*trainer\.remember=false"):
-        train(tiny(), samples(6), config(remember=True), tmp_path, recipes=[recipe(on_policy=True)])
-
-
 def test_a_draft_vocabulary_larger_than_the_data_is_all_of_it_and_loads_again(tmp_path):
     (folder,) = train(tiny(), samples(6), config(vocabulary=10**6), tmp_path)
-    _, head = load(str(folder), tiny())
+    _, (head,) = load(str(folder), tiny(), Adapter)
     assert head.size == read_config(str(folder)).vocabulary < 64
     with pytest.raises(ConfigError, match="vocabulary=0 must be 1 or more"):
         train(tiny(), samples(6), config(vocabulary=0), tmp_path / "none")

@@ -12,7 +12,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.training.unroll import Unrolled, unroll
+from kangaroo.trained.unroll import unroll
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 
@@ -51,7 +51,7 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     block = lm.chunk(0, 12, 0, 12)
     f_1TD, deep_1TD = states(lm, ids, adapter.exit_layer), lm.norm(states(lm, ids, lm.n_layers))
     with torch.no_grad():
-        unrolled = unroll(adapter, f_1TD, deep_1TD, block, steps=3, past=Unrolled())
+        unrolled = unroll(adapter, f_1TD, deep_1TD, block, steps=3)
     for step, state_1TD in enumerate(unrolled):
         for position in range(step + 1, 12):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)

@@ -15,7 +15,7 @@ from torch import nn
 
 from kangaroo.clock import now
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.layer import Layer
 
 REPEATS = 15
 
@@ -48,7 +48,7 @@ class Reads:
     n_layers: int
 
     @staticmethod
-    def of(lm: LM, adapter: Adapter | None = None, vocabulary: int | None = None) -> Reads:
+    def of(lm: LM, adapter: Layer | None = None, vocabulary: int | None = None) -> Reads:
         """Of decoding with an adapter, or vanilla.
 
         Args:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kangaroo.data import store
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Architecture
 from kangaroo.training import backend as backends
 from kangaroo.training.batches import Tokens, collate, frequent_tokens, plan
 from kangaroo.training.config import TrainerConfig
@@ -70,11 +71,11 @@ def parts(config: CostConfig) -> list[Part]:
     first, few = config.exit_layers[:1], config.vocabulary
 
     def attention(exits: Sequence[int]) -> tuple[AdapterRecipe, ...]:
-        return (AdapterRecipe(name="attention", exit_layers=list(exits)),)
+        return (AdapterRecipe("attention", Architecture(), list(exits)),)
 
     counts = sorted({2, len(config.exit_layers)} - {0, 1})
-    layer = AdapterRecipe(name="layer", exit_layers=first, feed_forward=True)
-    fused = replace(layer, name="fused", fused=True)
+    layer = AdapterRecipe("layer", Architecture(feed_forward=True), first)
+    fused = AdapterRecipe("fused", Architecture(feed_forward=True, fused=True), first)
     return [
         Part(FROZEN, head=False),
         Part(HEAD),

@@ -46,7 +46,7 @@ def _measure(
     lm = LM(hf)
     if model.compiled:
         lm.compile_for_decoding()
-    drafter = config.build(lm)
+    drafter = config.of(lm, *config.load(lm))
     cache = _decode(lm, drafter, prompt, new_tokens) + drafter.cache.bytes()
     after = _peak(device)
     parts = {
@@ -82,7 +82,7 @@ def _peak(device: torch.device) -> int:
 def _copied(drafter: Kangaroo) -> int:
     """A draft vocabulary's rows of the target's head are copied; other heads count elsewhere."""
     head = drafter.head
-    if head.vocabulary_K is None or drafter.adapter.head is not None:
+    if head.vocabulary_K is None or drafter.adapter.own_heads():
         return 0
     return head.weight_KD.numel() * head.weight_KD.element_size()
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kangaroo.benchmark.speed_trials import Method, timed_generate
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model, truncated
 
 # name: what `generate` is told
@@ -31,15 +32,15 @@ class Generating(Protocol):
 
 def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
     """Those that this target and this adapter can have, by name."""
-    exit_layer, parts = drafter.exit_layer, drafter.adapter.architecture
+    exit_layer, adapter = drafter.exit_layer, drafter.adapter
     found = {
         "hf_lookup": timed_generate(lm, prompt_lookup_num_tokens=10),
         "hf_early_exit": timed_generate(lm, assistant_early_exit=exit_layer),
         "hf_truncated": timed_generate(lm, assistant_model=assistant(truncated(lm, exit_layer))),
     }
-    if parts.attention and not parts.fused:
+    if isinstance(adapter, Adapter) and adapter.architecture.attention and not adapter.reads_deep:
         found["hf_assistant"] = timed_generate(
-            lm, assistant_model=assistant(draft_model(lm, drafter.adapter))
+            lm, assistant_model=assistant(draft_model(lm, adapter))
         )
     return found
 

@@ -37,9 +37,8 @@ def tokens_per_second(
     lm: LM, drafter: Drafter, texts: Sequence[list[int]], new_tokens: int, size: int
 ) -> float:
     engine = Engine(lm, drafter)
-    engine.eos_ids = frozenset()
     batch = engine.open(size, max(map(len, texts)) + new_tokens, Sampling())
-    waiting = [Request(text, new_tokens) for text in reversed(texts)]
+    waiting = [Request(text, new_tokens, ignore_eos=True) for text in reversed(texts)]
     left = [0] * size
     written, seconds = 0, 0.0
     while waiting or any(left):

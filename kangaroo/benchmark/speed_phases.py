@@ -17,7 +17,8 @@ import torch
 
 from kangaroo.benchmark.bandwidth import Reads
 from kangaroo.clock import now
-from kangaroo.drafters.kangaroo import Kangaroo, confidence
+from kangaroo.drafters.chain import confidence
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
 from kangaroo.model import LM
@@ -142,7 +143,7 @@ class Bench:
 
     def adapter(self) -> float:
         f_1ND, block = self.states(1), self.block(1)
-        deep_1ND = self.states(1) if self.drafter.fused else None
+        deep_1ND = self.states(1) if self.drafter.reads_deep else None
         past = self.own_cache.at(block)
         return milliseconds(
             lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past), self.lm.device
@@ -181,10 +182,9 @@ def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, f
     batches = []
     rounds = min(REPEATS, (lm.context - len(prompt)) // (drafter.steps + 1) - 1)
     for engine in engines:
-        engine.eos_ids = frozenset()
         new_tokens = rounds * (drafter.steps + 1)
         batch = engine.open(1, len(prompt) + new_tokens, Sampling())
-        engine.admit(batch, 0, Request(prompt, new_tokens))
+        engine.admit(batch, 0, Request(prompt, new_tokens, ignore_eos=True))
         batches.append(batch)
     for _ in range(rounds):
         (record,) = engines[0].step(batches[0])

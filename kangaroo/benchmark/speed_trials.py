@@ -121,11 +121,10 @@ def timed_generate(lm: LM, **speculation: Any) -> Method:
 
 def timed_engine(engine: Engine) -> Method:
     """Greedy decoding on our engine, past any EOS."""
-    engine.eos_ids = frozenset()
 
     def write(prompt: list[int], new_tokens: int) -> Trial:
         start = running()
-        stream = engine.stream(prompt, new_tokens)
+        stream = engine.stream(prompt, new_tokens, ignore_eos=True)
         tokens = iter(stream)
         next(tokens)  # the first round has ended
         first = running()

@@ -14,6 +14,8 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.model import LM
+from kangaroo.trained import adapter_files
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -74,6 +76,42 @@ class DrafterConfig(ABC):
         Of training: `trained_positions` that entered the loss, all epochs together, and `epochs`.
         """
         return {}
+
+
+@dataclass
+class TrainedConfig(DrafterConfig):
+    """Of a drafter that was trained for its target.
+
+    Args:
+        adapter: folder or hub id of what was trained.
+    """
+
+    adapter: str = "???"
+
+    @abstractmethod
+    def load(self, lm: LM) -> tuple[Any, list[DraftHead]]:
+        """What was trained, and the heads that it drafts with.
+
+        Errors: `AdapterMismatch` and whatever else `adapter_files.load` raises.
+        """
+
+    @abstractmethod
+    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
+        """The drafter of what `load` returns."""
+
+    @classmethod
+    @abstractmethod
+    def chain(cls, steps: int) -> TrainedConfig:
+        """Settings that draft a chain of so many tokens in every round, or as long as it can."""
+
+    def build(self, lm: LM) -> Drafter:
+        return self.of(lm, *self.load(lm))
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
+
+    def made_by(self) -> dict[str, Any]:
+        return adapter_files.made_by(self.adapter)
 
 
 class Stateless:

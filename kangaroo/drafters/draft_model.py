@@ -21,6 +21,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
@@ -52,16 +53,15 @@ class DraftModelConfig(DrafterConfig):
                 f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
             )
         if self.adapter is not None:
-            adapter, _ = adapter_files.load(self.adapter, lm, vocabulary=0)
+            adapter, _ = adapter_files.load(self.adapter, lm, Adapter, vocabulary=0)
             hf = draft_model(lm, adapter)
         else:
             assert self.model is not None
             dtype = Dtype(str(lm.dtype).removeprefix("torch."))
             hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
             check_tokens(lm.config, hf.config)
-        compiled = lm.native is not None or lm.graphs is not None
         draft_lm = LM(hf)
-        draft_lm = draft_lm.compile_for_decoding() if compiled else draft_lm
+        draft_lm = draft_lm.compile_for_decoding() if lm.acceleration else draft_lm
         return DraftModel(lm, draft_lm, self.steps, self.threshold)
 
     def settings(self) -> dict[str, Any]:

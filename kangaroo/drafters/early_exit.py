@@ -1,4 +1,4 @@
-"""What Kangaroo's drafters share: the target's shallow layers, an adapter, and its cache.
+"""What drafters with a layer of their own share: the target's layers below it, and its cache.
 
 Shapes: B rows, N draft nodes, P nodes of the accepted path (as long as the draft is deep), T tokens
 of a prefill chunk, W window, U = W + 1, D hidden size.
@@ -7,25 +7,29 @@ of a prefill chunk, W window, U = W + 1, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.drafters.base import DrafterConfig, path_block
-from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
+from kangaroo.drafters.chain import check_limits
+from kangaroo.errors import AdapterMismatch
 from kangaroo.model import LM
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter, DraftHead
+from kangaroo.trained import adapter, adapter_files
+from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.base import Architecture
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
 
 @dataclass
-class EarlyExitConfig(DrafterConfig):
-    """An adapter and how far it drafts.
+class EarlyExitConfig(TrainedConfig):
+    """A layer and how far it drafts.
 
     Args:
         adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
@@ -39,18 +43,25 @@ class EarlyExitConfig(DrafterConfig):
             adapter was saved with.
     """
 
-    adapter: str = "???"
     exit_layer: int | None = None
     steps: int = 6
     threshold: float = 0.6
     vocabulary: int | None = None
 
-    def load(self, lm: LM) -> tuple[Adapter, DraftHead]:
-        """Errors: `AdapterMismatch` and whatever `kangaroo.trained.adapter_files.load` raises."""
+    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
+    parts: ClassVar[type[Architecture]] = adapter.Architecture  # of an untrained one
+
+    @classmethod
+    def chain(cls, steps: int) -> EarlyExitConfig:
+        return cls(steps=steps, threshold=0)
+
+    def load(self, lm: LM) -> tuple[Layer, list[DraftHead]]:
         exit_layer = self._untrained()
         if exit_layer is not None:
-            adapter = Adapter(lm, exit_layer).start_from(lm).to(lm.device, lm.dtype)
-            return adapter.eval().requires_grad_(False), DraftHead(lm)
+            layer = self.parts().build(lm, exit_layer, None).start_from(lm)
+            assert isinstance(layer, self.kind)
+            layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
+            return layer, layer.draft_heads(lm, None)
         config = adapter_files.read_config(self.adapter)
         if self.exit_layer not in (None, config.exit_layer):
             raise AdapterMismatch(
@@ -58,7 +69,7 @@ class EarlyExitConfig(DrafterConfig):
                 f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
                 "it unset, or pass drafter.adapter= one of that exit layer."
             )
-        return adapter_files.load(self.adapter, lm, self.vocabulary)
+        return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
 
     def _untrained(self) -> int | None:
         kind, _, layer = self.adapter.partition(":")
@@ -66,11 +77,11 @@ class EarlyExitConfig(DrafterConfig):
 
     def settings(self) -> dict[str, Any]:
         if self._untrained() is not None:
-            return super().settings()
-        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
+            return DrafterConfig.settings(self)
+        return super().settings()
 
     def made_by(self) -> dict[str, Any]:
-        return {} if self._untrained() is not None else adapter_files.made_by(self.adapter)
+        return {} if self._untrained() is not None else super().made_by()
 
 
 class EarlyExit:
@@ -78,37 +89,34 @@ class EarlyExit:
 
     The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
     tokens before it: as many as may have changed. That is the one before, which it has not seen
-    after a round that was accepted whole; and if it is fused, all that the last round may have
-    drafted, since their deep states are known now. Writing the others again changes nothing, and
-    shapes are static.
+    after a round that was accepted whole; and if it reads deep states, all that the last round may
+    have drafted, since their deep states are known now. Writing the others again changes nothing,
+    and shapes are static.
 
     Where the last draft was no chain of its own, the adapter's keys do not lie where the text is:
     it then passes over the accepted path once more (`follow`).
     """
 
     def __init__(
-        self, lm: LM, adapter: Adapter, steps: int, threshold: float, head: DraftHead | None
+        self, lm: LM, adapter: Layer, steps: int, threshold: float, head: DraftHead | None = None
     ):
-        if steps < 1:
-            raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
-        if not 0 <= threshold < 1:
-            raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
-        self.lm, self.adapter = lm, adapter.compile_like(lm)
-        self.head = (head or DraftHead(lm, adapter.head)).compile_like(lm)
+        check_limits(steps, threshold)
+        self.lm, self.adapter = lm, adapter.accelerate(lm)
+        self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
-        self.fused = adapter.architecture.fused
-        taps = (adapter.exit_layer, lm.n_layers) if self.fused else (adapter.exit_layer,)
+        self.reads_deep = adapter.reads_deep
+        taps = (adapter.exit_layer, lm.n_layers) if self.reads_deep else (adapter.exit_layer,)
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
-        self.window = steps if self.fused else 1
+        self.window = steps if self.reads_deep else 1
         self.cache = lm.cache_like(0, 0, [])
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
 
     def begin(self, batch: Batch) -> None:
-        device = self.lm.layer_devices[self.exit_layer - 1]
+        device = self.adapter.home(self.lm)
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
@@ -118,7 +126,7 @@ class EarlyExit:
         self.shallow_BWD = torch.zeros(
             size, self.window, hidden_size, dtype=self.lm.dtype, device=device
         )
-        # and, for a fused adapter, the deep states that it reads with these and the pending token
+        # and the deep states that it reads, where it does, with these and the pending token
         self.deep_BUD = torch.zeros(
             size, self.window + 1, hidden_size, dtype=self.lm.dtype, device=device
         )
@@ -128,7 +136,7 @@ class EarlyExit:
     ) -> None:
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block, before_1TD = block.to(f_1TD.device), None
-        if self.fused:
+        if self.reads_deep:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
             before_1TD = known[:, window:-1] * started(block)
             self.deep_BUD[rows] = known[:, -window - 1 :]
@@ -139,7 +147,7 @@ class EarlyExit:
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         new_BPD = along(draft, verdict, taps[self.exit_layer])
-        deep_BPD = along(draft, verdict, self._deep(taps)) if self.fused else None
+        deep_BPD = along(draft, verdict, self._deep(taps)) if self.reads_deep else None
         if draft is not self.proposed or not draft.tree.is_chain:
             self._follow(batch, draft, new_BPD, deep_BPD)
         self.proposed = None

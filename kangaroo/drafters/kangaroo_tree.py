@@ -1,23 +1,14 @@
-"""Kangaroo with a tree: the likeliest continuations, level by level, until all grow unlikely.
-
-Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, E occupied slots, W window, D hidden size, K draft vocabulary.
-"""
+"""Kangaroo with a tree: an adapter drafts the likeliest continuations until all grow unlikely."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, started
-from kangaroo.errors import ConfigError
+from kangaroo.drafters.early_exit import EarlyExitConfig
+from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter, DraftHead
-from kangaroo.tree import Draft, Tree
+from kangaroo.trained.draft_head import DraftHead
 
 
 @dataclass
@@ -36,184 +27,11 @@ class KangarooTreeConfig(EarlyExitConfig):
     top_k: int = 10
     nodes: int = 32
 
-    def build(self, lm: LM) -> KangarooTree:
-        """Errors: those of `load`, and `ConfigError`."""
-        adapter, head = self.load(lm)
-        return KangarooTree(lm, adapter, self.steps, self.threshold, head, self.top_k, self.nodes)
+    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> KangarooTree:
+        """Errors: `ConfigError`."""
+        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes
+        return KangarooTree(lm, trained, *options)
 
 
-@dataclass
-class Level:
-    """Nodes of one depth, all of which have passed the shallow layers.
-
-    Args:
-        number_BL: their places in the draft.
-        parents_BL: those of their parents.
-        score_BL: confidence.
-        f_BLD: shallow states.
-        hidden_BLE: true for the slots that they do not see.
-    """
-
-    number_BL: Tensor
-    parents_BL: Tensor
-    tokens_BL: Tensor
-    score_BL: Tensor
-    valid_BL: Tensor
-    f_BLD: Tensor
-    hidden_BLE: Tensor
-    block: Block
-
-
-class KangarooTree(EarlyExit):
-    """Drafts a tree; `top_k=1` is Kangaroo's chain with a confidence that is a product.
-
-    Under sampling a node's children are the tokens that the target would likeliest choose under the
-    noise of their position; their confidence stays the probability of their rank without noise and
-    temperature, as the chain's does.
-    """
-
-    def __init__(
-        self, lm: LM, adapter: Adapter, steps: int = 6, threshold: float = 0.4,
-        head: DraftHead | None = None, top_k: int = 10, nodes: int = 32,
-    ):  # fmt: skip
-        super().__init__(lm, adapter, steps, threshold, head)
-        if not 0 < top_k <= self.head.size or nodes < 1:
-            raise ConfigError(
-                f"drafter.top_k={top_k} must lie in 1 to {self.head.size}, the tokens to draft "
-                f"from, and drafter.nodes={nodes} must be 1 or more."
-            )
-        self.top_k, self.nodes = top_k, nodes
-        self.max_nodes = top_k * steps
-
-    def propose(self, batch: Batch) -> Draft:
-        active_B = ~batch.done_B
-        root, at, f_BND, deep_BND = self._root(batch)
-        levels = [root]
-        for step in range(1, self.steps + 1):
-            adapted_BLD = self.adapter(f_BND, deep_BND, at, self.cache.at(at))
-            last = levels[-1]
-            adapted_BLD = adapted_BLD[:, -last.tokens_BL.shape[1] :]  # without the window
-            level, of_parent_BL = self._level(batch, levels, adapted_BLD, active_B)
-            levels.append(level)
-            if step == self.steps:
-                break
-            if self.threshold > 0:
-                active_B = active_B & (level.score_BL.amax(1) > self.threshold)
-                if not active_B.any():  # the one sync a level that a threshold costs
-                    break
-            f_BND, at = level.f_BLD, level.block.to(level.f_BLD.device)
-            deep_BND = take(adapted_BLD, of_parent_BL) if self.fused else None
-        return self._pruned(levels)
-
-    def _root(self, batch: Batch) -> tuple[Level, Block, Tensor, Tensor | None]:
-        """The pending token, and what the adapter's first pass reads: the window and this."""
-        window, device = self.window, batch.length_B.device
-        tree = Tree.chain(window + 1, device)
-        below = 0 if min(batch.lengths) > window else window
-        used = batch.used + self.max_nodes
-        block = self.lm.block(tree, batch.base_B - window, used, batch.n_slots, below)
-        pending_B1, itself = batch.last(1), block.narrow(window, 1)
-        f_B1D = self._shallow(pending_B1, batch, itself)
-        slots_E = torch.arange(block.extent, device=device)
-        zeros_B1 = torch.zeros_like(pending_B1)
-        root = Level(
-            number_BL=zeros_B1,
-            parents_BL=zeros_B1,
-            tokens_BL=pending_B1,
-            score_BL=torch.ones_like(pending_B1, dtype=torch.float32),
-            valid_BL=torch.ones_like(pending_B1, dtype=torch.bool),
-            f_BLD=f_B1D,
-            hidden_BLE=(slots_E > batch.base_B[:, None])[:, None],
-            block=itself,
-        )
-        at = block.to(f_B1D.device)
-        deep_BND = self.deep_BUD * started(at) if self.fused else None
-        return root, at, torch.cat([self.shallow_BWD, f_B1D], 1), deep_BND
-
-    def _level(
-        self, batch: Batch, levels: list[Level], adapted_BLD: Tensor, active_B: Tensor
-    ) -> tuple[Level, Tensor]:
-        """The most confident children of the last level, and their parents' places in it."""
-        last, step = levels[-1], len(levels)
-        width = last.tokens_BL.shape[1]
-        logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
-        positions_BL = (batch.length_B[:, None] + step - 1).expand(-1, width)
-        candidates_BLC = self.head.candidates(
-            logits_BLK, positions_BL, batch.sampling, batch.seeds_B, self.top_k
-        )
-        confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-        score_BLC = last.score_BL[..., None] * confidence_BLC
-        score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
-        of_parent_BL = index_BL // self.top_k
-        first = sum(level.tokens_BL.shape[1] for level in levels)
-        number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
-        number_BL = number_BL.expand(batch.size, -1)
-        slots_BL = batch.base_B[:, None] + number_BL
-        hidden_BLE = take(last.hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
-        tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
-        at_BL = (batch.base_B[:, None] + step).expand(-1, self.top_k)
-        block = self.lm.block_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
-        level = Level(
-            number_BL=number_BL,
-            parents_BL=last.number_BL.gather(1, of_parent_BL),
-            tokens_BL=tokens_BL,
-            score_BL=score_BL,
-            valid_BL=active_B[:, None].expand(-1, self.top_k),
-            f_BLD=self._shallow(tokens_BL, batch, block),
-            hidden_BLE=hidden_BLE,
-            block=block,
-        )
-        return level, of_parent_BL
-
-    def _pruned(self, levels: list[Level]) -> Draft:
-        """What is verified: without the less confident half of the nodes that have no child, and
-        no more than `nodes`."""
-        parents_BN = torch.cat([level.parents_BL for level in levels], 1)
-        valid_BN = torch.cat([level.valid_BL for level in levels], 1)
-        score_BN = torch.cat([level.score_BL for level in levels], 1)
-        keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes)
-        size = int(keep_BN.sum(1).max())  # one sync a round
-        # nodes that are kept, in their order; rows with fewer are filled up with others
-        index_BN = (~keep_BN).int().argsort(dim=1, stable=True)[:, :size]
-        new_number_BN = torch.zeros_like(parents_BN).scatter(
-            1, index_BN, torch.arange(size, device=index_BN.device).expand_as(index_BN)
-        )
-        keep_BN = keep_BN.gather(1, index_BN)
-        parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-        depth = min(len(levels), size) - 1
-        chain = self.top_k == 1
-        tree = Tree.chain(size, parents_BN.device) if chain else Tree(parents_BN, depth)
-        self.proposed = Draft(
-            tokens_BN=torch.cat([level.tokens_BL for level in levels], 1).gather(1, index_BN),
-            tree=tree,
-            valid_BN=keep_BN,
-            hidden_BND=take(torch.cat([level.f_BLD for level in levels], 1), index_BN),
-            entry=self.exit_layer,
-            block=Block.join([level.block for level in levels]).take(index_BN),
-        )
-        return self.proposed
-
-
-def kept(score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, nodes: int) -> Tensor:
-    """Which nodes are left, `[B, N]`: the root always, and with a node its parent.
-
-    Args:
-        score_BN: no higher than the parent's; the root's is the highest.
-        nodes: at most so many besides the root.
-    """
-    children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
-    childless_BN = valid_BN & (children_BN == 0)
-    rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
-    pruned_BN = childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2)
-    keep_BN = valid_BN & ~pruned_BN
-    return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
-
-
-def ranks(key_BN: Tensor) -> Tensor:
-    """Places in ascending order; of equals the earlier is first, so that a parent is."""
-    return key_BN.argsort(dim=1, stable=True).argsort(1)
-
-
-def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
-    """`x[b, index[b, l]]`."""
-    return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))
+class KangarooTree(LayerTree):
+    """Drafts by an adapter at the exit layer."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.drafters.base import TrainedConfig
+from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import DraftHead
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
@@ -28,38 +28,35 @@ Choices = Sequence[tuple[int, ...]]
 
 
 @dataclass
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(TrainedConfig):
     """Medusa-1 with a sparse tree (arXiv 2401.10774, sections 2.1 and 2.3).
 
     Args:
-        heads: folder or hub id of trained heads (`python train.py adapter=medusa`).
+        adapter: folder or hub id of trained heads (`python train.py adapter=medusa`).
         nodes: size of the tree, the pending token aside; the paper's has 63.
         top_k: guesses of each head that the tree may hold; 1 is a chain, as long as there are
             heads.
     """
 
     name: str = "medusa"
-    heads: str = "???"
     nodes: int = 63
     top_k: int = 10
 
-    def build(self, lm: LM) -> Medusa:
-        """Errors: `AdapterMismatch`, `ConfigError`, those of `adapter_files.load_any`."""
-        heads, draft_heads = adapter_files.load_any(self.heads, lm)
-        if not isinstance(heads, MedusaHeads):
-            raise AdapterMismatch(
-                f"'{self.heads}' is an adapter, not Medusa's heads: pass drafter=kangaroo, or "
-                "train heads: python train.py adapter=medusa"
-            )
-        guesses = adapter_files.read_config(self.heads).guesses
+    @classmethod
+    def chain(cls, steps: int) -> MedusaConfig:
+        return cls(nodes=steps, top_k=1)
+
+    def load(self, lm: LM) -> tuple[MedusaHeads, list[DraftHead]]:
+        return adapter_files.load(self.adapter, lm, MedusaHeads)
+
+    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Medusa:
+        """Errors: `ConfigError`."""
+        if self.top_k == 1:  # then it does not matter how often guesses are right
+            guesses = [[1.0]] * trained.architecture.heads
+        else:
+            guesses = adapter_files.read_config(self.adapter).facts["guesses"]
         choices = sparse_tree([right[: self.top_k] for right in guesses], self.nodes)
-        return Medusa(lm, heads, draft_heads, choices)
-
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"weights": adapter_files.weights_hash(self.heads)}
-
-    def made_by(self) -> dict[str, Any]:
-        return adapter_files.made_by(self.heads)
+        return Medusa(lm, trained, heads, choices)
 
 
 def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
@@ -91,11 +88,6 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     return sorted(chosen[1:], key=lambda path: (len(path), path))
 
 
-def chain_of(steps: int) -> Choices:
-    """The first guess of each head."""
-    return [(0,) * depth for depth in range(1, steps + 1)]
-
-
 class Medusa:
     """Reads the target's final state of the last token that is in the cache.
 
@@ -108,7 +100,7 @@ class Medusa:
         self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices
     ):
         self.lm, self.heads = lm, heads
-        self.draft_heads = [head.compile_like(lm) for head in draft_heads]
+        self.draft_heads = [head.accelerate(lm) for head in draft_heads]
         self.taps: tuple[int, ...] = (lm.n_layers,)
         self.max_nodes = len(choices)
         self.depth = max(map(len, choices))

@@ -49,9 +49,11 @@ class PromptLookup(FromText):
     """
 
     def __init__(
-        self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10,
+        self,
+        max_matching_ngram_size: int = 3,
+        num_pred_tokens: int = 10,
         reference: Datastore | None = None,
-    ):  # fmt: skip
+    ):
         for name, value in (
             ("max_matching_ngram_size", max_matching_ngram_size),
             ("num_pred_tokens", num_pred_tokens),
@@ -63,7 +65,6 @@ class PromptLookup(FromText):
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
-        self.eos_ids = set(batch.eos_ids_E.tolist())
         self.grams = [Grams(text, self.largest) for text in batch.texts]
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
@@ -75,15 +76,15 @@ class PromptLookup(FromText):
         for n in range(min(self.largest, len(text) - 1), 0, -1):
             end = grams.first(text, n)
             if end is not None:
-                return self._until_eos(text[end : end + self.max_nodes])
+                return self._until_eos(row, text[end : end + self.max_nodes])
             found = self.reference.find(text[-n:]) if self.reference else range(0)
             if self.reference and found:
                 start = int(self.reference.suffixes_L[found.start : found.stop].min()) + n
-                return self._until_eos(self.reference.after(start, self.max_nodes))
+                return self._until_eos(row, self.reference.after(start, self.max_nodes))
         return []
 
-    def _until_eos(self, tokens: list[int]) -> list[int]:
-        ends = (i for i, token in enumerate(tokens) if token in self.eos_ids)
+    def _until_eos(self, row: int, tokens: list[int]) -> list[int]:
+        ends = (i for i, token in enumerate(tokens) if token in self.batch.ends[row])
         return tokens[: next(ends, None)]
 
 

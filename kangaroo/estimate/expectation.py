@@ -22,11 +22,9 @@ from kangaroo.cache import Block
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
-from kangaroo.trained.medusa_heads import MedusaHeads, build
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.training.unroll import Unrolled, look_ahead, unroll
 
 # A token in a `datasets` folder beside its text: id as int32, loss mask as int64. In a shard both
 # are JSON numbers. A conversation adds roles and offsets. (All but text as measured.)
@@ -148,10 +146,9 @@ class Planned:
         self.without_memory = FakeTensorMode()  # tensors have shapes and types, and no numbers
         with self.without_memory:
             tokens_K = None if vocabulary is None else torch.empty(vocabulary)
-            self.adapter = build(lm, exit_layer, recipe.architecture(), tokens_K).train()
+            self.adapter = recipe.architecture.build(lm, exit_layer, tokens_K).train()
         self.parameters = _count(self.adapter)
-        own = self.adapter.heads if isinstance(self.adapter, MedusaHeads) else self.adapter.head
-        self.head = 0 if own is None else _count(own)
+        self.head = sum(map(_count, self.adapter.own_heads()))
 
     def saved(self, lm: LM, rows: int, width: int) -> int:
         """Bytes that autograd keeps of one micro-batch until the backward pass, half-precision
@@ -176,17 +173,14 @@ class Planned:
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
                 torch.autocast("cpu", torch.bfloat16, enabled=half),
             ):
-                deep_BTD, steps = torch.empty_like(f_BTD), self.recipe.steps
-                if isinstance(self.adapter, MedusaHeads):
-                    look_ahead(self.adapter, deep_BTD, block, steps)
-                else:
-                    unroll(self.adapter, f_BTD, deep_BTD, block, steps, Unrolled())
+                taps, deep_BTD = {self.exit_layer: f_BTD}, torch.empty_like(f_BTD)
+                self.adapter.states(taps, deep_BTD, block, self.recipe.steps)
         return sum(storage.nbytes() for storage in kept.values())
 
 
 def _exits(lm: LM, planned: Sequence[Planned]) -> int:
     """Hidden states that are kept for adapters, besides the final one."""
-    return len({adapter.exit_layer for adapter in planned} - {lm.n_layers})
+    return len({tap for adapter in planned for tap in adapter.adapter.taps})
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -221,16 +215,14 @@ def _of_a_step(
     tokens, size, model = rows * width, lm.dtype.itemsize, lm.config
     learnt = tokens * text.assistant_tokens // text.tokens
     exits = _exits(lm, planned)
-    students = sum(adapter.recipe.steps + adapter.recipe.on_policy for adapter in planned)
+    students = sum(adapter.recipe.steps for adapter in planned)
     # residual stream twice and normed, gate, up and their product
     layer = tokens * (3 * model.hidden_size + 3 * model.intermediate_size) * size
     taps = (exits + 1) * tokens * model.hidden_size * size + learnt * model.hidden_size * size
-    on_policy = any(adapter.recipe.on_policy for adapter in planned)
-    cache = lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes() * 2 * tokens * on_policy
     vocabulary = config.vocabulary or model.vocab_size
     chunk = min(config.loss_chunk, learnt)
     return {
-        "frozen forward": layer + taps + cache,
+        "frozen forward": layer + taps,
         "activations": sum(adapter.saved(lm, rows, width) for adapter in planned)
         + 12 * students * learnt * model.hidden_size,  # gathered states and their gradients
         # the teacher's over all tokens, then p, log q and their gradients over those drafted from
@@ -274,15 +266,10 @@ def _flops(
     targets = 2.0 * vocabulary * size * learnt
     adapters, heads = 0.0, targets * epochs
     for adapter in planned:
-        recipe = adapter.recipe
-        steps = recipe.steps + recipe.on_policy
-        # Medusa's heads share nothing: each takes its own step
-        passes = 1 if recipe.medusa_heads else steps
+        steps = adapter.recipe.steps
+        passes = adapter.recipe.architecture.passes(steps)
         adapters += 6.0 * (adapter.parameters - adapter.head) * tokens * passes * epochs
         heads += (3 if adapter.head else 2) * targets * steps * epochs
-        if recipe.on_policy:  # every token is followed by the adapter's own
-            adapters += (forward + 2.0 * vocabulary * size * tokens) * epochs
-            heads += (teacher + targets) * epochs
     return {
         "frozen forward": forward * looks,
         "teacher's head": teacher * looks,

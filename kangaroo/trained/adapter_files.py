@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,12 +18,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kangaroo.discovery import classes
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
-from kangaroo.trained.medusa_heads import MedusaHeads, build
+from kangaroo.trained.base import Architecture, Trainable
+from kangaroo.trained.draft_head import DraftHead
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+Kind = TypeVar("Kind", bound=Trainable)
+
+FIXED = """
+    model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
+    num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
+""".split()  # fields of a target's config that fix what it computes
 SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
 
 log = logging.getLogger(__name__)
@@ -40,11 +47,10 @@ class AdapterConfig:
         exit_layer: how many of the target's layers lie below the adapter.
         n_layers: how many layers the target has.
         parameters: trained parameters.
-        architecture: which parts it has.
+        architecture: what it is made of.
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
             else is said; None is all.
-        guesses: of Medusa's heads, on held-out text: entry [k][i] is the share of positions at
-            which guess i of head k (counted from 0) was the target's choice.
+        facts: what its drafter has to know besides (`Trainable.facts`).
         training: provenance: data, schedule, held-out figures, versions, command.
     """
 
@@ -54,28 +60,26 @@ class AdapterConfig:
     exit_layer: int
     n_layers: int
     parameters: int
-    architecture: Architecture = field(default_factory=Architecture)
+    architecture: Architecture
     vocabulary: int | None = None
-    guesses: list[list[float]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
 
 
 def target_hash(lm: LM) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
-    names = (
-        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-        "tie_word_embeddings",
-    )  # fmt: skip
-    kept = {name: config.get(name) for name in names}
+    kept = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe(
-    lm: LM, adapter: Adapter | MedusaHeads, training: dict[str, Any],
-    vocabulary: int | None = None, guesses: list[list[float]] | None = None,
-) -> AdapterConfig:  # fmt: skip
+    lm: LM,
+    adapter: Trainable,
+    training: dict[str, Any],
+    vocabulary: int | None = None,
+    facts: dict[str, Any] | None = None,
+) -> AdapterConfig:
     """The config of an adapter trained for `lm`."""
     return AdapterConfig(
         target=lm.name,
@@ -86,12 +90,12 @@ def describe(
         parameters=sum(p.numel() for p in adapter.parameters()),
         architecture=adapter.architecture,
         vocabulary=vocabulary,
-        guesses=guesses or [],
+        facts=facts or {},
         training=training,
     )
 
 
-def kept_dtype(adapter: Adapter | MedusaHeads, lm: LM) -> torch.dtype:
+def kept_dtype(adapter: Trainable, lm: LM) -> torch.dtype:
     """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
     to run; bfloat16 where a weight is beyond float16.
     """
@@ -101,9 +105,12 @@ def kept_dtype(adapter: Adapter | MedusaHeads, lm: LM) -> torch.dtype:
 
 
 def save(
-    adapter: Adapter | MedusaHeads, config: AdapterConfig, frequent_K: Tensor | None, folder: Path,
+    adapter: Trainable,
+    config: AdapterConfig,
+    frequent_K: Tensor | None,
+    folder: Path,
     dtype: torch.dtype | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write weights, config and vocabulary into `folder`, and return it.
 
     Args:
@@ -116,7 +123,9 @@ def save(
     save_file(state, folder / WEIGHTS)
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
-    (folder / CONFIG).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    fields = dataclasses.asdict(config)
+    fields["architecture"] = {"kind": config.architecture.kind()} | fields["architecture"]
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return folder
 
 
@@ -151,28 +160,34 @@ def find(
 
 def _trained(missing: Path) -> Path:
     """The only adapter in `outputs/train/NAME` that can stand for `adapters/NAME`."""
-    name = missing.name.removesuffix("-medusa")
-    medusa = name != missing.name
-    option, kind = ("heads", " adapter=medusa") if medusa else ("adapter", "")
+    drafters = {kind.drafter for kind in kinds().values()}
+    drafter = next((x for x in drafters if missing.name.endswith(f"-{x}")), "kangaroo")
+    name = missing.name.removesuffix(f"-{drafter}")
     saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
-    fitting = [x for x in saved if bool(read_config(str(x)).architecture.medusa_heads) == medusa]
+    fitting = [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         several = ", ".join(map(str, fitting))
         raise AdapterNotFound(
             f"no adapter at '{missing}', and training left several: {several}. Pass "
-            f"drafter.{option}= one of them."
+            "drafter.adapter= one of them."
         )
-    train = f"python train.py model={name}{kind}"
-    made = f"Train them ({train})" if medusa else (
-        f"Train one ({train}), import an official checkpoint (python scripts/import_adapter.py "
-        f"source=... model={name}),"
-    )  # fmt: skip
+    train = f"python train.py model={name}"
+    if drafter == "kangaroo":
+        made = f"({train}), import an official checkpoint (python scripts/import_adapter.py "
+        made += f"source=... model={name}),"
+    else:
+        made = f"({train} adapter={drafter})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"{made} or pass drafter.{option}= a folder or hub id."
+        f"Train one {made} or pass drafter.adapter= a folder or hub id."
     )
+
+
+def kinds() -> dict[str, type[Architecture]]:
+    """What can be trained, by the name in config.json."""
+    return classes("kangaroo.trained", Architecture)
 
 
 def weights_hash(path: str) -> str:
@@ -219,32 +234,30 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
     return frequent_K[:size].sort().values
 
 
-def load(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Adapter, DraftHead]:
-    """An adapter made for `lm`, and the head it drafts with; see `load_any`.
+def load(
+    path: str, lm: LM, kind: type[Kind], vocabulary: int | None = None
+) -> tuple[Kind, list[DraftHead]]:
+    """Load what was trained for `lm`, in its dtype and where it drafts, and the heads that it
+    drafts with.
 
-    Errors: also `AdapterMismatch` for Medusa's heads.
-    """
-    adapter, (head, *_) = load_any(path, lm, vocabulary)
-    if not isinstance(adapter, Adapter):
-        raise AdapterMismatch(f"'{path}' holds Medusa's heads, no adapter: pass drafter=medusa.")
-    return adapter, head
+    Args:
+        kind: what it has to be; `Trainable` takes any.
+        vocabulary: as of `as_saved`, which also says what is raised.
 
-
-def load_any(
-    path: str, lm: LM, vocabulary: int | None = None
-) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
-    """Load what was trained for `lm`, in its dtype and on the device of its exit layer.
-
-    Args: as of `as_saved`, which also says what is raised.
+    Errors: also `AdapterMismatch` for another kind.
     """
     adapter, vocabulary_K = as_saved(path, lm, vocabulary)
-    adapter = adapter.to(lm.layer_devices[adapter.exit_layer - 1], lm.dtype)
+    if not isinstance(adapter, kind):
+        own = adapter.architecture
+        raise AdapterMismatch(
+            f"'{path}' is a trained {own.kind()}; pass drafter={own.drafter} for it, or "
+            "drafter.adapter= one that this drafter can use."
+        )
+    adapter = adapter.to(adapter.home(lm), lm.dtype)
     return adapter, adapter.draft_heads(lm, vocabulary_K)
 
 
-def as_saved(
-    path: str, lm: LM, vocabulary: int | None = None
-) -> tuple[Adapter | MedusaHeads, Tensor | None]:
+def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainable, Tensor | None]:
     """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
     the shapes alone, so a `blueprint` will do.
 
@@ -272,14 +285,16 @@ def as_saved(
             "python train.py model=..."
         )
     size = config.vocabulary or 0 if vocabulary is None else vocabulary
-    if config.architecture.own_head and size != (config.vocabulary or 0):
+    with torch.device("meta"):
+        own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
+    if own_head and size != (config.vocabulary or 0):
         raise ConfigError(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
     vocabulary_K = draft_vocabulary(path, size) if size else None
     with torch.device("meta"):
-        adapter = build(lm, config.exit_layer, config.architecture, vocabulary_K)
+        adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -298,9 +313,10 @@ def read_config(path: str) -> AdapterConfig:
             raise AdapterNotFound(f"'{folder}' holds no {name}; it is not an adapter's folder.")
     try:
         fields = json.loads((folder / CONFIG).read_text())
-        architecture = Architecture(**fields.pop("architecture", {}))
+        parts = fields.pop("architecture")
+        architecture = kinds()[parts.pop("kind")](**parts)
         return AdapterConfig(**fields, architecture=architecture)
-    except (ValueError, TypeError, AttributeError) as error:  # no JSON, no text, wrong fields
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # no JSON, wrong fields
         raise _unreadable(folder, error) from error
 
 

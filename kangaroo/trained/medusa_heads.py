@@ -4,36 +4,89 @@
 cache: the target's own head says what follows it, and Medusa's k-th what comes k tokens after that
 (Medusa-1, arXiv 2401.10774, section 2.1).
 
-Shapes: B rows, N tokens of a block, H heads, D hidden size, K draft vocabulary.
+Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk,
+H heads, G guesses, D hidden size, K draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kangaroo.cache import Block
+from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
+from kangaroo.trained import base
+from kangaroo.trained.base import Trainable, vocabulary_size
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.trained.unroll import before
+
+GUESSES = 10  # of each head, of which the drafter's tree takes the best
+CHUNK = 256  # positions whose logits exist at a time
 
 
-class MedusaHeads(nn.Module):
+@dataclass
+class Architecture(base.Architecture):
+    """How many heads, and what they read out with.
+
+    Args:
+        heads: how many tokens ahead they guess.
+        own_head: LM heads of their own, begun as the target's, instead of the target's.
+    """
+
+    heads: int = 4
+    own_head: bool = True
+
+    drafter: ClassVar[str] = "medusa"
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ConfigError(f"adapter.architecture.heads={self.heads} must be 1 or more.")
+
+    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
+        return MedusaHeads(lm, self, vocabulary_K)
+
+    def fixed_exit(self, lm: LM) -> int:
+        return lm.n_layers  # they read what the target's own head reads
+
+    def steps(self, draft_steps: int) -> int:
+        if draft_steps > 1:
+            raise ConfigError(
+                f"adapter.draft_steps={draft_steps} is not for Medusa's heads: each is trained for "
+                "the token that it guesses. Leave it out; adapter.architecture.heads says how many."
+            )
+        return self.heads
+
+    def graded_steps(self, most: int) -> int:
+        return self.heads
+
+    def longest(self, most: int) -> int:
+        return self.heads
+
+    def passes(self, steps: int) -> int:
+        return 1  # they share nothing: each takes its own step
+
+
+class MedusaHeads(Trainable):
     """Trained on a frozen target, saved and loaded as an adapter is.
 
     Args:
         vocabulary_K: the tokens that heads of their own guess from, ascending; None is all of them.
     """
 
+    architecture: Architecture
+
     def __init__(self, lm: LM, architecture: Architecture, vocabulary_K: Tensor | None = None):
-        super().__init__()
-        self.architecture = architecture
-        self.exit_layer = lm.n_layers  # it reads what the target's own head reads
-        size, count = lm.config.hidden_size, architecture.medusa_heads
-        outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
-        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+        super().__init__(architecture, lm.n_layers, taps=[])
+        size, count = lm.config.hidden_size, architecture.heads
+        outputs = vocabulary_size(lm, vocabulary_K)
         own = count if architecture.own_head else 0
+        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
         self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own))
 
     @torch.no_grad()
@@ -50,17 +103,36 @@ class MedusaHeads(nn.Module):
         """What head `index`, counted from 0, reads at each token."""
         return F.silu(self.blocks[index](h_BND)) + h_BND
 
-    def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
-        """One each, over the same tokens; a single one, the target's, where they have none."""
-        return [DraftHead(lm, cast(nn.Linear, head), vocabulary_K) for head in self.heads] or [
-            DraftHead(lm, None, vocabulary_K)
-        ]
+    def states(
+        self, taps: dict[int, Tensor], deep_BTD: Tensor, block: Block, steps: int
+    ) -> list[Tensor]:
+        """Head k stands k tokens earlier, as draft step k of an adapter does."""
+        states = []
+        for index in range(steps):
+            deep_BTD = before(deep_BTD, block.positions_RT)
+            states.append(self(deep_BTD, index))
+        return states
 
+    def own_heads(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, head) for head in self.heads]
 
-def build(
-    lm: LM, exit_layer: int, architecture: Architecture, vocabulary_K: Tensor | None
-) -> Adapter | MedusaHeads:
-    """Whichever of the two `architecture` describes."""
-    if architecture.medusa_heads:
-        return MedusaHeads(lm, architecture, vocabulary_K)
-    return Adapter(lm, exit_layer, architecture, vocabulary_K)
+    def tally(
+        self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
+    ) -> Tensor:
+        """`[H, GUESSES + 1]`: how often each guess of each head is right, and of how many."""
+        rows = []
+        for step, state_MD in enumerate(states):
+            head, right_G = heads[min(step, len(heads) - 1)], torch.zeros(GUESSES)
+            drafted_M = valid[step]
+            for state_CD, top_C in zip(
+                state_MD[drafted_M].split(CHUNK), top_M[drafted_M].split(CHUNK), strict=True
+            ):
+                guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)
+                right_G += (guessed_CG == top_C[:, None]).sum(0).cpu()
+            rows.append(torch.cat([right_G, drafted_M.sum()[None].cpu()]))
+        return torch.stack(rows)
+
+    def facts(self, tally: Tensor) -> dict[str, Any]:
+        """`guesses[k][i]`: the share of held-out positions at which guess i of head k (both counted
+        from 0) was the target's choice; the drafter's tree is made from it."""
+        return {"guesses": (tally[:, :-1] / tally[:, -1:]).tolist()}

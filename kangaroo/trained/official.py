@@ -35,6 +35,10 @@ NAMES = {
 }
 # frequencies of positions, which older versions of transformers saved: they follow from the config
 IGNORED = {"layers.0.self_attn.rotary_emb.inv_freq"}
+KEPT = """
+    hidden_size intermediate_size max_position_embeddings num_attention_heads num_key_value_heads
+    rms_norm_eps vocab_size hidden_act
+""".split()  # fields of the target's config that go into the official one
 WRAPPED = "module."  # before every name, if training in several processes saved the checkpoint
 ROPE_BASE = 10000.0  # of the official code, whatever the target's
 # of the released checkpoints, by their targets
@@ -151,11 +155,7 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
     folder.mkdir(parents=True, exist_ok=True)
     state = adapter.state_dict()
     torch.save({name: state[own].contiguous() for name, own in NAMES.items()}, folder / WEIGHTS)
-    kept = (
-        "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-        "num_key_value_heads", "rms_norm_eps", "vocab_size", "hidden_act",
-    )  # fmt: skip
-    fields = {name: getattr(lm.config, name) for name in kept}
+    fields = {name: getattr(lm.config, name) for name in KEPT}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     return adapter

@@ -51,9 +51,13 @@ class Tokens:
 
 
 def plan(
-    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, packing: bool = False,
+    lengths: Sequence[int],
+    batch_tokens: int,
+    seed: int,
+    epoch: int,
+    packing: bool = False,
     same: bool = False,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample), in shuffled order.
 
     Without packing samples of similar length go together, so that little is padding; with it any

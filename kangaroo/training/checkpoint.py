@@ -25,8 +25,9 @@ class Progress:
         tokens: tokens that the frozen target has read.
         assistant_tokens: positions that entered the loss.
         seconds: of the optimizer steps, on the machine's clock.
-        held_out: figures of the last held-out evaluation.
-        decoded: figures of the last decoding of held-out prompts.
+        held_out: results of the last held-out evaluation.
+        facts: what drafters have to know, by adapter, from that evaluation.
+        decoded: results of the last decoding of held-out prompts.
     """
 
     step: int = 0
@@ -34,6 +35,7 @@ class Progress:
     assistant_tokens: int = 0
     seconds: float = 0.0
     held_out: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     decoded: dict[str, float] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.ranks import Ranks
 from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import DraftHead
+from kangaroo.trained.base import Trainable
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.loop import evaluate
@@ -48,7 +49,7 @@ def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[di
     trained = [trainee for trainee, _ in loaded]
     figures = decode(lm, trained, prompts, config.new_tokens)
     for group in _by_vocabulary(trained):  # one frozen pass each
-        figures |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())
+        figures |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())[0]
     return [
         about
         | {
@@ -75,9 +76,8 @@ def _below(figures: dict[str, float], prefix: str) -> dict[str, float]:
 def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
     """A finished adapter as training sees one, graded by the paper's loss whatever it learnt by."""
     saved = adapter_files.read_config(path)
-    adapter, heads = adapter_files.load_any(path, lm)
-    parts = asdict(saved.architecture)
-    recipe = AdapterRecipe(**parts, name=path, exit_layers=[saved.exit_layer])
+    adapter, heads = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
+    recipe = AdapterRecipe(path, saved.architecture, exit_layers=[saved.exit_layer])
     targets = DraftHead(lm, None, heads[0].vocabulary_K)
     learnt = saved.training
     if not {"adapter", "progress"} <= learnt.keys():

@@ -6,6 +6,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+MOVES_NOTHING = """
+    evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
+""".split()  # options that no weight depends on
+
 
 @dataclass
 class TrainerConfig:
@@ -62,12 +66,7 @@ class TrainerConfig:
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
         settings = asdict(self)
-        for name in (
-            "evaluate_every", "save_every", "decode_every", "decode_prompts", "decode_tokens",
-            "zero_stage", "shard_target",
-        ):  # fmt: skip
-            del settings[name]
-        return settings
+        return {name: value for name, value in settings.items() if name not in MOVES_NOTHING}
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:

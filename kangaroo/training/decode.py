@@ -8,20 +8,21 @@ from collections.abc import Sequence
 import torch
 
 from kangaroo.data.filters import answers
-from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.medusa import Medusa, chain_of
+from kangaroo.discovery import classes
+from kangaroo.drafters.base import Drafter, TrainedConfig
+from kangaroo.drafters.chain import Chain
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.sampling import Rule, Sampling
-from kangaroo.trained.adapter import Adapter, DraftHead
 from kangaroo.trained.adapter_files import kept_dtype
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.trained.base import Trainable
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.recipe import Trainee
 from kangaroo.training.results import STEPS, compression
 
+DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
 _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
 
 
@@ -59,23 +60,20 @@ def decode(
     counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`, greedy with
     `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at temperature 1
     by the rejection rule, one a round, which is what `expected_acceptance` expects; not for
-    Medusa's heads, whose first guesses are decoded as a chain.
+    drafters that do not tell what their tokens were drawn from, as Medusa's.
     """
     metrics: dict[str, float] = {}
     for trainee in trained:
         name = f"decode/{trainee.name}"
         adapter, heads = frozen(lm, trainee)
-        if isinstance(adapter, MedusaHeads):
-            chain = Medusa(lm, adapter, heads, chain_of(trainee.recipe.steps))
-            metrics |= _greedy(lm, chain, name, prompts, new_tokens)
-            continue
-        (head,) = heads
-        drafter = Kangaroo(lm, adapter, STEPS, threshold=0, head=head)
+        method = DRAFTERS[trainee.recipe.architecture.drafter]
+        drafter = method.chain(STEPS).of(lm, adapter, heads)
         metrics |= _greedy(lm, drafter, name, prompts, new_tokens)
-        drafter = Kangaroo(lm, adapter, steps=1, threshold=0, head=head)
-        sampling = Sampling(temperature=1.0, rule=Rule.rejection)
-        sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
-        metrics[f"{name}/sampled_acceptance"] = sum(r.accepted for r in sampled) / len(sampled)
+        if isinstance(drafter, Chain):  # which says what its tokens were drawn from
+            drafter = method.chain(1).of(lm, adapter, heads)
+            sampling = Sampling(temperature=1.0, rule=Rule.rejection)
+            sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
+            metrics[f"{name}/sampled_acceptance"] = sum(r.accepted for r in sampled) / len(sampled)
     return metrics
 
 
@@ -96,7 +94,7 @@ def _rounds(
     return [record for generation in done for record in generation.steps]
 
 
-def frozen(lm: LM, trainee: Trainee) -> tuple[Adapter | MedusaHeads, list[DraftHead]]:
+def frozen(lm: LM, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
     """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
     kept = kept_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(kept).to(lm.dtype).eval().requires_grad_(False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.model import LM
-from kangaroo.trained.adapter import DraftHead
+from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.losses import Loss, divergence, overlap
 
 FIGURES = ("loss", "agreement", "expected_acceptance", "positions")

@@ -45,8 +45,6 @@ def step_names(trained: Sequence[Trainee]) -> list[str]:
     names = []
     for trainee in trained:
         names += draft_step_names(trainee.name, trainee.recipe.steps)
-        if trainee.recipe.on_policy:
-            names.append(f"{trainee.name}/own_token")
     return names
 
 
@@ -58,7 +56,7 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
         sums_SF: of all draft steps of all adapters.
         accepted_AW: of each adapter, see `accepted`.
     """
-    counts = [trainee.recipe.graded_steps(STEPS) for trainee in trained]
+    counts = [trainee.recipe.architecture.graded_steps(STEPS) for trainee in trained]
     names = [
         name
         for trainee, count in zip(trained, counts, strict=True)

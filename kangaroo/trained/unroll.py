@@ -1,4 +1,4 @@
-"""Run an adapter over whole texts as it runs when drafting, all positions and draft steps at once.
+"""Run a drafting layer over texts as it runs when drafting, all positions and draft steps at once.
 
 Shapes: B rows, R rows of a block (1 or B), T tokens, D hidden size.
 """
@@ -6,17 +6,16 @@ Shapes: B rows, R rows of a block (1 or B), T tokens, D hidden size.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.cache import Block
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.cache import Block, PastKeys
 
 
-class Unrolled:
+class Unrolled(PastKeys):
     """Keys and values of all draft steps so far, one step's T tokens after another's."""
 
     def __init__(self) -> None:
@@ -24,52 +23,42 @@ class Unrolled:
         self.values: list[Tensor] = []
 
     def update(
-        self, k_BKTC: Tensor, v_BKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.keys.append(k_BKTC)
-        self.values.append(v_BKTC)
+        self.keys.append(k_RKTC)
+        self.values.append(v_RKTC)
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
 
-    def first(self) -> Unrolled:
-        """Those of the first step alone."""
-        other = Unrolled()
-        other.keys, other.values = self.keys[:1], self.values[:1]
-        return other
+
+class Drafts(Protocol):
+    """A drafting layer."""
+
+    def __call__(
+        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: PastKeys | None
+    ) -> Tensor:
+        """The state that the head reads, `[B, N, D]`; see `Layer.forward`."""
 
 
 def unroll(
-    adapter: Adapter, f_BTD: Tensor, deep_BTD: Tensor, block: Block, steps: int, past: Unrolled
+    layer: Drafts, f_BTD: Tensor, deep_BTD: Tensor, block: Block, steps: int
 ) -> list[Tensor]:
-    """The adapter's normed states `[B, T, D]` at draft steps 1 to `steps`.
+    """The layer's states `[B, T, D]` at draft steps 1 to `steps`.
 
-    The state of step k at a position is what the adapter has there when its draft began k - 1
+    The state of step k at a position is what the layer has there when its draft began k - 1
     tokens earlier: with the target's deep states up to then and its own after. As in decoding, the
     keys of the tokens before the draft are those of step 1, and those within it of their own steps
     (training-time test, EAGLE-3, arXiv 2503.01840).
 
     Args:
         deep_BTD: the target's normed final states.
-        past: takes the keys and values of all steps.
     """
-    seen_RTT = sees(block)
-    states = []
+    seen_RTT, past = sees(block), Unrolled()
+    states: list[Tensor] = []
     for step in range(1, steps + 1):
         deep_BTD = before(deep_BTD, block.positions_RT)
         at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD)) if step > 1 else block
-        states.append(adapter(f_BTD, deep_BTD, at, past))
+        states.append(layer(f_BTD, deep_BTD, at, past))
         deep_BTD = states[-1]
-    return states
-
-
-def look_ahead(heads: MedusaHeads, deep_BTD: Tensor, block: Block, steps: int) -> list[Tensor]:
-    """The states `[B, T, D]` that Medusa's heads read the token after each position from.
-
-    Head k stands k tokens earlier, as an adapter's draft step k does (`unroll`).
-    """
-    states = []
-    for index in range(steps):
-        deep_BTD = before(deep_BTD, block.positions_RT)
-        states.append(heads(deep_BTD, index))
     return states
 
 

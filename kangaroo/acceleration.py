@@ -1,0 +1,98 @@
+"""What makes decoding faster than PyTorch's modules: native code on a CPU, CUDA graphs on a GPU.
+
+Shapes: B rows, N tokens of a block, D hidden size, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from ctypes import CDLL
+
+from torch import Tensor
+
+from kangaroo.cache import BUCKET, GRAPH_BUCKET, Block, KVCache
+from kangaroo.graphs import Graphs
+from kangaroo.native import Head, LayerWeights, Sizes, Stack
+
+Tensors = tuple[Tensor, ...]
+
+
+class Acceleration:
+    """Of one target and of all that drafts for it; by default there is none.
+
+    Args:
+        library: native code.
+        sizes: what native code has to know of the target's layers; needed with `library`.
+        graphs: recorded work.
+    """
+
+    def __init__(
+        self,
+        library: CDLL | None = None,
+        sizes: Sizes | None = None,
+        graphs: Graphs | None = None,
+    ):
+        self.library, self.sizes, self.graphs = library, sizes, graphs
+
+    def __bool__(self) -> bool:
+        return self.library is not None or self.graphs is not None
+
+    @property
+    def bucket(self) -> int:
+        """Attention reads the occupied slots rounded up to a multiple of this."""
+        return BUCKET if self.graphs is None else GRAPH_BUCKET
+
+    def stack(self, layers: Sequence[LayerWeights]) -> Stack | None:
+        """These layers in native code, which reads the weights where they lie."""
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Stack(self.library, layers, self.sizes)
+
+    def head(self, weight_OD: Tensor) -> Head | None:
+        """The same for a matrix from hidden states to logits."""
+        return None if self.library is None else Head(self.library, weight_OD)
+
+    def hold(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        x_BND: Tensor,
+        block: Block,
+        *more: Tensor,
+    ) -> tuple[Block, Tensors]:
+        """The block and more of what steps on `x` will read; where steps are recorded, in the same
+        place call after call, so that no step copies it."""
+        if self.graphs is None or not self.graphs.take(x_BND, block):
+            return block, more
+        own = block.tensors()
+        held = self.graphs.hold(caches, key, *own, *more)
+        return block.with_tensors(*held[: len(own)]), held[len(own) :]
+
+    def step(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        work: Callable[..., Tensors],
+        x_BND: Tensor,
+        block: Block,
+        *more: Tensor,
+        keep: bool = False,
+    ) -> Tensors:
+        """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
+
+        Args:
+            caches: all that the work reads or writes.
+            key: names the work and everything about it that is not in a tensor.
+            keep: the results outlive the next call with this key, which otherwise may overwrite
+                them.
+        """
+        if self.graphs is None or not self.graphs.take(x_BND, block):
+            return work(x_BND, block, *more)
+        own = block.tensors()
+
+        def flat(x_BND: Tensor, *tensors: Tensor) -> Tensors:
+            return work(x_BND, block.with_tensors(*tensors[: len(own)]), *tensors[len(own) :])
+
+        results = self.graphs(caches, key, flat, x_BND, *own, *more)
+        return tuple(result.clone() for result in results) if keep else results

@@ -1,0 +1,24 @@
+"""What is known by being there: a file in a folder, and in it one class of a kind."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from functools import cache
+from importlib import import_module
+from typing import TypeVar
+
+Kind = TypeVar("Kind")
+
+
+@cache
+def classes(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
+    """The concrete subclass of `base` in each module of a package that has one, by module."""
+    found = {}
+    for info in pkgutil.iter_modules(import_module(package).__path__):
+        module = import_module(f"{package}.{info.name}")
+        for value in vars(module).values():
+            own = inspect.isclass(value) and value.__module__ == module.__name__
+            if own and issubclass(value, base) and not inspect.isabstract(value):
+                found[info.name] = value
+    return found

@@ -1,0 +1,44 @@
+"""EAGLE: one layer goes on from the target's final states, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.early_exit import EarlyExitConfig
+from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.model import LM
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.trained.eagle_head import Architecture, EagleHead
+
+
+@dataclass
+class EagleConfig(EarlyExitConfig):
+    """EAGLE-1 (arXiv 2401.15077): a chain, or the tree of its likeliest continuations.
+
+    The paper's tree has a fixed shape; this one grows by confidence, as Kangaroo's and, in spirit,
+    EAGLE-2's (arXiv 2406.16858).
+
+    Args:
+        adapter: folder or hub id of a trained head (`python train.py adapter=eagle`).
+        threshold: 0, as in the paper, never stops early.
+        top_k: candidates of a node and nodes of a level; 1 is a chain.
+        nodes: of the tree that is verified, the pending token aside.
+    """
+
+    name: str = "eagle"
+    threshold: float = 0.0
+    top_k: int = 1
+    nodes: int = 32
+
+    kind: ClassVar[type[EagleHead]] = EagleHead
+    parts: ClassVar[type[Architecture]] = Architecture
+
+    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
+        """Errors: `ConfigError`."""
+        if self.top_k == 1:
+            return LayerChain(lm, trained, self.steps, self.threshold, heads[0])
+        limits = self.steps, self.threshold, heads[0], self.top_k, self.nodes
+        return LayerTree(lm, trained, *limits)

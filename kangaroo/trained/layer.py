@@ -1,0 +1,114 @@
+"""A drafting layer: parts of a decoder layer of the target's own classes.
+
+Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kangaroo import native
+from kangaroo.cache import Block, BlockCache, PastKeys
+from kangaroo.model import LM, attention_weights, feed_forward_weights
+from kangaroo.native import LayerWeights
+from kangaroo.trained.base import Architecture, Trainable
+from kangaroo.trained.unroll import unroll
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Layer(Trainable):
+    """Attention, a feed-forward part, or both, each with the norm before it that it has, and the
+    norm at the end; a subclass makes them, and says what goes in.
+
+    Being of the target's own classes, biases, GQA and RoPE follow the target.
+
+    Attributes:
+        reads_deep: it also reads the target's normed final state of the token before each, or its
+            own in that place.
+    """
+
+    reads_deep: bool = True
+
+    def __init__(self, architecture: Architecture, exit_layer: int):
+        super().__init__(architecture, exit_layer, taps=[exit_layer])
+        self.input_norm: nn.Module | None = None
+        self.attention: nn.Module | None = None
+        self.middle_norm: nn.Module | None = None
+        self.feed_forward: nn.Module | None = None
+        self.norm: nn.Module | None = None
+        self.native_layer: native.Stack | None = None
+
+    @abstractmethod
+    def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+        """What goes into the layer, `[B, N, D]`; see `forward`."""
+
+    def forward(
+        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: PastKeys | None
+    ) -> Tensor:
+        """The state that a head reads, `[B, N, D]`.
+
+        Args:
+            f_BND: the target's hidden state after `exit_layer` layers.
+            deep_BND: where it `reads_deep`, the state of the token before each; zeros at the start
+                of a text.
+            past: where keys and values go and come from; None sees the block alone.
+        """
+        x_BND = self.combined(f_BND, deep_BND)
+        if (
+            self.native_layer
+            and isinstance(past, BlockCache)
+            and self.native_layer.takes(x_BND, block)
+        ):
+            return self.native_layer(x_BND, past.cache, block, range(1), weight(self.norm))
+        if self.attention is not None:
+            attended_BND, _ = self.attention(
+                hidden_states=x_BND if self.input_norm is None else self.input_norm(x_BND),
+                position_embeddings=block.rope,
+                attention_mask=block.bias_R1TE,
+                past_key_values=past,
+            )
+            x_BND = x_BND + attended_BND
+        if self.feed_forward is not None:
+            assert self.middle_norm is not None
+            x_BND = x_BND + self.feed_forward(self.middle_norm(x_BND))
+        return x_BND if self.norm is None else self.norm(x_BND)
+
+    def states(
+        self, taps: dict[int, Tensor], deep_BTD: Tensor, block: Block, steps: int
+    ) -> list[Tensor]:
+        return unroll(self, taps[self.exit_layer], deep_BTD, block, steps)
+
+    def copy_layer(self, layer: nn.Module) -> None:
+        """Begin with the weights of a layer of the target."""
+        names = {
+            "input_norm": "input_layernorm",
+            "attention": "self_attn",
+            "middle_norm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+        }
+        for own, theirs in names.items():
+            part = getattr(self, own)
+            if part is not None:
+                part.load_state_dict(layer.get_submodule(theirs).state_dict())
+
+    def accelerate(self, lm: LM) -> Self:
+        """Draft in native code if the target decodes in it."""
+        parts: dict[str, Any] = {}
+        if self.attention is not None:
+            parts |= attention_weights(self.attention)
+        if self.feed_forward is not None:
+            parts |= feed_forward_weights(self.feed_forward)
+        norms = {"attention_norm": self.input_norm, "feed_forward_norm": self.middle_norm}
+        parts |= {name: weight(norm) for name, norm in norms.items()}
+        self.native_layer = lm.acceleration.stack([LayerWeights(**parts)])
+        return self
+
+
+def weight(norm: nn.Module | None) -> Tensor | None:
+    """Of a norm, if there is one."""
+    return None if norm is None else norm.get_parameter("weight")
