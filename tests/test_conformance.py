@@ -55,7 +55,7 @@ from kangaroo.trained.medusa_heads import MedusaHeads
 NEW_TOKENS = 18
 CHUNK = 16
 # 40: several chunks; 1: nothing to prefill, in a row used before; 17: its prefill is one full chunk
-PROMPTS = random_prompts(5, 40, 1, 2, 17)
+PROMPTS = random_prompts(5, 40, 1, 17)
 
 
 @dataclass
