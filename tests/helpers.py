@@ -20,6 +20,7 @@ from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
 from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.eagle_head import EagleHead
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
@@ -70,6 +71,14 @@ def adapter_for(
         generator = torch.Generator().manual_seed(2)
         adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
     return adapter.to(lm.device, lm.dtype).requires_grad_(False)
+
+
+def eagle_for(lm: LM) -> EagleHead:
+    """Untrained: it goes on with the state it was given, and looks at the token a little."""
+    head = EagleHead(lm).start_from(lm)
+    generator = torch.Generator().manual_seed(3)
+    head.join.weight.data += 0.1 * torch.randn(head.join.weight.shape, generator=generator)
+    return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
 PARTS = ("attention", "feed_forward", "own_head", "fused")

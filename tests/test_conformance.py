@@ -19,6 +19,7 @@ from helpers import (
     Sometimes,
     adapter_for,
     adversary,
+    eagle_for,
     graphed,
     oracle,
     random_prompts,
@@ -48,7 +49,6 @@ from kangaroo.sampling import Sampling
 from kangaroo.trained import medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.eagle_head import EagleHead
 from kangaroo.trained.export import draft_model
 from kangaroo.trained.medusa_heads import MedusaHeads
 
@@ -83,14 +83,6 @@ def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) ->
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     heads = heads.to(lm.device, lm.dtype).requires_grad_(False)
     return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
-
-
-def eagle_head(lm: LM) -> EagleHead:
-    """Untrained: it goes on with the state it was given, and looks at the token a little."""
-    head = EagleHead(lm).start_from(lm)
-    generator = torch.Generator().manual_seed(3)
-    head.join.weight.data += 0.1 * torch.randn(head.join.weight.shape, generator=generator)
-    return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
 def datastore_of(case: Case) -> Datastore:
@@ -139,9 +131,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
-    "eagle": lambda case: LayerChain(case.lm, eagle_head(case.lm), 4, threshold=0),
-    "eagle-stops": lambda case: LayerChain(case.lm, eagle_head(case.lm), 4, threshold=0.2),
-    "eagle-tree": lambda case: LayerTree(case.lm, eagle_head(case.lm), 3, 0, None, 3, 9),
+    "eagle": lambda case: LayerChain(case.lm, eagle_for(case.lm), 4, threshold=0),
+    "eagle-stops": lambda case: LayerChain(case.lm, eagle_for(case.lm), 4, threshold=0.2),
+    "eagle-tree": lambda case: LayerTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),

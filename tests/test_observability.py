@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
 
+from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
@@ -16,6 +17,7 @@ from kangaroo.errors import ConfigError, DataError
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker, WandbConfig
+from kangaroo.trained import eagle_head
 from kangaroo.trained.adapter_files import WEIGHTS, read_config
 from kangaroo.training import curves, results
 from kangaroo.training.batches import collate
@@ -27,6 +29,7 @@ from kangaroo.training.micro_batch import grade, look
 from kangaroo.training.recipe import trainees
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
+EAGLE = {"architecture": eagle_head.Architecture()}
 
 
 def sample(ids, prompt_length):
@@ -50,7 +53,7 @@ def trained(lm, **changes):
     """An adapter that agrees here and there, with values that saving does not round."""
     recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
     (trainee,) = trainees(lm, [recipe], None)
-    adapter = adapter_for(lm, architecture=recipe.architecture()).bfloat16().float()
+    adapter = adapter_for(lm, architecture=recipe.architecture).bfloat16().float()
     trainee.adapter.load_state_dict(adapter.state_dict())
     return trainee
 
@@ -59,7 +62,7 @@ def graded(lm, trainee, texts, prompts):
     """The grades of all draft steps at every position of the texts, and where those are."""
     samples = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     tokens = collate(samples, 1000, lm.device)
-    (own,) = grade(lm, look(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
+    (own,), _ = grade(lm, look(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
     return own, tokens.wanted_BT
 
 
@@ -137,14 +140,15 @@ def test_expected_acceptance_is_what_sampling_accepts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("changes", [*VARIANTS, EAGLE], ids=str)
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm = tiny(dtype=dtype)
     data = [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
     recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
     folder = run(lm, tmp_path, recipe, data, vocabulary=40)
     told = read_config(str(folder)).training["progress"]["decoded"]
-    drafter = KangarooConfig(adapter=str(folder), threshold=0).build(lm)
+    method = EagleConfig if "architecture" in changes else KangarooConfig
+    drafter = method(adapter=str(folder), threshold=0).build(lm)
     done = Engine(lm, drafter).generate(prompts_of(data[-2:], 2, 500, 12), 12)
     runs = [
         SimpleNamespace(

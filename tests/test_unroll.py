@@ -5,22 +5,31 @@ Shapes: T tokens, D hidden size.
 
 import pytest
 import torch
-from helpers import adapter_for, random_prompts, tiny
+from helpers import adapter_for, eagle_for, random_prompts, tiny
 from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.layer import Layer
 from kangaroo.trained.unroll import unroll
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["attention", "layer"])
-def fused(request) -> tuple[LM, Adapter]:
+MADE = {
+    "attention": lambda lm: adapter_for(lm, architecture=Architecture(fused=True)),
+    "layer": lambda lm: adapter_for(lm, architecture=Architecture(feed_forward=True, fused=True)),
+    "eagle": eagle_for,
+}
+
+
+@pytest.fixture(scope="module", params=MADE)
+def fused(request) -> tuple[LM, Layer]:
+    """Layers that read deep states."""
     lm = tiny()
-    return lm, adapter_for(lm, architecture=Architecture(feed_forward=request.param, fused=True))
+    return lm, MADE[request.param](lm)
 
 
 def states(lm: LM, ids: list[int], layers: int) -> Tensor:
@@ -30,7 +39,7 @@ def states(lm: LM, ids: list[int], layers: int) -> Tensor:
 
 
 @torch.no_grad()
-def last_state(lm: LM, adapter: Adapter, ids: list[int], pending: int) -> Tensor:
+def last_state(lm: LM, adapter: Layer, ids: list[int], pending: int) -> Tensor:
     """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted.
 
     By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
