@@ -44,9 +44,9 @@ estimate: setup  ## write the table of what each training takes
 	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
 	done
 
-# Two workers with one thread each: tiny models gain nothing from more threads.
+# Two workers with one thread each (tests/conftest.py).
 test: setup  ## run the CPU tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10 -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10 -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)

@@ -97,7 +97,7 @@ class Shape(ctypes.Structure):
 
 
 # what the two functions of `decode.cpp` take
-RUN_LAYERS = [ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int64, *7 * [ctypes.c_void_p]]
+RUN_LAYERS = [ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int64, *8 * [ctypes.c_void_p]]
 READ_OUT = [*3 * [ctypes.c_int64], ctypes.c_double, ctypes.c_int64, *4 * [ctypes.c_void_p]]
 
 

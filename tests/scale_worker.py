@@ -61,10 +61,19 @@ def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None
         for ids in random_prompts(*range(20, 35))
     ]
     shared = {
-        "epochs": 3, "batch_tokens": 64, "accumulate": 2, "holdout": 3,
-        "loss_chunk": 7, "evaluate_every": 3, "save_every": 2, "warmup_steps": 2, "clip": 0.05,
-        "decode_every": 4, "decode_prompts": 2, "decode_tokens": 8,
-    }  # fmt: skip
+        "epochs": 3,
+        "batch_tokens": 64,
+        "accumulate": 2,
+        "holdout": 3,
+        "loss_chunk": 7,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "warmup_steps": 2,
+        "clip": 0.05,
+        "decode_every": 4,
+        "decode_prompts": 2,
+        "decode_tokens": 8,
+    }
     config = TrainerConfig(**(shared | settings))
     about = {"fingerprint": "test"}
     recipes = recipes or [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from helpers import adapter_for
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -37,10 +38,7 @@ def composed(name, *overrides):
 
 
 def run(script, *overrides, cwd):
-    return subprocess.run(
-        [sys.executable, ROOT / script, *overrides],
-        cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return python(script, *overrides, cwd=cwd)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -33,14 +34,28 @@ PROMPTS = random_prompts(6, 1, 21)
 HOT = Sampling(temperature=2.0, seed=11)
 
 
-@pytest.fixture(scope="module")
-def lm() -> LM:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def case(lm) -> Case:
+def case_for(lm: LM) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, HOT))
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    """By native code, which takes a third of the time."""
+    return case_for(tiny().compile_for_decoding())
+
+
+@pytest.fixture(scope="module")
+def eager_case() -> Case:
+    """By PyTorch's operators alone, so that each of them can be seen."""
+    return case_for(tiny())
+
+
+@cache
+def full_context(length: int) -> tuple[Case, list[int]]:
+    """A case whose one text fills the context, and its prompt of `length` tokens."""
+    lm = tiny(max_position_embeddings=64).compile_for_decoding()
+    (prompt,) = random_prompts(length)
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, [prompt], 64 - length)), prompt
 
 
 @pytest.fixture
@@ -92,12 +107,11 @@ def test_rows_have_their_own_limits(case, name):
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("length", [45, 62, 63])
 def test_a_text_may_fill_the_context_to_its_last_position(name, length):
-    lm = tiny(max_position_embeddings=64)
-    (prompt,) = random_prompts(length)
-    case = Case(lm, adapter_for(lm), vanilla_texts(lm, [prompt], 64 - length))
-    (done,) = Engine(lm, DRAFTERS[name](case), prefill_chunk=16).generate([prompt], 64 - length)
+    case, prompt = full_context(length)
+    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=16)
+    (done,) = engine.generate([prompt], 64 - length)
     assert prompt + done.tokens == case.texts[0]
-    assert len(case.texts[0]) == lm.context
+    assert len(case.texts[0]) == case.lm.context
 
 
 # ---- end of text -------------------------------------------------------------------------------
@@ -492,9 +506,16 @@ class Syncs(TorchDispatchMode):
     """Counts what would make the host wait for a GPU."""
 
     NAMES = (
-        "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique",
-        "_unique2", "bincount", "repeat_interleave",
-    )  # fmt: skip
+        "_local_scalar_dense",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "equal",
+        "unique",
+        "_unique2",
+        "bincount",
+        "repeat_interleave",
+    )
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -557,16 +578,16 @@ def test_the_counter_of_syncs_sees_them(monkeypatch, code):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
-    case, monkeypatch, name, threshold, rows, sampling
+    eager_case, monkeypatch, name, threshold, rows, sampling
 ):
     """One copy of the new tokens, and one bool a drafted token, the last aside, for a threshold."""
     steps = 4
     drafter = (
         Vanilla()
         if name == "vanilla"
-        else Kangaroo(case.lm, case.adapter, steps=steps, threshold=threshold)
+        else Kangaroo(eager_case.lm, eager_case.adapter, steps=steps, threshold=threshold)
     )
-    engine = Engine(case.lm, drafter)
+    engine = Engine(eager_case.lm, drafter)
     batch = engine.open(rows, 60, sampling)
     for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
         engine.admit(batch, row, Request(prompt, 30, seed=row))
@@ -583,8 +604,8 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
 @pytest.mark.parametrize(
     "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
 )
-def test_drafts_from_text_or_from_the_pool_wait_for_no_device(case, monkeypatch, name):
-    engine = Engine(case.lm, DRAFTERS[name](case))
+def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
+    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
     batch = engine.open(3, 90, HOT)
     for row, prompt in enumerate(PROMPTS):
         engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
@@ -595,9 +616,9 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(case, monkeypatch,
         assert syncs.total == 1, syncs.seen
 
 
-def test_a_tree_step_waits_for_the_device_but_once(case, monkeypatch):
+def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
     """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine = Engine(case.lm, DRAFTERS["tree"](case))
+    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
     batch = engine.open(3, 60, HOT)
     for row, prompt in enumerate(PROMPTS):
         engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 ROOT = Path(__file__).parents[1]
 TINY = "--model tiny --adapter untrained:2"
@@ -35,13 +33,7 @@ REAL = {
 
 
 def shown(example: str, options: str, here: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / example, *options.format(here=here).split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = python(f"examples/{example}", *options.format(here=here).split(), cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -25,12 +25,15 @@ def composed(*overrides, command="train"):
 
 def sharegpt(path):
     talks = [
-        {"id": f"talk{i}", "conversations": [
-            {"from": "human", "value": f"What is {i} and {i}?"},
-            {"from": "gpt", "value": f"It is {2 * i}, and twice that is {4 * i}."},
-        ]}
+        {
+            "id": f"talk{i}",
+            "conversations": [
+                {"from": "human", "value": f"What is {i} and {i}?"},
+                {"from": "gpt", "value": f"It is {2 * i}, and twice that is {4 * i}."},
+            ],
+        }
         for i in range(100, 120)
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps(talks))
     return path
 
@@ -40,6 +43,7 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
     settings = ["trainer.zero_stage=0", "trainer.shard_target=false", "trainer.holdout=4"]
     settings += ["trainer.batch_tokens=256", "trainer.epochs=1", "trainer.save_every=100"]
+    settings += ["trainer.decode_prompts=2", "trainer.decode_tokens=8"]
     if asked.startswith("recipe"):
         settings.append(f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}")
     else:

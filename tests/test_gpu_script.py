@@ -31,9 +31,16 @@ def gpu_script(results: Path, *stages: str, **settings: str) -> subprocess.Compl
 def speed():
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
     config = SpeedConfig(
-        prompts=1, new_tokens=8, repeats=1, contexts=[32], context_tokens=8, batches=[1],
-        phase_context=40, bandwidth_megabytes=1, rivals=False,
-    )  # fmt: skip
+        prompts=1,
+        new_tokens=8,
+        repeats=1,
+        contexts=[32],
+        context_tokens=8,
+        batches=[1],
+        phase_context=40,
+        bandwidth_megabytes=1,
+        rivals=False,
+    )
     drafter = Kangaroo(lm, adapter_for(lm), 6, 0.0)
     return measure(lm, byte_tokenizer(), drafter, config)
 
@@ -46,17 +53,18 @@ def test_a_stage_that_is_done_is_not_done_again_and_others_are_refused_by_name(t
     assert "no stage 'pictures'; there are check shapes data" in done.stderr
 
 
-def test_a_stage_without_memory_or_without_what_it_goes_on_from_says_so(tmp_path):
-    done = gpu_script(tmp_path, "train")
+def test_a_stage_without_what_it_goes_on_from_says_so(tmp_path):
+    done = gpu_script(tmp_path, "train", PYTHON="true")  # finds all the memory that is asked for
     assert done.returncode == 1 and "there is no data" in done.stdout
+
+
+def test_a_stage_without_memory_says_so(tmp_path):
     huge = SCRIPT.read_text().replace("GIB=(1 ", "GIB=(100000 ")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/gpu.sh").write_text(huge)
-    done = subprocess.run(
-        ["bash", tmp_path / "scripts/gpu.sh", "check"],
-        env=os.environ | {"DRY": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    command = ["bash", tmp_path / "scripts/gpu.sh", "check"]
+    settings = {"DRY": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 1 and "check needs 100000 GiB and CPU has" in done.stderr
 
 

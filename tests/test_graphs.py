@@ -147,13 +147,13 @@ def test_what_was_used_longest_ago_gives_way():
 
 
 def test_few_graphs_are_enough_and_any_number_decodes_the_same():
-    expected = vanilla_texts(tiny(), PROMPTS, 24)
+    expected = vanilla_texts(tiny(), PROMPTS, 12)
     for most in (256, 3):
         lm = tiny()
         lm.acceleration.graphs = StrictGraphs(most)
         engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
-        assert texts_of(engine, PROMPTS, 24, batch_size=1) == expected
-        assert len(lm.acceleration.graphs.made) == min(most, len(lm.acceleration.graphs.made)) <= 20
+        assert texts_of(engine, PROMPTS, 12, batch_size=1) == expected
+        assert len(lm.acceleration.graphs.made) <= min(most, 20)
 
 
 def test_another_seed_needs_no_further_graph():
@@ -172,7 +172,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     lm = graphed(tiny())
     expected = vanilla_texts(tiny(), PROMPTS, 12)
     adapter = adapter_for(lm)
-    for turn in range(12):
+    for turn in range(6):
         drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
         assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
@@ -238,7 +238,7 @@ def test_a_prompt_in_chunks_is_not_recorded():
 def test_training_decodes_by_graphs_and_records_nothing_else(tmp_path):
     recipes = [recipe_of(name="attention", exit_layers=[1])]
     for name, lm in {"eager": tiny(), "graphs": graphed(tiny())}.items():
-        train_tiny(tmp_path / name, {}, lm=lm, recipes=recipes)
+        train_tiny(tmp_path / name, {"epochs": 2}, lm=lm, recipes=recipes)
         if lm.acceleration.graphs is not None:
             whole = range(lm.n_layers)
             passes = {key[1] for key in lm.acceleration.graphs.calls if key[0] == "layers"}

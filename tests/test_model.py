@@ -24,14 +24,20 @@ from kangaroo.tree import Tree
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-    },
-    "yarn": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
-}  # fmt: skip
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 
 # float32, four layers: what regrouping sums leaves of logits of size 10
 TOLERANCE = 5e-5
@@ -216,13 +222,16 @@ def test_sliding_windows_are_refused_with_their_width():
     [
         {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         {
-            "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0,
-            "short_factor": [1.0] * 64, "long_factor": [1.0] * 64,
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "short_factor": [1.0] * 64,
+            "long_factor": [1.0] * 64,
             "original_max_position_embeddings": 1024,
         },
     ],
     ids=lambda rope: rope["rope_type"],
-)  # fmt: skip
+)
 def test_ropes_that_change_with_length_are_refused_by_name(rope):
     with pytest.raises(UnsupportedModel, match=f"'some/model' uses '{rope['rope_type']}' RoPE"):
         check_supported(LlamaConfig(rope_parameters=rope, name_or_path="some/model"))

@@ -351,8 +351,10 @@ def test_model_config_has_its_files_name_and_known_fields(file):
 
 def test_a_known_shape_with_random_weights(monkeypatch):
     shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | {
-        "hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2
-    }  # fmt: skip
+        "hidden_size": 56,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+    }
     monkeypatch.setitem(SHAPES, "Qwen/Qwen2.5-7B-Instruct", shape)
     path = "random:Qwen/Qwen2.5-7B-Instruct"
     model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))

@@ -6,13 +6,11 @@ Shapes: T tokens of a text, D hidden size, H heads, C their size.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python as run
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny
 from safetensors.torch import save_file
 from torch import Tensor
@@ -216,13 +214,6 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
         adapter = official.to_adapter(released, vicuna, layer)
         assert sum(p.numel() for p in adapter.parameters()) == 4 * size**2 + 2 * size
         assert official.exit_layer(5, vicuna) == 5
-
-
-def run(script: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / script, *overrides],
-        cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 @pytest.mark.slow

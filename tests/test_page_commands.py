@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from helpers import adapter_for
 from test_commands import PAGES, ROOT, questions, shown, talks
 
@@ -144,12 +145,42 @@ def made(begun, tmp_path_factory):
 
 def typed(script: str, options: str, where: Path) -> str:
     """What a command prints; it has to succeed."""
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *options.split()],
-        cwd=where, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python(script, *options.split(), cwd=where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
+
+
+PROBE = """
+import atexit, os, signal, sys
+assert not hasattr(sys, "left_behind")
+atexit.register(print, "at exit")
+print(sys.argv[1:], os.getcwd(), os.environ.get("ASKED"), sys.stdin.read(), __name__, sys.path[0])
+print("warned", file=sys.stderr)
+os.environ["ASKED"] = sys.left_behind = "by an earlier run"
+"""
+
+
+@pytest.mark.parametrize(
+    "end, code, told",
+    [
+        ("", 0, "warned\n"),
+        ("raise SystemExit('no')", 1, "warned\nno\n"),
+        ("sys.exit(7)", 7, "warned\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+    ],
+)
+def test_a_command_is_a_process_of_its_own(end, code, told, tmp_path, monkeypatch):
+    """Though its imports are those of a process before it (`commands.py`)."""
+    (tmp_path / "it").mkdir()
+    script = tmp_path / "it/probe.py"
+    script.write_text(PROBE + end)
+    monkeypatch.setenv("ASKED", "yes")
+    done = python(str(script), "a", "b c", cwd=tmp_path)
+    assert done.returncode == code and done.stderr.endswith(told)
+    if code >= 0:
+        expected = f"['a', 'b c'] {tmp_path} yes  __main__ {script.parent}\nat exit\n"
+        assert done.stdout == expected
 
 
 def test_every_python_line_has_its_stand_ins():
@@ -184,10 +215,8 @@ def test_a_line_of_the_pages_runs(line, request, tmp_path):
 )
 def test_a_make_target_runs_on_the_embedded_model(target, options, shown, tmp_path):
     arguments = f"ARGS={options.format(here=tmp_path)}"
-    done = subprocess.run(
-        ["make", target, f"VENV={sys.prefix}", arguments],
-        cwd=ROOT, input="Hello\n", capture_output=True, text=True,
-    )  # fmt: skip
+    command = ["make", target, f"VENV={sys.prefix}", arguments]
+    done = subprocess.run(command, cwd=ROOT, input="Hello\n", capture_output=True, text=True)
     assert done.returncode == 0 and shown in done.stdout.lower(), done.stdout + done.stderr
 
 
@@ -213,8 +242,5 @@ def test_an_error_that_the_readme_shows_is_the_one_that_comes(line, begun, tmp_p
     assert f"$ python {line}" in readme and REFUSED[line] in readme
     here = shutil.copytree(begun, tmp_path / "here")
     shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
-    done = subprocess.run(
-        [sys.executable, ROOT / line.split()[0], *line.split()[1:]],
-        cwd=here, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python(*line.split(), cwd=here)
     assert done.returncode == 1 and REFUSED[line] in done.stderr, done.stderr

@@ -1,6 +1,8 @@
 """The promise on a real model: in float32 every text is vanilla's, and vanilla's transformers'."""
 
+import itertools
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from kangaroo.trained.export import draft_model
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but vanilla, and draft models from the hub
 SHIPPED = [name for name in DRAFTERS if name != "vanilla" and not name.startswith("draft_model-")]
 SPEC_BENCH = Path(
@@ -45,18 +48,31 @@ def prompts(tokenizer, bench, count):
     return [prompt_ids(tokenizer, [{"role": "user", "content": q.turns[0]}]) for q in chosen]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.fixture(scope="module")
+def by_vanilla(target):
+    """Some prompts, and what vanilla decoding writes after each alone."""
+
+    @cache
+    def decoded(sampling):
+        lm, tokenizer = target
+        some = prompts(tokenizer, BenchConfig(), 3)
+        done = Engine(lm, Vanilla()).generate(some, 12, SAMPLINGS[sampling], batch_size=1)
+        return some, [g.tokens for g in done]
+
+    return decoded
+
+
+# in turn; the whole demo bench, a slow test, is decoded both ways by every method
+@pytest.mark.parametrize("name, sampling", zip(SHIPPED, itertools.cycle(SAMPLINGS), strict=False))
 def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
-    target, monkeypatch, name, sampling
+    target, by_vanilla, monkeypatch, name, sampling
 ):
     monkeypatch.chdir(ROOT)
-    lm, tokenizer = target
-    some = prompts(tokenizer, BenchConfig(), 3)
-    alone = Engine(lm, Vanilla()).generate(some, 12, sampling, batch_size=1)
+    lm, _ = target
+    some, texts = by_vanilla(sampling)
     config = OmegaConf.to_object(composed("evaluate", f"drafter={name}").drafter)
-    ragged = Engine(lm, config.build(lm)).generate(some, 12, sampling, batch_size=2)
-    assert [g.tokens for g in ragged] == [g.tokens for g in alone]
+    ragged = Engine(lm, config.build(lm)).generate(some, 12, SAMPLINGS[sampling], batch_size=2)
+    assert [g.tokens for g in ragged] == texts
     steps = [step for g in ragged for step in g.steps]
     assert sum(step.drafted for step in steps) > 0
 
@@ -86,14 +102,13 @@ def test_rounds_are_those_of_transformers(target, method):
     assert accepted > 10
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)])
-def test_the_shipped_adapter_writes_what_vanilla_writes(target, sampling):
-    lm, tokenizer = target
-    some = prompts(tokenizer, BenchConfig(), 4)
-    alone = Engine(lm, Vanilla()).generate(some, 16, sampling, batch_size=1)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_shipped_adapter_writes_what_vanilla_writes(target, by_vanilla, sampling):
+    lm, _ = target
+    some, texts = by_vanilla(sampling)
     kangaroo = Engine(lm, KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm))
-    ragged = kangaroo.generate(some, 16, sampling, batch_size=3)
-    assert [g.tokens for g in ragged] == [g.tokens for g in alone]
+    ragged = kangaroo.generate(some, 12, SAMPLINGS[sampling], batch_size=3)
+    assert [g.tokens for g in ragged] == texts
     steps = sum(len(g.steps) for g in ragged)
     assert steps < sum(len(g.tokens) for g in ragged)  # it does speculate
 

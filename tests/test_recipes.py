@@ -1,12 +1,11 @@
 """Which training a model takes: `train.py model=X` composes the paper's, or its own."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import python
 from helpers import recipe_of
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -58,9 +57,13 @@ def test_a_small_model_keeps_the_defaults_of_the_options(model):
 
 def test_what_the_command_line_says_wins_over_the_recipe():
     config = composed(
-        "model=vicuna-7b", "data=self_synthesis", "adapter=fused", "adapter.exit_layers=[3]",
-        "trainer=deepspeed", "trainer.learning_rate=1e-3",
-    )  # fmt: skip
+        "model=vicuna-7b",
+        "data=self_synthesis",
+        "adapter=fused",
+        "adapter.exit_layers=[3]",
+        "trainer=deepspeed",
+        "trainer.learning_rate=1e-3",
+    )
     assert config.data.name == "self_synthesis"
     assert config.adapter.architecture.fused and config.adapter.exit_layers == [3]
     assert (config.trainer.zero_stage, config.trainer.learning_rate) == (1, 1e-3)
@@ -84,12 +87,10 @@ def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
     assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
 
 
-def test_the_command_shows_the_papers_recipe():
-    shown = subprocess.run(
-        [sys.executable, ROOT / "train.py", "model=vicuna-7b", "--cfg", "job"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    config = yaml.safe_load(shown)
+def test_the_command_shows_the_papers_recipe(tmp_path):
+    shown = python("train.py", "model=vicuna-7b", "--cfg", "job", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    config = yaml.safe_load(shown.stdout)
     assert config["adapter"]["exit_layers"] == [2] and config["data"]["regenerate"] is False
     trainer = config["trainer"]
     assert (trainer["learning_rate"], trainer["warmup_steps"]) == (5e-5, 2000)

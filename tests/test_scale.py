@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -77,10 +76,8 @@ TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
 
 def launch(folder, *cases):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*torchrun, WORKER, folder, *cases],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = [*torchrun, WORKER, folder, *cases]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,11 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
         verdict = accept(Draft(tokens_BN, tree, valid_BN), choice_BN)
         for row in range(rows):
             paths = walk(
-                parents_BN[0 if shared else row].tolist(), tokens_BN[row].tolist(),
-                valid_BN[row].tolist(), choice_BN[row].tolist(),
-            )  # fmt: skip
+                parents_BN[0 if shared else row].tolist(),
+                tokens_BN[row].tolist(),
+                valid_BN[row].tolist(),
+                choice_BN[row].tolist(),
+            )
             count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
             assert path[: count + 1] in paths
             assert int(verdict.best_B[row]) == path[count]

@@ -1,0 +1,83 @@
+"""Commands as a user types them, each in a process of its own, but with imports paid for once.
+
+To start Python and import what the commands need takes ten seconds. So one process, the server,
+imports and runs nothing. For each command it forks: the child takes over the command's folder,
+environment, arguments and streams, runs the script as `__main__`, and ends as any interpreter does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = (
+    "kangaroo.cli",
+    "kangaroo.api",
+    "datasets",
+    "matplotlib.backends.backend_agg",
+    "transformers.models.llama.modeling_llama",
+)
+STREAMS = ("stdin", "stdout", "stderr")
+
+
+def python(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT OPTIONS...` as typed in `cwd`; the script is named from the project's root."""
+    command = [str(ROOT / script), *options]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = {name: str(Path(folder, name)) for name in STREAMS}
+        Path(streams["stdin"]).touch()
+        told = {"environment": dict(os.environ), "argv": command, "cwd": str(cwd)}
+        to, answers = server().stdin, server().stdout
+        assert to is not None and answers is not None
+        to.write(json.dumps(told | {"streams": streams}) + "\n")
+        to.flush()
+        code = int(answers.readline())
+        written = [Path(streams[name]).read_text() for name in STREAMS[1:]]
+    return subprocess.CompletedProcess(command, code, *written)
+
+
+@cache
+def server() -> subprocess.Popen[str]:
+    """It ends with this process, whose end closes its input."""
+    # imports ask whether there is a GPU; by default that makes it useless to children
+    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def next_job() -> dict:
+    """In each child the job that it is for; the server itself ends here with its input."""
+    for line in iter(sys.stdin.readline, ""):
+        child = os.fork()
+        if child == 0:
+            return json.loads(line)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    raise SystemExit
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()  # what no collection looks at stays one copy for all
+    job = next_job()
+    for number, name in enumerate(STREAMS):
+        opened = os.open(job["streams"][name], os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["cwd"])
+    sys.argv = job["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
