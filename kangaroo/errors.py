@@ -1,8 +1,8 @@
-"""What can go wrong for a user; every message says what, where, and the mend."""
+"""What can go wrong for a user; every message says what, where, and the fix."""
 
 
 class KangarooError(Exception):
-    """A failure that the user can mend; the command line shows its message, no traceback."""
+    """A failure that the user can fix; the command line shows its message, no traceback."""
 
 
 class ModelNotFound(KangarooError):
@@ -47,3 +47,7 @@ class NotLossless(KangarooError):
 
 class ProcessLost(KangarooError):
     """A process of a run has ended while the others still needed it."""
+
+
+class MissingPackage(KangarooError):
+    """A package that only some uses need is not installed."""

@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.folders import SHIPPED, located
 from kangaroo.model import LM
 from kangaroo.trained.adapter import Adapter, Architecture, DraftHead
 from kangaroo.trained.medusa_heads import MedusaHeads, build
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
-SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
+TRAINED = Path("outputs/train")
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,8 @@ def find(
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
 
-    For `adapters/NAME`, where a model's adapter is looked for, the one that training the model NAME
-    saved will do; for `adapters/NAME-medusa` its Medusa heads.
+    For `adapters/NAME`, where a model's adapter is looked for, the shipped one will do, or the one
+    that training the model NAME saved; for `adapters/NAME-medusa` its Medusa heads.
 
     Args:
         files: what is fetched of it.
@@ -136,7 +137,7 @@ def find(
 
     Errors: `AdapterNotFound` names what was tried and what to do.
     """
-    folder = Path(path).expanduser()
+    folder = located(path)
     if folder.is_dir():
         return folder
     if folder.parent == SHIPPED:
