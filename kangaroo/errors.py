@@ -47,3 +47,7 @@ class NotLossless(KangarooError):
 
 class ProcessLost(KangarooError):
     """A process of a run has ended while the others still needed it."""
+
+
+class MissingPackage(KangarooError):
+    """A package that only some uses need is not installed."""

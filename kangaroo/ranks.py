@@ -123,7 +123,7 @@ def check_alone() -> None:
         script = Path(sys.argv[0]).name
         raise ConfigError(
             f"{script} runs in one process, and torchrun started {world}. They would all do the "
-            f"same and overwrite each other's files. Start it with python: python {script} ..."
+            "same and overwrite each other's files. Start it without torchrun."
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.folders import located
 from kangaroo.model import LM
 from kangaroo.trained.adapter_files import target_hash
 
@@ -47,7 +48,7 @@ def write(subset: LayerSubset, file: Path) -> None:
 def found(path: str) -> LayerSubset:
     """Errors: `AdapterNotFound`, `CorruptFile`."""
     try:
-        return LayerSubset(**json.loads(Path(path).read_text()))
+        return LayerSubset(**json.loads(located(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
             f"no subset of layers at '{path}': search one (python scripts/search_layers.py "
