@@ -36,8 +36,11 @@ def git_revision() -> str | None:
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

@@ -95,12 +95,12 @@ def test_the_summary_names_its_parts(finished):
     assert summary["questions"] == 5
     assert list(summary["by_task"]) == ["mt_bench", "qa", "rag"]
     assert "python" in summary["provenance"]["versions"]
-    for figures in (summary["overall"], *summary["by_task"].values()):
-        assert all(value is not None for value in figures.values())
-        low, high = figures["speedup_ci95"]
-        assert 0 < low <= figures["speedup"] <= high
-        parts = sum(figures[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
-        assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / parts)
+    for results in (summary["overall"], *summary["by_task"].values()):
+        assert all(value is not None for value in results.values())
+        low, high = results["speedup_ci95"]
+        assert 0 < low <= results["speedup"] <= high
+        parts = sum(results[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
+        assert results["tokens_per_second"] == pytest.approx(results["tokens"] / parts)
 
 
 def spec_bench_report(answers, baseline, tokenizer):
@@ -233,7 +233,7 @@ def test_question_begin_and_end_are_indices(bench, tmp_path):
         evaluate_tiny(tmp_path, bench, question_begin=9)
 
 
-def test_question_every_takes_each_so_manieth_of_the_range(bench, tmp_path):
+def test_question_every_takes_each_nth_of_the_range(bench, tmp_path):
     evaluate_tiny(tmp_path, bench, question_begin=1, question_every=2, warmup=0)
     assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
     with pytest.raises(ConfigError, match="question_every=2 there, 3 now"):

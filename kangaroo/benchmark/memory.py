@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from kangaroo import models
+from kangaroo import memory, models
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -29,9 +22,7 @@ def measure_memory(
     largest size grew from when it had decoded with a tiny model, so that libraries are not counted:
     loading, the tokenizer and a prompt's activations are.
     """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measure, (model, drafter, prompt, new_tokens))
+    return memory.in_fresh_process(_measure, model, drafter, prompt, new_tokens)
 
 
 def _measure(
@@ -41,17 +32,17 @@ def _measure(
     _decode(LM(tiny).compile_for_decoding(), Vanilla(), [1, 2, 3], 4)
     device = next(tiny.parameters()).device
     del tiny
-    before = _peak(device)
+    before = memory.peak(device)
     hf, _ = models.load(model)
     lm = LM(hf)
     if model.compiled:
         lm.compile_for_decoding()
     drafter = config.build(lm)
     cache = _decode(lm, drafter, prompt, new_tokens) + drafter.cache.bytes()
-    after = _peak(device)
+    after = memory.peak(device)
     parts = {
-        "target": _bytes(lm.hf),
-        "adapter": _bytes(drafter.adapter),
+        "target": memory.weights(lm.hf),
+        "adapter": memory.weights(drafter.adapter),
         "draft_head": _copied(drafter),
         "cache": cache,
     }
@@ -69,23 +60,9 @@ def _decode(lm: LM, drafter: Drafter, prompt: list[int], new_tokens: int) -> int
     return size
 
 
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":  # where what `getrusage` says was the parent's before
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    else:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _copied(drafter: Kangaroo) -> int:
     """A draft vocabulary's rows of the target's head are copied; other heads count elsewhere."""
     head = drafter.head
     if head.vocabulary_K is None or drafter.adapter.head is not None:
         return 0
     return head.weight_KD.numel() * head.weight_KD.element_size()
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.benchmark.bandwidth import Reads
-from kangaroo.clock import now
+from kangaroo.benchmark.bandwidth import Reads, median_seconds
 from kangaroo.drafters.kangaroo import Kangaroo, confidence
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
@@ -40,50 +39,40 @@ def phases(lm: LM, drafter: Kangaroo, prompt: list[int], bandwidth: float) -> di
     its tokens) and `cost`, a draft token's time over a vanilla token's.
     """
     vanilla, kangaroo = _whole_steps(lm, drafter, prompt)
-    bench = Bench(lm, drafter, len(prompt))
+    timer = PhaseTimer(lm, drafter, len(prompt))
     reads = Reads.of(lm, drafter.adapter, drafter.head.size)
     layers, shallow, length = range(lm.n_layers), drafter.shallow, len(prompt)
-    deep = range(drafter.exit_layer, lm.n_layers)
-    kv = reads.kv * length
+    deep, width = range(drafter.exit_layer, lm.n_layers), drafter.steps + 1
+    kv, head = reads.kv * length, reads.norm + reads.head
+    vanilla_token = {
+        "embed": (timer.embed(), reads.row),
+        "layers": (timer.layers(layers, 1), reads.shallow + reads.deep + lm.n_layers * kv),
+        "head": (timer.head(1), head),
+        "sampling": (timer.sampling(1), 0),
+    }
+    draft_token = {
+        "embed": (timer.embed(), reads.row),
+        "layers": (timer.layers(shallow, 1), reads.shallow + len(shallow) * kv),
+        "adapter": (timer.adapter(), reads.adapter + kv),
+        "head": (timer.draft_head(), reads.draft_head),
+        "sampling": (timer.draft_sampling(), 0),
+    }
+    verification = {
+        "layers": (timer.layers(deep, width), reads.verify(length, drafter.steps) - head),
+        "head": (timer.head(width), head),
+        "sampling": (timer.sampling(width), 0),
+    }
     steps = {
-        "vanilla token": _step(
-            {
-                "embed": (bench.embed(), reads.row),
-                "layers": (
-                    bench.layers(layers, 1), reads.shallow + reads.deep + lm.n_layers * kv
-                ),
-                "head": (bench.head(1), reads.norm + reads.head),
-                "sampling": (bench.sampling(1), 0),
-            },
-            vanilla, bandwidth,
-        ),
-        "draft token": _step(
-            {
-                "embed": (bench.embed(), reads.row),
-                "layers": (bench.layers(shallow, 1), reads.shallow + len(shallow) * kv),
-                "adapter": (bench.adapter(), reads.adapter + kv),
-                "head": (bench.draft_head(), reads.draft_head),
-                "sampling": (bench.draft_sampling(), 0),
-            },
-            kangaroo, bandwidth,
-        ),
-    }  # fmt: skip
-    read = reads.verify(length, drafter.steps)
-    width = drafter.steps + 1
-    steps[f"verification of {width}"] = _step(
-        {
-            "layers": (bench.layers(deep, width), read - reads.norm - reads.head),
-            "head": (bench.head(width), reads.norm + reads.head),
-            "sampling": (bench.sampling(width), 0),
-        },
-        None, bandwidth,
-    )  # fmt: skip
-    verification = [
-        {"tokens": n, "ms": bench.layers(deep, n) + bench.head(n) + bench.sampling(n)}
+        "vanilla token": _step(vanilla_token, vanilla, bandwidth),
+        "draft token": _step(draft_token, kangaroo, bandwidth),
+        f"verification of {width}": _step(verification, None, bandwidth),
+    }
+    of_widths = [
+        {"tokens": n, "ms": timer.layers(deep, n) + timer.head(n) + timer.sampling(n)}
         for n in WIDTHS
     ]
     cost = steps["draft token"]["ms"] / steps["vanilla token"]["ms"]
-    return {"context": length, "steps": steps, "verification": verification, "cost": cost}
+    return {"context": length, "steps": steps, "verification": of_widths, "cost": cost}
 
 
 def _step(
@@ -104,8 +93,8 @@ def _step(
     }
 
 
-class Bench:
-    """Times single phases; milliseconds, the median."""
+class PhaseTimer:
+    """Times single phases over and over; milliseconds, the median."""
 
     def __init__(self, lm: LM, drafter: Kangaroo, length: int):
         self.lm, self.drafter, self.length = lm, drafter, length
@@ -164,13 +153,7 @@ class Bench:
 
 
 def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The median over `REPEATS`, after two that warm up."""
-    seconds = []
-    for _ in range(REPEATS + 2):
-        start = now(device)
-        work()
-        seconds.append(now(device) - start)
-    return 1e3 * statistics.median(seconds[2:])
+    return 1e3 * median_seconds(work, device, REPEATS)
 
 
 def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, float]:

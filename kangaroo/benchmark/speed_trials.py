@@ -25,6 +25,15 @@ from kangaroo.prompts import Message, prompt_ids
 
 log = logging.getLogger(__name__)
 
+# All spelled out: what is unset, `generate` would take from the model's own generation config.
+GREEDY: dict[str, Any] = {
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "do_sample": False,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "use_cache": True,
+}
 TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
 
 
@@ -103,10 +112,13 @@ def timed_generate(lm: LM, **speculation: Any) -> Method:
         with transformers_attention(lm):
             start = running()
             written_1T = lm.hf.generate(
-                tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=new_tokens,
-                eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1,
-                repetition_penalty=1.0, use_cache=True, streamer=watch, **speculation,
-            )  # fmt: skip
+                tokens_1T,
+                attention_mask=torch.ones_like(tokens_1T),
+                max_new_tokens=new_tokens,
+                streamer=watch,
+                **GREEDY,
+                **speculation,
+            )
         first, last = watch.marks[1], watch.marks[-1]
         return Trial(
             prompt_tokens=len(prompt),
@@ -147,9 +159,12 @@ def timed_engine(engine: Engine) -> Method:
 
 
 def take_turns(
-    methods: dict[str, Method], prompts: Sequence[list[int]], new_tokens: int, repeats: int,
+    methods: dict[str, Method],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    repeats: int,
     title: str,
-) -> list[Trial]:  # fmt: skip
+) -> list[Trial]:
     """Every method on every prompt, repeatedly; who goes first changes each time."""
     trials = []
     names = list(methods)

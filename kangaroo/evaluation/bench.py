@@ -18,9 +18,12 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
-MT_BENCH = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-)  # fmt: skip
+MT_BENCH = {"writing", "roleplay", "reasoning", "math"} | {
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+}
 
 
 @dataclass
@@ -124,12 +127,12 @@ def _download(url: str) -> bytes:
         ) from error
 
 
-def _check(config: BenchConfig, content: bytes, where: str, mend: str) -> None:
+def _check(config: BenchConfig, content: bytes, where: str, fix: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         raise CorruptFile(
             f"the questions of {config.name} from {where} have sha256 {digest}, not "
-            f"{config.sha256}. {mend}, or pass bench.path=."
+            f"{config.sha256}. {fix}, or pass bench.path=."
         )
 
 

@@ -22,6 +22,8 @@ Method = Callable[[list[int], int, int], Run]
 
 
 def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
+    """Our engine with its drafter."""
+
     def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
         start = now(engine.lm.device)
         (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
@@ -68,9 +70,12 @@ def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampli
 
 
 def as_run(
-    tokenizer: PreTrainedTokenizerBase, tokens: list[int], finish: str, seconds: float,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[int],
+    finish: str,
+    seconds: float,
     steps: list[StepRecord],
-) -> Run:  # fmt: skip
+) -> Run:
     text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
     return Run(
         tokens=tokens,

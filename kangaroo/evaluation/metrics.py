@@ -1,4 +1,7 @@
-"""Figures of an evaluation: pure functions of its records.
+"""The metrics of an evaluation: what each is, how it follows from the records, where it is shown.
+
+`METRICS`, at the end, is the one place to add one: `summary.json`, W&B, the tables and their
+explanations are made from it.
 
 A *round* is one verification, which is one forward of the target. The bonus token (the target's
 own, after the accepted draft tokens) counts as emitted, never as accepted.
@@ -6,64 +9,83 @@ own, after the accepted draft tokens) counts as emitted, never as accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kangaroo.evaluation.records import METHOD, Record, Run
+from kangaroo.tables import Row, number, share, span
 
 RESAMPLES = 2000
 
+Results = dict[str, Any]  # all metrics of some questions, by name
 
-def metrics(records: Sequence[Record]) -> dict[str, Any]:
-    """All figures over some questions; None where one does not apply (no such baseline, no draft).
 
-    speedup: seconds of vanilla / seconds of the method, see `paired_seconds`.
-    speedup_ci95: its 95% interval, see `interval`.
-    hf_speedup, hf_speedup_ci95: the same against transformers' `generate`.
-    spec_bench_speedup: by the formula of Spec-Bench's report, see `spec_bench_speedup`.
-    compression_rate: emitted tokens / rounds, so 1 for vanilla.
-    ctar: at index w - 1 the share of all rounds in which the first w draft tokens were accepted, up
-        to the most that ever were. compression_rate = 1 + sum(ctar), but for rounds that an EOS or
-        the limit cut, which have no bonus token.
-    acceptance_rate: accepted / drafted tokens; all nodes of a tree are drafted.
-    tokens_per_second and those of the baselines: all tokens (EOS included) / all seconds (prefill
-        included), each method over its own texts.
-    prefill_seconds: of the method; all its time outside rounds. draft_, verify_ and host_seconds:
-        of its rounds. The four add up to its time.
+class Place(Flag):
+    """A table of metrics: by task or by method, as a page or in the terminal's 80 columns."""
+
+    tasks = auto()
+    tasks_terminal = auto()
+    methods = auto()
+    methods_terminal = auto()
+    pages = tasks | methods
+    by_task = tasks | tasks_terminal
+    everywhere = by_task | methods | methods_terminal
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of tables; `cell` makes its text of all metrics of a row."""
+
+    heading: str
+    cell: Callable[[Results], str]
+    places: Place = Place.pages
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value over some questions.
+
+    Args:
+        name: in `summary.json` and W&B.
+        of: computes it; None where it does not apply (no such baseline, no draft).
+        meaning: for readers of a report; empty where another metric's says it.
+        columns: where it is shown.
     """
-    method = runs(records, METHOD)
-    drafted = sum(sum(run.drafted) for run in method)
-    return {
-        "questions": len(records),
-        "tokens": sum(len(run.tokens) for run in method),
-        **speedup(records, "vanilla", "speedup"),
-        **speedup(records, "hf", "hf_speedup"),
-        "spec_bench_speedup": spec_bench_speedup(records),
-        "compression_rate": ratio(
-            sum(sum(run.emitted) for run in method), sum(len(run.emitted) for run in method)
-        ),
-        "ctar": ctar(method),
-        "acceptance_rate": ratio(sum(sum(run.accepted) for run in method), drafted),
-        "tokens_per_second": tokens_per_second(method),
-        "vanilla_tokens_per_second": tokens_per_second(runs(records, "vanilla")),
-        "hf_tokens_per_second": tokens_per_second(runs(records, "hf")),
-        "prefill_seconds": sum(prefill_seconds(run) for run in method),
-        "draft_seconds": sum(sum(run.draft_seconds) for run in method),
-        "verify_seconds": sum(sum(run.verify_seconds) for run in method),
-        "host_seconds": sum(sum(run.host_seconds) for run in method),
-    }
+
+    name: str
+    of: Callable[[Sequence[Record]], Any]
+    meaning: str = ""
+    columns: tuple[Column, ...] = ()
+
+    def definition(self) -> str:
+        """Its headings, its name and its meaning, in Markdown."""
+        headings = ", ".join(column.heading for column in self.columns)
+        return f"**{headings}** (`{self.name}`): {self.meaning}"
 
 
-def speedup(records: Sequence[Record], baseline: str, name: str) -> dict[str, Any]:
-    """The ratio of total seconds and its interval; None where the baseline did not run."""
-    paired = [record for record in records if has(record, baseline)]
-    pairs_Q2 = np.array([paired_seconds(record, baseline) for record in paired])
-    return {
-        name: ratio(*pairs_Q2.sum(0)) if paired else None,
-        f"{name}_ci95": interval(pairs_Q2) if paired else None,
-    }
+def metrics(records: Sequence[Record]) -> Results:
+    """All metrics over some questions."""
+    return {metric.name: metric.of(records) for metric in METRICS}
+
+
+def scalars(results: Results) -> dict[str, float]:
+    """Those that are one number, and apply."""
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def cells(results: Results, place: Place) -> Row:
+    """The part of a table's row that metrics fill."""
+    columns = (column for metric in METRICS for column in metric.columns)
+    return {column.heading: column.cell(results) for column in columns if place in column.places}
+
+
+def definitions() -> list[str]:
+    return [metric.definition() for metric in METRICS if metric.meaning]
 
 
 def runs(records: Iterable[Record], name: str) -> list[Run]:
@@ -72,6 +94,11 @@ def runs(records: Iterable[Record], name: str) -> list[Run]:
 
 def has(record: Record, name: str) -> bool:
     return name in record.turns[0].runs
+
+
+def total(records: Sequence[Record], of: Callable[[Run], Sequence[float]]) -> float:
+    """The sum over all rounds of the method."""
+    return sum(sum(of(run)) for run in runs(records, METHOD))
 
 
 def ratio(over: float, under: float) -> float | None:
@@ -120,8 +147,34 @@ def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, fl
     return theirs, method
 
 
+def speedup(records: Sequence[Record], baseline: str) -> float | None:
+    """Total seconds of a baseline over those of the method; None where it did not run."""
+    pairs_Q2 = all_paired_seconds(records, baseline)
+    return ratio_of_totals(pairs_Q2) if len(pairs_Q2) else None
+
+
+def speedup_interval(records: Sequence[Record], baseline: str) -> list[float] | None:
+    pairs_Q2 = all_paired_seconds(records, baseline)
+    return interval(pairs_Q2) if len(pairs_Q2) else None
+
+
+def all_paired_seconds(records: Sequence[Record], baseline: str) -> np.ndarray:
+    paired = [record for record in records if has(record, baseline)]
+    return np.array([paired_seconds(record, baseline) for record in paired]).reshape(-1, 2)
+
+
+def ratio_of_totals(pairs_Q2: np.ndarray) -> float:
+    """What this project calls a speedup. Of each pair the first is the baseline's seconds."""
+    baseline, method = pairs_Q2.sum(0)
+    return float(baseline / method)
+
+
 def interval(pairs_Q2: np.ndarray) -> list[float]:
-    """95% interval of the ratio of total seconds: percentile bootstrap over questions."""
+    """95% interval of `ratio_of_totals`: percentile bootstrap over questions, the same every time.
+
+    By hand: `scipy.stats.bootstrap` refuses a single question, and would be a dependency for these
+    four lines.
+    """
     rng = np.random.default_rng(0)
     picked_RQ = rng.integers(len(pairs_Q2), size=(RESAMPLES, len(pairs_Q2)))
     baseline_R, method_R = pairs_Q2[picked_RQ].sum(1).T
@@ -156,3 +209,127 @@ def ctar(some: Sequence[Run]) -> list[float]:
     accepted = np.array([count for run in some for count in run.accepted])
     longest = int(accepted.max(initial=0))
     return [float((accepted >= w).mean()) for w in range(1, longest + 1)]
+
+
+def interval_cell(name: str) -> Callable[[Results], str]:
+    """Of a single question there is no interval."""
+
+    def cell(results: Results) -> str:
+        ends = results[name]
+        return "-" if ends is None or results["questions"] < 2 else span(ends, "-")
+
+    return cell
+
+
+def ctar_cell(w: int) -> Callable[[Results], str]:
+    """ "-" where nothing is drafted."""
+
+    def cell(results: Results) -> str:
+        drafts = results["acceptance_rate"] is not None
+        return number(reached(results["ctar"], w)) if drafts else "-"
+
+    return cell
+
+
+def reached(ctar: Sequence[float], w: int) -> float:
+    """CTAR(w), which is 0 beyond the most tokens that were ever accepted."""
+    return ctar[w - 1] if w <= len(ctar) else 0.0
+
+
+def column(
+    heading: str, name: str, places: Place = Place.pages, show: Callable[[Any], str] = number
+) -> Column:
+    return Column(heading, lambda results: show(results[name]), places)
+
+
+tenths = partial(number, digits=1)
+
+
+METRICS = [
+    Metric("questions", len, columns=(column("questions", "questions", Place.tasks, str),)),
+    Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records, METHOD))),
+    Metric(
+        "speedup",
+        partial(speedup, baseline="vanilla"),
+        "seconds of vanilla decoding (same engine, cache and kernels, a drafter that proposes "
+        "nothing) over seconds of the method, prefill included, summed over questions; in each "
+        "turn both are timed up to the same number of tokens.",
+        (column("speedup", "speedup", Place.everywhere),),
+    ),
+    Metric(
+        "speedup_ci95",
+        partial(speedup_interval, baseline="vanilla"),
+        "the interval of the speedup at 95%: a bootstrap over questions.",
+        (Column("95%", interval_cell("speedup_ci95"), Place.everywhere),),
+    ),
+    Metric(
+        "hf_speedup",
+        partial(speedup, baseline="hf"),
+        "the speedup against `generate` of transformers, which tells no rounds: a text of its that "
+        "is longer than the method's counts in proportion.",
+        (column("vs hf", "hf_speedup", Place.methods | Place.methods_terminal),),
+    ),
+    Metric(
+        "hf_speedup_ci95",
+        partial(speedup_interval, baseline="hf"),
+        columns=(Column("95% vs hf", interval_cell("hf_speedup_ci95"), Place.methods),),
+    ),
+    Metric(
+        "spec_bench_speedup",
+        spec_bench_speedup,
+        "by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which vanilla's "
+        "tokens are its text tokenised again, EOS not counted. It favours the method on short "
+        "answers.",
+        (column("Spec-Bench", "spec_bench_speedup", Place.by_task),),
+    ),
+    Metric(
+        "compression_rate",
+        lambda records: ratio(
+            total(records, lambda run: run.emitted),
+            sum(len(run.emitted) for run in runs(records, METHOD)),
+        ),
+        "tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
+        (column("CR", "compression_rate", Place.everywhere),),
+    ),
+    Metric(
+        "ctar",
+        lambda records: ctar(runs(records, METHOD)),
+        "entry w is the share of rounds whose first w draft tokens were all accepted, up to the "
+        "most that ever were. The compression rate is 1 + their sum, but for rounds that an EOS or "
+        "the limit cut, which have no bonus token.",
+        tuple(Column(f"CTAR({w})", ctar_cell(w), Place.methods) for w in (1, 2, 3)),
+    ),
+    Metric(
+        "acceptance_rate",
+        lambda records: ratio(
+            total(records, lambda run: run.accepted), total(records, lambda run: run.drafted)
+        ),
+        "accepted over drafted tokens; all nodes of a tree are drafted.",
+        (column("accepted", "acceptance_rate", show=share),),
+    ),
+    Metric(
+        "tokens_per_second",
+        lambda records: tokens_per_second(runs(records, METHOD)),
+        "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
+        "hf is `generate` of transformers.",
+        (column("tokens/s", "tokens_per_second", Place.pages | Place.tasks_terminal, tenths),),
+    ),
+    Metric(
+        "vanilla_tokens_per_second",
+        lambda records: tokens_per_second(runs(records, "vanilla")),
+        columns=(column("vanilla", "vanilla_tokens_per_second", Place.by_task, tenths),),
+    ),
+    Metric(
+        "hf_tokens_per_second",
+        lambda records: tokens_per_second(runs(records, "hf")),
+        columns=(column("hf", "hf_tokens_per_second", Place.by_task, tenths),),
+    ),
+    Metric(
+        "prefill_seconds",
+        lambda records: sum(prefill_seconds(run) for run in runs(records, METHOD)),
+    ),
+    # with those of the prefill they add up to the method's time
+    Metric("draft_seconds", partial(total, of=lambda run: run.draft_seconds)),
+    Metric("verify_seconds", partial(total, of=lambda run: run.verify_seconds)),
+    Metric("host_seconds", partial(total, of=lambda run: run.host_seconds)),
+]

@@ -15,7 +15,7 @@ from kangaroo.sampling import Rule
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run.
+    """All metrics of a run, overall and by task.
 
     Args:
         about: what `records.begun` returns; its settings name model, drafter, bench, dtype, device.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kangaroo import memory
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
@@ -125,7 +126,7 @@ def train(
         metrics = results.named("train", names, sums_SF) | {
             "tokens": progress.tokens,
             "tokens_per_second": tokens / seconds,
-            "peak_memory_gib": results.peak_memory(lm.device),
+            "peak_memory_gib": memory.peak(lm.device) / 2**30,
         }
         for trainee, rate in zip(trained, rates, strict=True):
             metrics[f"train/{trainee.name}/learning_rate"] = share * rate
