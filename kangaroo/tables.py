@@ -24,7 +24,7 @@ def terminal(
     caption: str | None = None,
     bold: Collection[str] = (),
 ) -> Table:
-    """The same for a rich console: where room is short, the first column and the headings fold.
+    """The same for a rich console: where room is short, the widest columns fold.
 
     Args:
         bold: first cells of rows that sum up those above.
@@ -41,8 +41,7 @@ def terminal(
     first, *others = rows[0]
     table.add_column(first, overflow="fold")
     for heading in others:
-        whole = [*heading.split(), *(row[heading] for row in rows)]
-        table.add_column(heading, justify="right", min_width=max(map(len, whole)))
+        table.add_column(heading, justify="right", overflow="fold")
     for row in rows:
         sums_up = row[first] in bold
         style = "bold" if sums_up else None

@@ -1,4 +1,4 @@
-"""The measurement of training's cost: every part runs, and its figures belong together."""
+"""The measurement of training's cost: every part runs, and its results belong together."""
 
 from kangaroo.benchmark import cost_report
 from kangaroo.benchmark.cost import measure
