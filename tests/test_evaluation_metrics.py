@@ -10,19 +10,9 @@ from rich.console import Console
 
 import kangaroo.evaluation.metrics
 from kangaroo.evaluation import comparison, report, summary
-from kangaroo.evaluation.metrics import (
-    METRICS,
-    Metric,
-    Place,
-    column,
-    interval,
-    metrics,
-    paired_seconds,
-    runs,
-    scalars,
-    seconds_until,
-)
+from kangaroo.evaluation.metrics import METRICS, Metric, Place, metrics, runs, scalars
 from kangaroo.evaluation.records import METHOD, Fork, Run
+from kangaroo.evaluation.speedup import interval, paired_seconds, seconds_until
 
 
 def test_metrics_of_one_question_by_hand():
@@ -213,8 +203,10 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     longest = Metric(
         "longest_round",
         lambda records: max(max(run.emitted) for run in runs(records, METHOD)),
+        "longest",
+        Place.everywhere,
+        str,
         "the most tokens that one round wrote.",
-        (column("longest", "longest_round", Place.everywhere, str),),
     )
     monkeypatch.setattr(kangaroo.evaluation.metrics, "METRICS", [*METRICS, longest])
     found = result(record(1, pair()), record(2, pair(), category="rag"))

@@ -54,7 +54,7 @@ KV = 4 * 2 * 2 * 8  # of one token in one layer
 def trial(method="vanilla", prompt=0, repeat=0, seconds=1.0, rounds=((1, 0),) * 4, **fields):
     tokens = list(range(1 + sum(n for n, _ in rounds)))
     where = {"method": method, "prompt": prompt, "repeat": repeat}
-    return Trial(10, tokens, 0.5, seconds, list(rounds), **where, **fields)
+    return replace(Trial(10, tokens, 0.5, seconds, list(rounds), **where), **fields)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -177,7 +177,8 @@ def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_pr
 
 
 def test_tokens_past_the_first_eos_are_counted():
-    assert past_eos([[5, 9, 5, 9], [5, 5, 5, 5]], {9}) == 2 / 8
+    texts = [5, 9, 5, 9], [5, 5, 5, 5]
+    assert past_eos([trial(tokens=text) for text in texts], {9}) == 2 / 8
 
 
 def test_the_results_of_a_method_belong_together():

@@ -1,16 +1,18 @@
-"""Peak memory of decoding beside what target, adapter and cache add up to."""
+"""Peak memory: of decoding, beside what its parts add up to, and of a part of training."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kangaroo import memory, models
+from kangaroo.benchmark.cost_parts import CostConfig, Part, micro_batches, worker
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
+from kangaroo.training.config import TrainerConfig
 
 
 def measure_memory(
@@ -66,3 +68,35 @@ def _copied(drafter: Kangaroo) -> int:
     if head.vocabulary_K is None or drafter.adapter.head is not None:
         return 0
     return head.weight_KD.numel() * head.weight_KD.element_size()
+
+
+def memory_of_part(
+    lm: LM, model: ModelConfig, part: Part, config: CostConfig, trainer: TrainerConfig
+) -> int | None:
+    """Bytes at the largest moment of the part's work, the target's weights included.
+
+    On a CPU what counts is the resident memory of a process of its own, beyond what it held before
+    it loaded the target: what an earlier part gave back may still be resident. None where the
+    system does not tell.
+    """
+    if lm.device.type == "cuda":
+        return _peak_of_work(lm, part, config, trainer)
+    return memory.in_fresh_process(_beyond_libraries, model, part, config, trainer)
+
+
+def _beyond_libraries(
+    model: ModelConfig, part: Part, config: CostConfig, trainer: TrainerConfig
+) -> int | None:
+    before = memory.resident()
+    peak = _peak_of_work(LM(models.load(model)[0]), part, config, trainer)
+    return None if peak is None else peak - before
+
+
+def _peak_of_work(lm: LM, part: Part, config: CostConfig, trainer: TrainerConfig) -> int | None:
+    batches, few_K = micro_batches(lm, config, trainer)
+    if not memory.begin_peak(lm.device):  # loading may have taken more
+        return None
+    work = worker(lm, part, batches, few_K, trainer)
+    for index in range(len(batches)):
+        work(index)
+    return memory.peak(lm.device)

@@ -32,8 +32,8 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.evaluation import speedup as speedups
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.metrics import interval, ratio_of_totals
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 
@@ -127,15 +127,16 @@ def speedup(trials: Sequence[Trial], faster: str, slower: str) -> dict[str, Any]
     pairs_P2 = np.array([(seconds(slower, p), seconds(faster, p)) for p in prompts])
     ratios_P = pairs_P2[:, 0] / pairs_P2[:, 1]
     return {
-        "speedup": ratio_of_totals(pairs_P2),
-        "speedup_ci95": interval(pairs_P2),
+        "speedup": speedups.speedup(pairs_P2),
+        "speedup_ci95": speedups.interval(pairs_P2),
         "range": [float(ratios_P.min()), float(ratios_P.max())],
         "seconds_of_prompt": pairs_P2.tolist(),
     }
 
 
-def past_eos(texts: Sequence[list[int]], eos_ids: Container[int]) -> float:
-    """The share of tokens that come after the first EOS of their text."""
+def past_eos(trials: Sequence[Trial], eos_ids: Container[int]) -> float:
+    """The share of vanilla's tokens that come after the first EOS of their text."""
+    texts = [trial.tokens for trial in trials if trial.method == "vanilla"]
     past = 0
     for text in texts:
         first = next((i for i, token in enumerate(text) if token in eos_ids), len(text) - 1)
@@ -202,14 +203,23 @@ def measure(
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     step = phases(lm, drafter, long_prompt(tokenizer, config.phase_context), bandwidth)
+    plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.head.size)
+    reads = {name: cut if name == "kangaroo" else plain for name in methods}
     return {
         **_about(lm, drafter, config),
         "bandwidth": {"before": before, "after": after, "limit": bandwidth},
-        **_of_trials(lm, drafter, answers, bandwidth),
+        "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
+        "methods": {m: summarise(typical(answers, m), reads[m], bandwidth) for m in methods},
         "tasks": tasks,
+        **_of_pairs(answers, list(methods)),
         "phases": step,
         "batches": throughput(lm, drafter, prompts, config.new_tokens, config.batches),
-        "contexts": _of_contexts(lm, drafter, contexts, grown, bandwidth),
+        "contexts": [
+            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
+            | {m: summarise([typical(grown, m)[i]], reads[m], bandwidth) for m in ours}
+            for i, length in enumerate(contexts)
+        ],
+        "share_past_eos": past_eos(answers, lm.eos_ids()),
         "trials": [_plain(trial) for trial in (*answers, *grown)],
         "provenance": provenance(),
     }
@@ -231,47 +241,17 @@ def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
     }
 
 
-def _reads(lm: LM, drafter: Kangaroo, method: str) -> Reads:
-    return (
-        Reads.of(lm, drafter.adapter, drafter.head.size) if method == "kangaroo" else Reads.of(lm)
-    )
-
-
-def _of_trials(
-    lm: LM, drafter: Kangaroo, answers: Sequence[Trial], bandwidth: float
-) -> dict[str, Any]:
-    """What follows from the answers alone, of each method and of pairs."""
-    methods = list(dict.fromkeys(trial.method for trial in answers))
-    reads = {method: _reads(lm, drafter, method) for method in methods}
+def _of_pairs(answers: Sequence[Trial], methods: Sequence[str]) -> dict[str, Any]:
+    """How much faster one method is than another, and how many texts they have in common."""
     texts = {(trial.method, trial.prompt): trial.tokens for trial in answers}
     prompts = sorted({trial.prompt for trial in answers})
     pairs = [("vanilla", "hf")] + [("kangaroo", name) for name in methods if name != "kangaroo"]
     return {
-        "reads": {method: asdict(reads[method]) for method in ("vanilla", "kangaroo")},
-        "methods": {m: summarise(typical(answers, m), reads[m], bandwidth) for m in methods},
         "speedups": {f"{a}/{b}": speedup(answers, a, b) for a, b in pairs},
         "equal_texts": {
             f"{a}/{b}": sum(texts[a, p] == texts[b, p] for p in prompts) for a, b in pairs
         },
-        "share_past_eos": past_eos([texts["vanilla", p] for p in prompts], lm.eos_ids()),
     }
-
-
-def _of_contexts(
-    lm: LM,
-    drafter: Kangaroo,
-    contexts: Sequence[int],
-    grown: Sequence[Trial],
-    bandwidth: float,
-) -> list[dict[str, Any]]:
-    """A row for each context."""
-    reads = {name: _reads(lm, drafter, name) for name in ("hf", "vanilla", "kangaroo")}
-    kv = reads["vanilla"].n_layers * reads["vanilla"].kv
-    return [
-        {"context": length, "kv_bytes": kv * length}
-        | {name: summarise([typical(grown, name)[i]], reads[name], bandwidth) for name in reads}
-        for i, length in enumerate(contexts)
-    ]
 
 
 def _plain(trial: Trial) -> dict[str, Any]:

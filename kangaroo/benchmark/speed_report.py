@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kangaroo import tables
 from kangaroo.benchmark.speed_batches import stops_paying
-from kangaroo.evaluation.metrics import ratio_of_totals
 from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
+from kangaroo.evaluation.speedup import speedup
 from kangaroo.tables import Row, number, share, span
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
@@ -108,7 +108,7 @@ def _tasks(result: dict[str, Any]) -> list[Row]:
     for task in dict.fromkeys(result["tasks"]):
         mine = [i for i, name in enumerate(result["tasks"]) if name == task]
         of_pair = {
-            pair.replace("kangaroo", "K."): ratio_of_totals(np.array(s["seconds_of_prompt"])[mine])
+            pair.replace("kangaroo", "K."): speedup(np.array(s["seconds_of_prompt"])[mine])
             for pair, s in result["speedups"].items()
         }
         found.append(of_pair)

@@ -20,20 +20,13 @@ from kangaroo.clock import running
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.methods import generate_settings
 from kangaroo.model import LM, transformers_attention
 from kangaroo.prompts import Message, prompt_ids
+from kangaroo.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-# All spelled out: what is unset, `generate` would take from the model's own generation config.
-GREEDY: dict[str, Any] = {
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "do_sample": False,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "use_cache": True,
-}
 TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
 
 
@@ -116,7 +109,7 @@ def timed_generate(lm: LM, **speculation: Any) -> Method:
                 attention_mask=torch.ones_like(tokens_1T),
                 max_new_tokens=new_tokens,
                 streamer=watch,
-                **GREEDY,
+                **generate_settings(Sampling(), ()),
                 **speculation,
             )
         first, last = watch.marks[1], watch.marks[-1]

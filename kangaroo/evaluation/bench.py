@@ -18,7 +18,11 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
-MT_BENCH = {"writing", "roleplay", "reasoning", "math"} | {
+MT_BENCH = {
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
     "coding",
     "extraction",
     "stem",

@@ -140,6 +140,7 @@ def methods(found: dict[str, Any], place: Place) -> list[Row]:
     return [
         {"method": method["name"]}
         | cells(method["overall"], place)
+        | (ctars(method["overall"]) if place is Place.methods else {})
         | {
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
@@ -148,6 +149,12 @@ def methods(found: dict[str, Any], place: Place) -> list[Row]:
         }
         for method in found["methods"]
     ]
+
+
+def ctars(results: dict[str, Any]) -> Row:
+    """Of the first draft tokens; 0 beyond the most that were ever accepted, "-" without drafts."""
+    drafts, reached = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
+    return {f"CTAR({w + 1})": number(reached[w] if drafts else None) for w in range(3)}
 
 
 def by_task(found: dict[str, Any], metric: str) -> list[Row]:
