@@ -36,6 +36,7 @@ def throughput(
 def tokens_per_second(
     lm: LM, drafter: Drafter, texts: Sequence[list[int]], new_tokens: int, size: int
 ) -> float:
+    """Of one drafter at one batch size, past any EOS."""
     engine = Engine(lm, drafter)
     engine.eos_ids = frozenset()
     batch = engine.open(size, max(map(len, texts)) + new_tokens, Sampling())

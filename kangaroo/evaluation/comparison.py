@@ -86,6 +86,7 @@ def method(name: str, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def slowness(method: dict[str, Any]) -> tuple[float, float]:
+    """What methods are sorted by: the speedup, then tokens/s."""
     overall = method["overall"]
     return -(overall["speedup"] or 0.0), -overall["tokens_per_second"]
 
@@ -158,6 +159,7 @@ def ctars(results: dict[str, Any]) -> Row:
 
 
 def by_task(found: dict[str, Any], metric: str) -> list[Row]:
+    """One metric of every method under every task."""
     return [
         {"method": method["name"]}
         | {task: number(plots.value_of(method, task, metric)) for task in plots.tasks(found)}
@@ -166,6 +168,7 @@ def by_task(found: dict[str, Any], metric: str) -> list[Row]:
 
 
 def lossless(found: dict[str, Any]) -> str:
+    """Turns that are vanilla's, of all, with the bugs where there are any."""
     if found["identical"] is None:
         return "-"
     text, bugs = f"{found['identical']}/{found['turns']}", found["forks"].get("bug")
@@ -173,6 +176,7 @@ def lossless(found: dict[str, Any]) -> str:
 
 
 def training(told: dict[str, Any]) -> str:
+    """What it took to make a method (`drafter_cost`), as a cell."""
     parts = (
         f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
         for name, value in told.items()

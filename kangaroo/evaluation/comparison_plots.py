@@ -35,6 +35,7 @@ def tasks(found: dict[str, Any]) -> list[str]:
 
 
 def value_of(method: dict[str, Any], task: str, metric: str) -> float | None:
+    """A metric of a method under a task, or overall."""
     return (method["overall"] if task == "overall" else method["by_task"][task])[metric]
 
 

@@ -81,6 +81,7 @@ def definitions() -> list[str]:
 
 
 def runs(records: Iterable[Record], name: str) -> list[Run]:
+    """All turns' answers by a method or a baseline, in order."""
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 

@@ -105,6 +105,7 @@ def about(summary: dict[str, Any]) -> str:
 
 
 def blank(subtitle: str, height: float, title: str) -> tuple[Figure, Axes]:
+    """A figure with one empty plot below its title."""
     figure = Figure(figsize=(7.6, height + 0.9), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

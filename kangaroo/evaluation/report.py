@@ -69,6 +69,7 @@ def title(summary: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> str:
+    """The first sentence: the speedup, or tokens/s where vanilla did not run."""
     overall = summary["overall"]
     if overall["speedup"] is None:
         return f"{number(overall['tokens_per_second'], 1)} tokens/s. {asked(summary)}"
@@ -118,6 +119,7 @@ def by_task(summary: dict[str, Any], place: Place) -> list[Row]:
 
 
 def ctars(summary: dict[str, Any]) -> list[Row]:
+    """CTAR by position, which `cells` does not show."""
     positions = range(len(summary["overall"]["ctar"]))
     return [
         {"task": task}
@@ -127,6 +129,7 @@ def ctars(summary: dict[str, Any]) -> list[Row]:
 
 
 def times(summary: dict[str, Any]) -> list[Row]:
+    """Milliseconds a token by part."""
     rows = []
     for task, m in groups(summary):
         parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in plots.PARTS}
