@@ -103,6 +103,9 @@ class PhaseTimer:
         self.own_cache = lm.cache_like(1, self.n_slots, [lm.device])
         self.generator = torch.Generator(lm.device).manual_seed(0)
 
+    def median(self, work: Callable[[], Any]) -> float:
+        return 1e3 * median_seconds(work, self.lm.device, REPEATS)
+
     def states(self, width: int) -> torch.Tensor:
         shape = (1, width, self.lm.config.hidden_size)
         return torch.randn(shape, generator=self.generator, device=self.lm.device).to(self.lm.dtype)
@@ -114,32 +117,30 @@ class PhaseTimer:
 
     def embed(self) -> float:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
-        return milliseconds(lambda: self.lm.embed(token_11), self.lm.device)
+        return self.median(lambda: self.lm.embed(token_11))
 
     def layers(self, layers: range, width: int) -> float:
         x_1ND, block = self.states(width), self.block(width)
-        return milliseconds(lambda: self.lm.run(x_1ND, self.cache, block, layers), self.lm.device)
+        return self.median(lambda: self.lm.run(x_1ND, self.cache, block, layers))
 
     def head(self, width: int) -> float:
         x_1ND = self.states(width)
-        return milliseconds(lambda: self.lm.logits(x_1ND), self.lm.device)
+        return self.median(lambda: self.lm.logits(x_1ND))
 
     def sampling(self, width: int) -> float:
         logits_1NV, at = self.lm.logits(self.states(width)), self.block(width).positions_RT
         seeds_B = torch.zeros(1, dtype=torch.long, device=self.lm.device)
-        return milliseconds(lambda: pick(logits_1NV, at, Sampling(), seeds_B), self.lm.device)
+        return self.median(lambda: pick(logits_1NV, at, Sampling(), seeds_B))
 
     def adapter(self) -> float:
         f_1ND, block = self.states(1), self.block(1)
         deep_1ND = self.states(1) if self.drafter.fused else None
         past = self.own_cache.at(block)
-        return milliseconds(
-            lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past), self.lm.device
-        )
+        return self.median(lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past))
 
     def draft_head(self) -> float:
         x_1D = self.states(1)[0]
-        return milliseconds(lambda: self.drafter.head(x_1D), self.lm.device)
+        return self.median(lambda: self.drafter.head(x_1D))
 
     def draft_sampling(self) -> float:
         """The draft's token, and whether to draft a further one."""
@@ -149,11 +150,7 @@ class PhaseTimer:
             self.drafter.head.token_of(logits_1K.argmax(-1, keepdim=True))
             bool((confidence(logits_1K) > self.drafter.threshold).any())
 
-        return milliseconds(choose, self.lm.device)
-
-
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    return 1e3 * median_seconds(work, device, REPEATS)
+        return self.median(choose)
 
 
 def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, float]:

@@ -18,16 +18,7 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
-MT_BENCH = {
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-}
+MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass
@@ -65,7 +56,7 @@ class Question:
 
 def task_of(category: str) -> str:
     """The task a category is reported under: MT-bench's eight are one, the others themselves."""
-    return "mt_bench" if category in MT_BENCH else category
+    return "mt_bench" if category in MTBENCH else category
 
 
 def load_questions(config: BenchConfig) -> list[Question]:

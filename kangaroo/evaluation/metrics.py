@@ -90,13 +90,16 @@ def total(records: Sequence[Record], of: Callable[[Run], Sequence[float]]) -> fl
     return sum(sum(of(run)) for run in runs(records, METHOD))
 
 
+def rounds(records: Sequence[Record]) -> int:
+    return sum(len(run.emitted) for run in runs(records, METHOD))
+
+
 def ratio(over: float, under: float) -> float | None:
     """None where there is nothing to divide by."""
     return float(over / under) if under else None
 
 
-def tokens_per_second(records: Sequence[Record], name: str) -> float | None:
-    some = runs(records, name)
+def tokens_per_second(some: Sequence[Run]) -> float | None:
     return ratio(sum(len(run.tokens) for run in some), sum(run.seconds for run in some))
 
 
@@ -135,6 +138,10 @@ def ends(found: Sequence[float] | None) -> str:
     return "-" if found is None or found[0] == found[1] else span(found, "-")
 
 
+def speed_of(name: str) -> Callable[[Sequence[Record]], Any]:
+    return lambda records: tokens_per_second(runs(records, name))
+
+
 tenths = partial(number, digits=1)
 
 METRICS = [
@@ -142,7 +149,7 @@ METRICS = [
     Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records, METHOD))),
     Metric(
         "speedup",
-        partial(against, baseline="vanilla", statistic=speedup),
+        partial(against, "vanilla", speedup),
         "speedup",
         Place.everywhere,
         meaning="seconds of vanilla decoding (same engine, cache and kernels, a drafter that "
@@ -151,7 +158,7 @@ METRICS = [
     ),
     Metric(
         "speedup_ci95",
-        partial(against, baseline="vanilla", statistic=interval),
+        partial(against, "vanilla", interval),
         "95%",
         Place.everywhere,
         ends,
@@ -159,19 +166,13 @@ METRICS = [
     ),
     Metric(
         "hf_speedup",
-        partial(against, baseline="hf", statistic=speedup),
+        partial(against, "hf", speedup),
         "vs hf",
         Place.by_method,
         meaning="the speedup against `generate` of transformers, which tells no rounds: a text of "
         "its that is longer than the method's counts in proportion.",
     ),
-    Metric(
-        "hf_speedup_ci95",
-        partial(against, baseline="hf", statistic=interval),
-        "95% vs hf",
-        Place.methods,
-        ends,
-    ),
+    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", Place.methods, ends),
     Metric(
         "spec_bench_speedup",
         spec_bench_speedup,
@@ -183,10 +184,7 @@ METRICS = [
     ),
     Metric(
         "compression_rate",
-        lambda records: ratio(
-            total(records, lambda run: run.emitted),
-            sum(len(run.emitted) for run in runs(records, METHOD)),
-        ),
+        lambda records: ratio(total(records, lambda run: run.emitted), rounds(records)),
         "CR",
         Place.everywhere,
         meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
@@ -209,33 +207,18 @@ METRICS = [
     ),
     Metric(
         "tokens_per_second",
-        partial(tokens_per_second, name=METHOD),
+        speed_of(METHOD),
         "tokens/s",
         Place.pages | Place.tasks_terminal,
         tenths,
         "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
         "hf is `generate` of transformers.",
     ),
-    Metric(
-        "vanilla_tokens_per_second",
-        partial(tokens_per_second, name="vanilla"),
-        "vanilla",
-        Place.by_task,
-        tenths,
-    ),
-    Metric(
-        "hf_tokens_per_second",
-        partial(tokens_per_second, name="hf"),
-        "hf",
-        Place.by_task,
-        tenths,
-    ),
+    Metric("vanilla_tokens_per_second", speed_of("vanilla"), "vanilla", Place.by_task, tenths),
+    Metric("hf_tokens_per_second", speed_of("hf"), "hf", Place.by_task, tenths),
     # these four add up to the method's time
-    Metric(
-        "prefill_seconds",
-        lambda records: sum(prefill_seconds(run) for run in runs(records, METHOD)),
-    ),
-    Metric("draft_seconds", partial(total, of=lambda run: run.draft_seconds)),
-    Metric("verify_seconds", partial(total, of=lambda run: run.verify_seconds)),
-    Metric("host_seconds", partial(total, of=lambda run: run.host_seconds)),
+    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records, METHOD)))),
+    Metric("draft_seconds", lambda records: total(records, lambda run: run.draft_seconds)),
+    Metric("verify_seconds", lambda records: total(records, lambda run: run.verify_seconds)),
+    Metric("host_seconds", lambda records: total(records, lambda run: run.host_seconds)),
 ]

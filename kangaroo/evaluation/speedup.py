@@ -54,7 +54,7 @@ def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, fl
 
 
 def against(
-    records: Sequence[Record], baseline: str, statistic: Callable[[np.ndarray], Any]
+    baseline: str, statistic: Callable[[np.ndarray], Any], records: Sequence[Record]
 ) -> Any:
     """`speedup` or `interval` of the questions that a baseline answered; None where it did not."""
     pairs = [paired_seconds(record, baseline) for record in records if has(record, baseline)]
