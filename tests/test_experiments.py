@@ -24,12 +24,15 @@ def composed(*overrides, command="train"):
 
 def sharegpt(path):
     talks = [
-        {"id": f"talk{i}", "conversations": [
-            {"from": "human", "value": f"What is {i} and {i}?"},
-            {"from": "gpt", "value": f"It is {2 * i}, and twice that is {4 * i}."},
-        ]}
+        {
+            "id": f"talk{i}",
+            "conversations": [
+                {"from": "human", "value": f"What is {i} and {i}?"},
+                {"from": "gpt", "value": f"It is {2 * i}, and twice that is {4 * i}."},
+            ],
+        }
         for i in range(100, 120)
-    ]  # fmt: skip
+    ]
     path.write_text(json.dumps(talks))
     return path
 

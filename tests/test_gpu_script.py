@@ -31,9 +31,16 @@ def gpu_script(results: Path, *stages: str, **settings: str) -> subprocess.Compl
 def speed():
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
     config = SpeedConfig(
-        prompts=1, new_tokens=8, repeats=1, contexts=[32], context_tokens=8, batches=[1],
-        phase_context=40, bandwidth_megabytes=1, rivals=False,
-    )  # fmt: skip
+        prompts=1,
+        new_tokens=8,
+        repeats=1,
+        contexts=[32],
+        context_tokens=8,
+        batches=[1],
+        phase_context=40,
+        bandwidth_megabytes=1,
+        rivals=False,
+    )
     drafter = Kangaroo(lm, adapter_for(lm), 6, 0.0)
     return measure(lm, byte_tokenizer(), drafter, config)
 
@@ -55,8 +62,9 @@ def test_a_stage_without_memory_or_without_what_it_goes_on_from_says_so(tmp_path
     done = subprocess.run(
         ["bash", tmp_path / "scripts/gpu.sh", "check"],
         env=os.environ | {"DRY": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and "check needs 100000 GiB and CPU has" in done.stderr
 
 
