@@ -61,7 +61,7 @@ class LayerChain(EarlyExit, Chain):
             yield Token(token_B1, logits_BK)
 
     def finish(self, draft: Draft, block: Block) -> Draft:
-        hidden_BND = torch.cat(self.hidden, 1)
+        hidden_BND, self.hidden = torch.cat(self.hidden, 1), []
         self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, block=block)
         return self.proposed
 
