@@ -57,7 +57,7 @@ check: setup  ## format, lint, types and fast tests: what a change has to pass
 	$(BIN)/mypy
 	$(MAKE) test
 
-format: setup  ## format the code and mend what ruff can mend
+format: setup  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

@@ -16,14 +16,14 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.embedded import EMBEDDED
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
+from kangaroo.folders import SHIPPED, of_project
 from kangaroo.model import LM
 from kangaroo.models import RANDOM, Dtype, ModelConfig
 from kangaroo.prompts import Message, plain_text, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
-from kangaroo.trained.adapter_files import SHIPPED
 
-MODELS = Path(__file__).parent.parent / "configs" / "model"  # a file for each model known by name
+MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 Prompt = str | Sequence[Message]  # what the user says, or a conversation that ends with the user
 Settings = TypeVar("Settings", KangarooConfig, Sampling)
@@ -40,8 +40,8 @@ def load(
     Args:
         model: a name of `configs/model`, a hub id, a local folder, or a `ModelConfig` where number
             format or device matter.
-        adapter: folder or hub id of a Kangaroo adapter; None takes the model's own,
-            `adapters/NAME`, or else the one that training saved.
+        adapter: folder or hub id of a Kangaroo adapter; None takes the model's own, `adapters/NAME`
+            of the working folder or as shipped, or else the one that training saved.
         drafter: another method's config; then there is neither `adapter` nor `settings`.
         settings: fields of `KangarooConfig`, such as `steps` and `threshold`.
 

@@ -1,4 +1,4 @@
-"""Attention over a cache: which kernel, decided here alone.
+"""Attention over a cache; only this module decides which kernel runs.
 
 Shapes: R rows of a block, T tokens, E occupied slots, H query heads, K key/value heads, G = H / K,
 C head size, P parts of the keys.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 ATTENTION = "kangaroo"  # the name under which transformers finds it
-FEWEST_KEYS = 256  # of a part: fewer are read sooner than two more kernels are launched
+FEWEST_KEYS = 256  # in a part: reading fewer takes less time than launching two more kernels
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -24,9 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def attention(
-    module: torch.nn.Module, q_RHTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor,
-    bias_R1TE: Tensor | None, scaling: float, **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    q_RHTC: Tensor,
+    k_RKEC: Tensor,
+    v_RKEC: Tensor,
+    bias_R1TE: Tensor | None,
+    scaling: float,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values.
 
     The query heads of one group become further query positions of their shared key head, so the
@@ -34,24 +39,23 @@ def attention(
 
     Args:
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a
-            `CausalBias` for the last tokens of a prompt, of which nothing lies in memory; None for
-            a whole text.
+            `CausalBias` for the last tokens of a prompt, which needs no memory; None for a whole
+            text.
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
     """
     rows, heads, width, size = q_RHTC.shape
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
+    attend = partial(F.scaled_dot_product_attention, scale=scaling)
     if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
         if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
             raise ValueError(
                 f"{width} queries without a mask for {extent} keys: for transformers' own "
                 "generate call set_attn_implementation('sdpa') first."
             )
-        out = F.scaled_dot_product_attention(
-            q_RHTC, k_RKEC, v_RKEC, attn_mask=bias_R1TE, scale=scaling, enable_gqa=group > 1,
-            is_causal=bias_R1TE is None and width > 1,
-        )  # fmt: skip
+        causal = bias_R1TE is None and width > 1
+        out = attend(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, enable_gqa=group > 1, is_causal=causal)
         return out.transpose(1, 2), None
     packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
@@ -59,18 +63,19 @@ def attention(
     if parts > 1:
         out = in_parts(packed, k_RKEC, v_RKEC, bias, scaling, parts, by_efficient_kernel)
     else:
-        out = F.scaled_dot_product_attention(packed, k_RKEC, v_RKEC, attn_mask=bias, scale=scaling)
+        out = attend(packed, k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel that knows by itself what the last tokens of a text see."""
+    """Whether there is a kernel that needs no mask for the last tokens of a text."""
     return device.type == "cuda" and dtype.itemsize == 2
 
 
 def parts_of(device: torch.device, rows: int, kv_heads: int, extent: int) -> int:
-    """Into how many parts to split the keys, so that a text decoded alone keeps a whole GPU busy:
-    with a mask, torch's kernels give each key head to one multiprocessor. 1 is not at all.
+    """Into how many parts to split the keys, so that one text alone keeps a whole GPU busy.
+
+    With a mask, torch's kernels give each key head to one multiprocessor. 1 means no split.
     """
     if device.type != "cuda" or rows > 1 or not can_split(device):
         return 1
@@ -80,14 +85,19 @@ def parts_of(device: torch.device, rows: int, kv_heads: int, extent: int) -> int
 
 
 def in_parts(
-    q_1KTC: Tensor, k_1KEC: Tensor, v_1KEC: Tensor, bias_11TE: Tensor, scaling: float, parts: int,
+    q_1KTC: Tensor,
+    k_1KEC: Tensor,
+    v_1KEC: Tensor,
+    bias_11TE: Tensor,
+    scaling: float,
+    parts: int,
     kernel: Kernel,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention over each part of the keys, all at once, weighted by the sums of their scores.
 
     Args:
-        kernel: gives the output `[P, K, T, C]` and the logarithm of the sum of the exponentiated
-            scores, `[P, K, T]`; where a token sees nothing of a part, whatever it likes.
+        kernel: returns the output `[P, K, T, C]` and the logarithm of the sum of the exponentiated
+            scores, `[P, K, T]`; both may be anything where a token sees nothing of a part.
 
     Source: Flash-Decoding (Dao et al. 2023).
     """
@@ -104,7 +114,7 @@ def in_parts(
 def by_efficient_kernel(
     q_PKTC: Tensor, k_PKEC: Tensor, v_PKEC: Tensor, bias_P1TE: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's memory-efficient attention, which tells the sums too; on a GPU alone."""
+    """torch's memory-efficient attention, which also returns the sums; only on a GPU."""
     bias_PKTE = bias_P1TE.expand(-1, q_PKTC.shape[1], -1, -1)
     out_PKTC, sums_PKT, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q_PKTC, k_PKEC, v_PKEC, bias_PKTE, compute_log_sumexp=True, scale=scaling
@@ -114,7 +124,7 @@ def by_efficient_kernel(
 
 @cache
 def can_split(device: torch.device) -> bool:
-    """Whether attention in parts is right on this device; tried once, with a warning if not."""
+    """Whether attention in parts is right on this device; tested once, with a warning if not."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(1, 2, width, 64, generator=generator, device=device).half()
@@ -127,9 +137,7 @@ def can_split(device: torch.device) -> bool:
         found = in_parts(q, k, v, bias, 0.1, 2, by_efficient_kernel)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
     except (RuntimeError, AssertionError) as error:
-        log.warning(
-            "attention cannot be split on %s, so long texts decode slower: %s", device,
-            str(error).splitlines()[0],
-        )  # fmt: skip
+        reason = str(error).splitlines()[0]
+        log.warning(f"attention cannot be split on {device}, so long texts decode slower: {reason}")
         return False
     return True

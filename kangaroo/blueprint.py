@@ -1,4 +1,4 @@
-"""A target without its weights: enough to say what it takes, before anything is downloaded."""
+"""A target without its weights: enough to estimate what it needs, before any download."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kangaroo.shapes import SHAPES, shape_of
 
 
 def blueprint(config: ModelConfig) -> LM:
-    """The target's modules on the meta device: every shape, no weight, no download where the
-    model is one of `SHAPES`.
+    """The target's modules on the meta device: every shape, no weight.
+
+    A model of `SHAPES` needs no download, another one only its config.
 
     Errors: `ModelNotFound` where neither that table, nor a folder, nor the hub knows its shape;
-    `UnsupportedModel`.
+    `UnsupportedModel` for an architecture that is no target.
     """
     shape = _config(config)
     try:

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
-GRAPH_BUCKET = 256  # where each shape is recorded as a graph, fewer
+GRAPH_BUCKET = 256  # where each shape is recorded as a graph: fewer shapes
 
 
 @dataclass
 class Block:
-    """Where a block of tokens sits: the slots it writes, the positions it has, what it may see.
+    """Where a block of tokens lies: the slots it writes, its positions, what it may see.
 
     Args:
         slots_RT: slot of each token within its row.
@@ -34,8 +34,8 @@ class Block:
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         rope: cosine and sine of `positions_RT`.
-        recordable: a step of decoding, whose shape comes again and again; not a prompt, and not a
-            text that is learnt or judged.
+        recordable: whether a graph may be recorded for its shape. True for a step of decoding,
+            whose shape comes again; false for a prompt, or a text that is learnt or judged.
     """
 
     slots_RT: Tensor
@@ -59,7 +59,7 @@ class Block:
         )
 
     def take(self, index_RN: Tensor) -> Block:
-        """Tokens by their places, in any order."""
+        """The tokens at the places `index_RN` of the block, in that order."""
 
         def taken(x: Tensor) -> Tensor:
             index = index_RN if x.ndim == 2 else index_RN[..., None].expand(-1, -1, x.shape[-1])
@@ -76,21 +76,21 @@ class Block:
 
     @staticmethod
     def join(blocks: Sequence[Block]) -> Block:
-        """Blocks of the same rows and extent as one."""
-        slots, positions, biases, cos, sin = zip(*(b.tensors() for b in blocks), strict=True)
-        return blocks[0].with_tensors(
-            torch.cat(slots, 1), torch.cat(positions, 1), torch.cat(biases, 2), torch.cat(cos, 1),
-            torch.cat(sin, 1),
-        )  # fmt: skip
+        """Blocks of the same rows and extent as one block."""
+        kinds = zip(*(block.tensors() for block in blocks), strict=True)
+        axes = (1, 1, 2, 1, 1)  # that of the tokens, in each kind
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, axes, strict=True))
+        return blocks[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What differs from step to step in blocks of one shape; see `with_tensors`."""
+        """What differs between two steps whose blocks have one shape; see `with_tensors`."""
         assert self.bias_R1TE is not None
         return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
 
     def with_tensors(
         self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
     ) -> Block:
+        """A block of the same rows and extent with other tensors, in the order of `tensors`."""
         return replace(
             self,
             slots_RT=slots_RT,
@@ -104,7 +104,7 @@ class Block:
         if self.slots_RT.device == device:
             return self
         bias = self.bias_R1TE
-        if bias is not None and not isinstance(bias, CausalBias):  # which lies nowhere
+        if bias is not None and not isinstance(bias, CausalBias):  # which has no memory
             bias = bias.to(device)
         return replace(
             self,
@@ -125,15 +125,20 @@ class KVCache:
         devices: the device of each layer.
 
     Attributes:
-        serial: no other cache of this process has it, or had it.
+        serial: a number that no other cache of this process has or had.
     """
 
     serials = itertools.count()
 
     def __init__(
-        self, batch_size: int, n_slots: int, n_heads: int, head_size: int,
-        dtype: torch.dtype, devices: list[torch.device],
-    ):  # fmt: skip
+        self,
+        batch_size: int,
+        n_slots: int,
+        n_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        devices: list[torch.device],
+    ):
         self.serial = next(self.serials)
         self.batch_size, self.n_slots = batch_size, n_slots
         shape = (batch_size * n_slots, n_heads, head_size)
@@ -141,6 +146,7 @@ class KVCache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
 
     def at(self, block: Block) -> BlockCache:
+        """What the attention layers take as their cache while `block` runs."""
         return BlockCache(self, block)
 
     @cached_property
@@ -158,7 +164,7 @@ class KVCache:
             cached.index_copy_(0, dst.to(cached.device), moved)
 
     def holds(self, batch_size: int, n_slots: int) -> bool:
-        """Whether it serves such a batch; what it held before is masked and does no harm."""
+        """Whether it is right for such a batch; old contents are masked and do no harm."""
         return self.batch_size == batch_size and n_slots <= self.n_slots
 
     def bytes(self) -> int:
@@ -204,5 +210,5 @@ class BlockCache:
 
 
 def occupied(n_slots: int, used: int, bucket: int = BUCKET) -> int:
-    """The bucketed extent that covers `used` slots."""
+    """The number of slots to read so that `used` are covered: rounded up to `bucket`."""
     return min(math.ceil(used / bucket) * bucket, n_slots)

@@ -1,8 +1,8 @@
-"""A terminal chat: text as it is decoded, drafted tokens in colour, and what speculation gained."""
+"""A terminal chat: text as it is decoded, drafted tokens in colour, and a line on its speed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -18,11 +18,12 @@ from kangaroo.streaming import pieces
 
 @dataclass
 class ChatConfig:
-    """How to talk.
+    """How the chat answers.
 
     Args:
+        max_new_tokens: limit of one answer.
         color: show accepted draft tokens in colour.
-        system: a system prompt; None takes the chat template's own.
+        system: a system prompt; None leaves it to the chat template.
     """
 
     max_new_tokens: int = 512
@@ -31,7 +32,7 @@ class ChatConfig:
 
 
 def questions(console: Console) -> Iterator[str]:
-    """Lines that the user types, until end of file."""
+    """The lines that the user types, until end of file."""
     while True:
         try:
             yield console.input("[bold]> [/]")
@@ -40,7 +41,7 @@ def questions(console: Console) -> Iterator[str]:
 
 
 def summary(generation: Generation) -> str:
-    """One line on an answer: its length, speed, and tokens a target forward."""
+    """One line on an answer: its length, its speed, and tokens per forward of the target."""
     count, steps = len(generation.tokens), len(generation.steps)
     drafted = sum(step.drafted for step in generation.steps)
     accepted = sum(step.accepted for step in generation.steps)
@@ -52,10 +53,17 @@ def summary(generation: Generation) -> str:
 
 
 def chat(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, config: ChatConfig,
-    console: Console, questions: Iterator[str],
-) -> None:  # fmt: skip
-    """Answer each question, the conversation so far included; an empty one begins a new one."""
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    config: ChatConfig,
+    console: Console,
+    questions: Iterator[str],
+) -> None:
+    """Answer each question as a turn of one conversation; an empty question begins a new one.
+
+    Ctrl-C stops an answer. A question that was stopped, or is too long, is not kept.
+    """
     messages: list[Message] = _start(config)
     for question in questions:
         if not question.strip():
@@ -64,7 +72,10 @@ def chat(
             continue
         messages.append(Message(role="user", content=question))
         try:
-            generation = _answer(engine, tokenizer, messages, sampling, config, console)
+            stream = engine.stream(prompt_ids(tokenizer, messages), config.max_new_tokens, sampling)
+            for text, drafted in pieces(iter(stream), tokenizer):
+                style = "green" if drafted and config.color else ""
+                console.print(Text(text, style=style), end="", soft_wrap=True)
         except PromptError as error:
             console.print(f"{error} (an empty line begins a new conversation)", style="red")
             messages.pop()
@@ -73,22 +84,11 @@ def chat(
             console.print("\n(stopped)", style="dim")
             messages.pop()
             continue
-        text = plain_text(tokenizer, generation.tokens)
+        answer = stream.generation
+        text = plain_text(tokenizer, answer.tokens)
         messages.append(Message(role="assistant", content=text))
-        console.print(f"\n[{summary(generation)}]", style="dim", markup=False)
+        console.print(f"\n[{summary(answer)}]", style="dim", markup=False)
 
 
 def _start(config: ChatConfig) -> list[Message]:
     return [] if config.system is None else [Message(role="system", content=config.system)]
-
-
-def _answer(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
-    sampling: Sampling, config: ChatConfig, console: Console,
-) -> Generation:  # fmt: skip
-    prompt = prompt_ids(tokenizer, list(messages))
-    stream = engine.stream(prompt, config.max_new_tokens, sampling)
-    for text, drafted in pieces(iter(stream), tokenizer):
-        style = "green" if drafted and config.color else ""
-        console.print(Text(text, style=style), end="", soft_wrap=True)
-    return stream.generation

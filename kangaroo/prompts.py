@@ -34,11 +34,12 @@ class Sample(TypedDict):
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """The conversation up to where the assistant speaks, by the chat template.
+    """Token ids of the conversation up to where the assistant begins, by the chat template.
 
-    The template writes BOS itself where the model wants one, so none is added.
+    The template writes BOS itself where the model needs one, so none is added.
 
-    Errors: `PromptError` for an empty user turn, or one that the template refuses.
+    Errors: `PromptError` for an empty user turn, or one that the template refuses; `ConfigError`
+    where there is no template.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -47,7 +48,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """What one sequence says, without special tokens."""
+    """The text of one sequence, without special tokens."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert isinstance(text, str)  # a list only for several sequences
     return text
@@ -56,9 +57,9 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def user_header(
     tokenizer: PreTrainedTokenizerBase, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
-    """What stands before the user's next turn, as tokens, and the text that ends a user turn.
+    """The tokens before the user's next turn, and the text that ends a user turn.
 
-    Fed the header alone, an aligned model writes a question itself; fed a conversation and the
+    After the header alone, an aligned model writes a question itself; after a conversation and the
     header, it writes what the user says next (Magpie, arXiv 2406.08464).
 
     Args:
@@ -75,14 +76,14 @@ def masked_ids(
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation that is already written.
 
-    What the assistant wrote runs from where it would begin to write to the end of its turn: the
+    The assistant's part is from where it would begin to write to the end of its turn: the
     end-of-turn token counts, white space that the template puts after it does not. A token that
-    spans the beginning counts as the template's, since no model writes it after that prompt. A
-    template with `{% generation %}` markers says itself what counts.
+    spans the beginning counts as the template's, since no model writes it after that prompt. In a
+    template with `{% generation %}` markers these decide.
 
-    Before a last answer the ids are those of `prompt_ids`, as they are when decoding: some
-    tokenizers read the end of a prompt in another way once text follows. (Only where a token spans
-    the beginning of that answer is there no such place to join the two.)
+    Before a last answer the ids are those of `prompt_ids`, as in decoding: some tokenizers split
+    the end of a prompt in another way if text follows. (Where a token spans the beginning of that
+    answer, the two cannot be joined, and the ids are those of the whole text.)
 
     Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
     not show which part is the assistant's.
@@ -100,20 +101,23 @@ def masked_ids(
 def _masked_text(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool
 ) -> tuple[list[int], list[int]]:
-    """`masked_ids` of the rendered text as a whole."""
+    """`masked_ids` of the rendered text as one piece."""
     if not any(message["role"] == "assistant" for message in messages):
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
         encoded = tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            _as_dicts(messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
             add_generation_prompt=add_generation_prompt,
-        )  # fmt: skip
+        )
         assert isinstance(encoded, BatchEncoding)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"the tokenizer of '{tokenizer.name_or_path}' does not tell where its tokens lie in a "
+            f"the tokenizer of '{tokenizer.name_or_path}' does not say where its tokens are in a "
             "text, which the loss mask needs. Install one that `tokenizers` can load."
         )
     text = _render(tokenizer, messages, add_generation_prompt)
@@ -130,7 +134,7 @@ def _masked_text(
 def _assistant_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
 ) -> list[tuple[int, int]]:
-    """Where in `text`, the rendered conversation, the assistant's turns lie."""
+    """The assistant's turns in `text`, the rendered conversation: (start, stop) in characters."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -140,8 +144,8 @@ def _assistant_spans(
         if not (text.startswith(after) and after.startswith(before.rstrip())):
             raise ConfigError(
                 f"the chat template of '{tokenizer.name_or_path}' writes turn {index + 1} of a "
-                "conversation in another way once it goes on, so its text does not show what the "
-                "assistant wrote. Mark that with {% generation %} in the template, pass "
+                "conversation in another way if more turns follow, so its text does not show what "
+                "the assistant wrote. Mark that with {% generation %} in the template, pass "
                 "model.chat_template= another one, or use conversations of one turn."
             )
         start = before if after.startswith(before) else before.rstrip()
@@ -165,12 +169,12 @@ def _render(
         roles = ", ".join(message["role"] for message in messages)
         raise PromptError(
             f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
-            f"({error}). If it is the system turn, leave that out."
+            f"({error}). If the system turn is the reason, leave it out."
         ) from error
     assert isinstance(text, str)
     return text
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:
-    """The same objects, by the type that transformers asks for."""
+    """The same objects with the type that transformers asks for."""
     return cast("list[dict[str, str]]", messages)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kangaroo.folders import PACKAGE
+
 PACKAGES = ("kangaroo", "torch", "transformers", "datasets", "deepspeed", "hydra-core", "wandb")
 
 
@@ -33,11 +35,17 @@ def provenance() -> dict[str, Any]:
 
 def git_revision() -> str | None:
     """The checkout's commit, with "-dirty" where files differ from it; None outside a checkout."""
+    checkout = PACKAGE.parent
+    if not (checkout / ".git").exists():  # an installed package may lie in somebody's repository
+        return None
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

@@ -1,4 +1,4 @@
-"""The processes of a run that torchrun started, and the few things that they tell each other."""
+"""The processes of a run that torchrun started, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run; alone unless said otherwise.
+    """This process among those of the run; by default the only one.
 
     Args:
-        rank: 0 is the one that writes files.
-        world: how many there are.
+        rank: its number; process 0 writes the files.
+        world: the number of processes.
     """
 
     rank: int = 0
@@ -34,27 +34,28 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Whether it is process 0, which writes the files."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes if it may choose: its own GPU, else the CPU."""
+        """Where this process computes by default: its own GPU, else the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """Items `rank`, `rank + world`, ...: this process's share.
+        """This process's share: items `rank`, `rank + world`, ...
 
-        All shares are of one length, since a sharded target is run by all processes at once. The
-        bool is false for an item that only fills a share up and must not count.
+        All shares have the same length, since all processes run a sharded target at once. The bool
+        is false for an item that only fills a share up and must not count.
         """
         rounds = -(-len(items) // self.world)
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank: a small object that can be pickled."""
+        """The values of all processes, by rank; each a small object that can be pickled."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -63,12 +64,12 @@ class Ranks:
         return values
 
     def merge(self, results: list[T], count: int) -> list[T]:
-        """What the shares of `count` dealt items gave, in the items' order, without fill-ups."""
+        """The results for `count` items that `deal` shared out, in their order."""
         shares = self.gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
     def share(self, value: T) -> T:
-        """Rank 0's value; what the others pass is not read."""
+        """The value of process 0, in all of them; what the others pass is not used."""
         if self.world == 1:
             return value
         values: list[Any] = [value]
@@ -77,27 +78,27 @@ class Ranks:
         return values[0]
 
     def add_up(self, value: Tensor) -> None:
-        """Replace everybody's tensor by the sum of all."""
+        """Replace the tensor of every process by the sum of all, in place."""
         if self.world > 1:
             with _all_there():
                 dist.all_reduce(value)
 
     def copy_first(self, value: Tensor) -> None:
-        """Replace everybody's tensor by rank 0's."""
+        """Replace the tensor of every process by that of process 0, in place."""
         if self.world > 1:
             with _all_there():
                 dist.broadcast(value, src=0)
 
     def wait(self) -> None:
-        """Go on when all have come here."""
+        """Return when all processes have called it."""
         self.gather(None)
 
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, each on its own GPU; without it, be alone.
+    """Join the processes that torchrun started, each on its own GPU; without it, there is one.
 
-    To be entered before a model is loaded, since that goes to this process's GPU. No process leaves
+    Enter it before a model is loaded, since the model goes to this process's GPU. No process leaves
     before all have come to the end.
     """
     if "WORLD_SIZE" not in os.environ:
@@ -121,18 +122,18 @@ def check_alone() -> None:
     if world > 1:
         script = Path(sys.argv[0]).name
         raise ConfigError(
-            f"{script} runs in one process, and torchrun started {world}, which would all do the "
-            f"same and overwrite each other's files. Start it with python: python {script} ..."
+            f"{script} runs in one process, and torchrun started {world}. They would all do the "
+            "same and overwrite each other's files. Start it without torchrun."
         )
 
 
 @contextmanager
 def _all_there() -> Iterator[None]:
-    """Name the reason where a process has ended while others wait for it."""
+    """Errors: `ProcessLost` where a process has ended while others wait for it."""
     try:
         yield
     except RuntimeError as error:
         raise ProcessLost(
-            "another process of this run has ended; what it said is above or below this line. Once "
-            "that is fixed, start the same command again: it goes on where it was stopped."
+            "another process of this run has ended; its message is above or below this line. Fix "
+            "that, then start the same command again: it continues where it was stopped."
         ) from error

@@ -1,8 +1,8 @@
 """Choose tokens: filters, and noise that is a pure function of (seed, position, token).
 
-Because the noise does not depend on how a token came to be considered, target and drafter that see
-the same distribution choose the same token, and a text depends on its seed alone: not on the
-drafter, the batch or the step (drafter-invariant speculative decoding, arXiv 2408.07978).
+The noise does not depend on how a token came to be considered. So a target and a drafter that see
+the same distribution choose the same token, and a text depends on its seed, not on the drafter, the
+batch or the step (drafter-invariant speculative decoding, arXiv 2408.07978).
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Rule(Enum):
 
 
 class Stream(Enum):
-    """Independent noises of one (seed, position)."""
+    """Independent noises for one (seed, position)."""
 
     choice = 0
     accept = 1
@@ -43,7 +43,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
-        seed: rows get `seed`, `seed + 1`, ... unless seeds are given one by one.
+        seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
         rule: how a sampled draft is accepted; greedy decoding is the same under both.
     """
 
@@ -63,6 +63,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
         return self.temperature == 0
 
 
@@ -116,7 +117,7 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) ->
 def perturb(
     log_weights_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice
 ) -> Tensor:
-    """Add Gumbel noise: the argmax is then a sample from each unnormalised log-distribution."""
+    """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
     race = -torch.log1p(-uniform(seeds_B, positions_BN, stream, log_weights_BNV.shape[-1]))
     return log_weights_BNV - race.log_()
 
@@ -137,7 +138,7 @@ def candidates(
 ) -> Tensor:
     """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick.
 
-    The first is `pick`'s. Under noise the others are those that it brought next to winning.
+    The first is the token of `pick`. Under noise the others are those with the next best scores.
     """
     if not sampling.greedy:
         logits_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)

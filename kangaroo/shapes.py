@@ -1,4 +1,4 @@
-"""Targets that are known without asking the hub: shapes, and what else fixes their computation."""
+"""Targets whose shape is known without the hub, with all else that their computation depends on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from kangaroo.embedded import EMBEDDED
 SMALL = "small:"
 
 
-def _shape(
-    model_type: str, vocab_size: int, hidden_size: int, intermediate_size: int,
-    num_hidden_layers: int, num_attention_heads: int, num_key_value_heads: int,
-    max_position_embeddings: int, **others: Any,
-) -> dict[str, Any]:  # fmt: skip
-    return {k: v for k, v in locals().items() if k != "others"} | others
+_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
+_SIZES += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
 
 
-# From the config.json of each checkpoint on the hub, some of which are gated; in its own words,
-# where it differs from what transformers takes for that type of model. An adapter made from such a
-# table alone has to be the real target's (`adapter_files.target_hash`).
+def _shape(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    return {"model_type": model_type} | dict(zip(_SIZES, sizes, strict=True)) | others
+
+
+# From the config.json of each checkpoint on the hub (some are gated): what differs from the values
+# that transformers takes for that type of model. An adapter that is made from this table alone has
+# to fit the real target (`adapter_files.target_hash`).
 _VICUNA_7B = _shape("llama", 32000, 4096, 11008, 32, 32, 32, 2048)
 _VICUNA_13B = _shape("llama", 32000, 5120, 13824, 40, 40, 40, 2048)
 _SMOLLM2 = {
@@ -63,8 +63,9 @@ SHAPES = {
 
 
 def shape_of(path: str) -> dict[str, Any] | None:
-    """The shape of that name, or after `small:` the same made small: family, groups of heads and
-    context stay. None where it is not known.
+    """The fields of transformers' config for the model of that name; None for an unknown one.
+
+    After `small:` the sizes are small; family, groups of heads and context stay.
     """
     shape = SHAPES.get(path.removeprefix(SMALL))
     if shape is None or not path.startswith(SMALL):
@@ -73,7 +74,7 @@ def shape_of(path: str) -> dict[str, Any] | None:
     kv_small = 2 if heads > kv_heads else 4
     heads_small = kv_small * heads // kv_heads
     return shape | {
-        "vocab_size": 259,  # the bytes' tokenizer has so many
+        "vocab_size": 259,  # that of `models.byte_tokenizer`
         "hidden_size": 16 * heads_small,
         "intermediate_size": 32 * heads_small,
         "num_hidden_layers": 6,

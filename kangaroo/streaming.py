@@ -15,10 +15,10 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence de
 def pieces(
     tokens: Iterator[Token], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
-    """(text, drafted) as tokens arrive; a character that spans tokens waits for its last one.
+    """Pairs (text, drafted) as tokens arrive; a character of several tokens waits for the last one.
 
-    Each piece is decoded after the one before it, since SentencePiece tokenizers strip the space
-    that a decoded text begins with. So the pieces join to the text of all tokens.
+    Each piece is decoded together with the one before it, since SentencePiece tokenizers strip the
+    space at the beginning of a decoded text. So the pieces join to the text of all tokens.
     """
     before: list[int] = []  # tokens of the last piece
     pending: list[int] = []

@@ -32,6 +32,7 @@ class Tree:
 
     @property
     def size(self) -> int:
+        """Number of nodes N, the root included."""
         return self.parents_BN.shape[1]
 
     @cached_property
@@ -47,6 +48,7 @@ class Tree:
 
     @cached_property
     def depth_BN(self) -> Tensor:
+        """Edges from the root to each node; 0 at the root."""
         return self.ancestors_BNN.sum(-1) - 1
 
     @staticmethod
@@ -64,11 +66,11 @@ class Draft:
     Args:
         tokens_BN: node 0 is the pending token: committed, but in no cache yet.
         valid_BN: false marks padding, which never matches; node 0 is always true.
-        hidden_BND: the output of the target's layer `entry - 1` at each node, where the drafter has
+        hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
         entry: the first target layer still to run.
         probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
-        block: where the nodes lie; None has the engine lay them out (`LM.block`), and say it here.
+        block: where the nodes lie; where it is None the engine sets it, to what `LM.block` gives.
     """
 
     tokens_BN: Tensor
@@ -87,14 +89,15 @@ class Draft:
 
     @staticmethod
     def listed(
-        pending_B1: Tensor, tokens: Sequence[Sequence[int]],
+        pending_B1: Tensor,
+        tokens: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
-    ) -> Draft:  # fmt: skip
+    ) -> Draft:
         """A draft that was made on the host, as wide as the row with the most nodes.
 
         Args:
-            tokens: of each row, the nodes below its pending token; there may be none.
-            parents: of each of them, 0 for the pending token and i for the row's i-th node;
+            tokens: the nodes below the pending token of each row; there may be none.
+            parents: the parent of each of them: 0 is the pending token, i the row's i-th node;
                 None makes chains.
         """
         size, device = 1 + max(map(len, tokens)), pending_B1.device

@@ -74,10 +74,12 @@ def adapter_for(
 
 
 def eagle_for(lm: LM) -> EagleHead:
-    """Untrained: it goes on with the state it was given, and looks at the token a little."""
+    """Untrained: it goes on with the state it was given, changed a little by all its parts."""
     head = EagleHead(lm).start_from(lm)
     generator = torch.Generator().manual_seed(3)
-    head.join.weight.data += 0.1 * torch.randn(head.join.weight.shape, generator=generator)
+    for name in ("join", "attention.o_proj", "feed_forward.down_proj"):  # each adds something
+        weight = head.get_parameter(f"{name}.weight").data
+        weight += 0.1 * torch.randn(weight.shape, generator=generator)
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 

@@ -33,9 +33,10 @@ ORDER = [
     {"benchmark"},
     {"api", "chat"},
     {"cli", "cli_schema"},
+    {"__main__"},
 ]
 CORE = {"errors", "tree", "attention", "cache", "sampling", "verify"}
-HYDRA_USERS = {"kangaroo.cli", "kangaroo.cli_schema"}
+HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli_schema"}
 
 
 def part(name: str) -> str:
@@ -115,7 +116,7 @@ def test_each_outside_library_has_its_place():
     assert users("hydra") | users("omegaconf") <= HYDRA_USERS
 
 
-@pytest.mark.parametrize("library", ["deepspeed", "wandb"])
+@pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb"])
 def test_optional_libraries_are_imported_where_they_are_used(library):
     """At the top of a module they would be needed by everybody who imports it."""
     for name in users(library):

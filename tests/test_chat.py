@@ -1,4 +1,4 @@
-"""The terminal chat: whole characters, colours for drafted tokens, the line of figures."""
+"""The terminal chat: whole characters, colours for drafted tokens, the line of numbers."""
 
 import io
 
@@ -50,7 +50,7 @@ def test_drafted_tokens_are_green_unless_colour_is_off(target):
     assert "\x1b[32m" not in talk(target, ["Why?"], color=False)
 
 
-def test_each_answer_is_followed_by_its_figures(target):
+def test_each_answer_is_followed_by_its_numbers(target):
     text = talk(target, ["Why?", "And then?"])
     assert text.count("compression rate") == 2 and text.count("tokens/s") == 2
 
@@ -66,7 +66,7 @@ def test_a_conversation_too_long_for_the_context_says_so_and_goes_on(target):
     assert text.count("compression rate") == 1
 
 
-def test_figures_are_those_of_the_steps():
+def test_the_numbers_are_those_of_the_steps():
     steps = [StepRecord([1, 2, 3], 2, 4, 0.1, 0.2, 0.1), StepRecord([4], 0, 2, 0.1, 0.2, 0.1)]
     line = summary(Generation([1, 2, 3, 4], steps, "length", prefill_seconds=0.2))
     assert line.startswith("4 tokens, 4.0 tokens/s, compression rate 2.00, 2 of 6 draft tokens")

@@ -62,7 +62,7 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}",
         "</s>",
     ),
-}  # fmt: skip
+}
 NO_SYSTEM = {"strict", "model_turns"}
 BOS_ONCE = {"vicuna", "headers", "strict", "model_turns", "marked"}
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from helpers import adapter_for
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo import cli
+from kangaroo import __main__, cli
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
@@ -39,6 +40,41 @@ def composed(name, *overrides):
 
 def run(script, *overrides, cwd):
     return python(script, *overrides, cwd=cwd)
+
+
+def test_the_console_command_has_every_command_in_its_list():
+    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert set(__main__.COMMANDS) == configs == set(cli.__all__) - {"CONFIGS"}
+
+
+def test_the_console_command_lists_them_without_loading_torch():
+    code = "import sys; from kangaroo import __main__; __main__.main()"
+    code += "; assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name, what in __main__.COMMANDS.items():
+        assert f"{name} " in shown and what in shown
+
+
+def test_the_console_command_runs_what_it_is_given_under_its_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "export", lambda: seen.append(sys.argv))
+    monkeypatch.setattr(sys, "argv", ["/bin/kangaroo", "export", "model=tiny", "--cfg", "job"])
+    __main__.main()
+    assert seen == [["kangaroo export", "model=tiny", "--cfg", "job"]]
+
+
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        ("trian", "there is no command 'trian'. Did you mean 'train'? `kangaroo --help` lists"),
+        ("model=tiny", "there is no command 'model=tiny'. `kangaroo --help` lists"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest_name(asked, told, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kangaroo", asked])
+    with pytest.raises(SystemExit, match=re.escape(told)):
+        __main__.main()
 
 
 @pytest.mark.parametrize("model", MODELS)

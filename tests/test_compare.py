@@ -1,4 +1,4 @@
-"""Finished adapters side by side: the figures are those of their training run."""
+"""Finished adapters side by side: the results are those of their training run."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     return lm, samples, train(lm, samples, recipes, config, folder, NoTracker(), about)
 
 
-def test_figures_are_those_of_the_training_run(run):
+def test_results_are_those_of_the_training_run(run):
     lm, samples, folders = run
     settings = CompareConfig([str(f) for f in folders], holdout=3, prompts=3, new_tokens=12)
     rows = compare(lm, samples, settings)

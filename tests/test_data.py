@@ -12,7 +12,7 @@ from kangaroo import models
 from kangaroo.data import making, store
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig, synthesise
+from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
@@ -40,9 +40,13 @@ def brief():
 
 def settings(path, **changes):
     fields = {
-        "shards": 3, "shard_size": 4, "batch_size": 3, "max_question_tokens": 8,
-        "max_answer_tokens": 12, "keep_unfinished_questions": True,
-    }  # fmt: skip
+        "shards": 3,
+        "shard_size": 4,
+        "batch_size": 3,
+        "max_question_tokens": 8,
+        "max_answer_tokens": 12,
+        "keep_unfinished_questions": True,
+    }
     return SynthesisConfig(path=str(path), **(fields | changes))
 
 
@@ -73,7 +77,7 @@ def test_empty_questions_and_missing_templates_are_refused(target):
 
 def test_samples_are_prompts_with_the_answer_masked_in(target, tmp_path):
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    settings(tmp_path / "data").make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert len(samples) > 5
     for sample in samples:
@@ -90,7 +94,7 @@ def test_samples_are_prompts_with_the_answer_masked_in(target, tmp_path):
 def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
     """The definition of a shard of one turn: any change here orphans shards that exist."""
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=2, seed=5))
+    settings(tmp_path / "data", shards=2, seed=5).make(lm, tokenizer)
     engine = Engine(lm, Vanilla(), tokenizer)
     header, end = user_header(tokenizer)
     for number, temperature in enumerate([0.0, 0.7]):
@@ -112,29 +116,13 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
             }
 
 
-def test_folders_from_before_turns_and_filters_go_on(target, tmp_path):
-    lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=2))
-    path = tmp_path / "data.shards/settings.json"
-    recorded = json.loads(path.read_text())
-    assert "filters" not in recorded and "shards" not in recorded
-    del recorded["turns"]
-    path.write_text(json.dumps(recorded))
-    first = tmp_path / "data.shards/00000.jsonl"
-    written = first.stat().st_mtime_ns
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
-    assert first.stat().st_mtime_ns == written
-    with pytest.raises(DataError, match=r"turns=\[1\] there, \[2\] now"):
-        synthesise(lm, tokenizer, settings(tmp_path / "data", turns=[2]))
-
-
 def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    settings(tmp_path / "data").make(lm, tokenizer)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "data.shards").glob("*.jsonl")}
     assert store.about(tmp_path / "data")["speed"]["tokens_written"] > 0
     strict = FilterConfig(min_answer_tokens=12)
-    synthesise(lm, tokenizer, settings(tmp_path / "data", filters=strict))
+    settings(tmp_path / "data", filters=strict).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert all(sum(sample["loss_mask"]) >= 12 for sample in samples)
@@ -145,10 +133,14 @@ def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
 def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
     lm, tokenizer = brief
     config = settings(
-        tmp_path / "data", shards=2, shard_size=8, turns=[1, 3], max_answer_tokens=30,
+        tmp_path / "data",
+        shards=2,
+        shard_size=8,
+        turns=[1, 3],
+        max_answer_tokens=30,
         filters=FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
-    )  # fmt: skip
-    synthesise(lm, tokenizer, config)
+    )
+    config.make(lm, tokenizer)
     lines = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted((tmp_path / "data.shards").glob("*.jsonl"))
@@ -166,7 +158,7 @@ def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
         for (start, stop), said in zip(spans, messages[1::2], strict=True):
             text = tokenizer.decode(sample["input_ids"][start:stop], skip_special_tokens=True)
             assert text == said["content"]
-    assert store.about(tmp_path / "data")["figures"]["turns"]["1"] >= 8
+    assert store.about(tmp_path / "data")["statistics"]["turns"]["1"] >= 8
 
 
 def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
@@ -175,7 +167,7 @@ def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
     lm.config.max_position_embeddings = 120
     try:
         config = settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30)
-        synthesise(lm, tokenizer, config)
+        config.make(lm, tokenizer)
     finally:
         lm.config.max_position_embeddings = context
     samples, _ = store.load(tmp_path / "data")
@@ -184,40 +176,37 @@ def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
 
 def test_a_shard_that_is_torn_is_named(target, tmp_path):
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    settings(tmp_path / "data").make(lm, tokenizer)
     path = tmp_path / "data.shards/00001.jsonl"
     path.write_text(path.read_text()[:-40])
     with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
-        synthesise(lm, tokenizer, settings(tmp_path / "data", filters=FilterConfig(1)))
+        settings(tmp_path / "data", filters=FilterConfig(1)).make(lm, tokenizer)
 
 
 def test_tokens_time_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog):
     lm, tokenizer = target
     with caplog.at_level(logging.INFO):
-        synthesise(lm, tokenizer, settings(tmp_path / "data"))
+        settings(tmp_path / "data").make(lm, tokenizer)
     announced, wrote = caplog.messages[:2]
     assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
     assert "tokens/s" in announced and "MB on disk" in announced
     assert "of a plain forward's" in wrote
-    assert set(store.about(tmp_path / "data")["speed"]) == {
-        "tokens_written", "seconds", "tokens_per_second", "forward_tokens_per_second",
-        "share_of_forward",
-    }  # fmt: skip
+    wanted = "tokens_written seconds tokens_per_second forward_tokens_per_second share_of_forward"
+    assert [*store.about(tmp_path / "data")["speed"]] == wanted.split()
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(target, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 100, 100))
     with pytest.raises(DataError, match="Make room"):
-        synthesise(*target, settings(tmp_path / "data"))
+        settings(tmp_path / "data").make(*target)
     assert not list((tmp_path / "data.shards").glob("*.jsonl"))
 
 
 def test_questions_begin_with_their_openings_in_turn(target, tmp_path):
     openings = ["Summarize: The", "", "Translate: "]
-    synthesise(
-        *target, settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2])
-    )
+    config = settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2])
+    config.make(*target)
     samples, _ = store.load(tmp_path / "data")
     assert len(samples) == 12
     for i, sample in enumerate(samples):
@@ -229,7 +218,7 @@ def test_questions_begin_with_their_openings_in_turn(target, tmp_path):
 
 def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
     for seed in (0, 1):
-        synthesise(*target, settings(tmp_path / f"{seed}", seed=seed, filters=NO_FILTERS))
+        settings(tmp_path / f"{seed}", seed=seed, filters=NO_FILTERS).make(*target)
     paths = [str(tmp_path / "0"), str(tmp_path / "1")]
     mix = MixConfig(path=str(tmp_path / "mix"), paths=paths, filters=NO_FILTERS)
     mix.make(*target)
@@ -252,30 +241,30 @@ def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
 )
 def test_turns_and_temperatures_that_cannot_be_are_refused(target, tmp_path, wrong):
     with pytest.raises(ConfigError, match="at least one"):
-        synthesise(*target, settings(tmp_path / "data", **wrong))
+        settings(tmp_path / "data", **wrong).make(*target)
 
 
 def test_an_interrupted_synthesis_ends_with_the_same_data(target, tmp_path):
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "whole"))
-    synthesise(lm, tokenizer, settings(tmp_path / "stopped"))
+    settings(tmp_path / "whole").make(lm, tokenizer)
+    settings(tmp_path / "stopped").make(lm, tokenizer)
     shutil.rmtree(tmp_path / "stopped")
     shards = tmp_path / "stopped.shards"
     (shards / "00001.jsonl").rename(shards / "00001.part")
     (shards / "00002.jsonl").unlink()
     text = (shards / "00001.part").read_text()
     (shards / "00001.part").write_text(text[: len(text) // 2])
-    synthesise(lm, tokenizer, settings(tmp_path / "stopped"))
+    settings(tmp_path / "stopped").make(lm, tokenizer)
     assert store.load(tmp_path / "whole")[0] == store.load(tmp_path / "stopped")[0]
 
 
 def test_more_shards_keep_those_that_are_there(target, tmp_path):
     lm, tokenizer = target
-    synthesise(lm, tokenizer, settings(tmp_path / "data", shards=1))
+    settings(tmp_path / "data", shards=1).make(lm, tokenizer)
     (first,) = (tmp_path / "data.shards").glob("*.jsonl")
     written = first.stat().st_mtime_ns
     few, _ = store.load(tmp_path / "data")
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    settings(tmp_path / "data").make(lm, tokenizer)
     more, _ = store.load(tmp_path / "data")
     assert first.stat().st_mtime_ns == written
     assert more[: len(few)] == few and len(more) > len(few)
@@ -284,26 +273,23 @@ def test_more_shards_keep_those_that_are_there(target, tmp_path):
 def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
     lm, tokenizer = target
     first = settings(tmp_path / "data")
-    synthesise(lm, tokenizer, first)
+    first.make(lm, tokenizer)
     with pytest.raises(DataError, match="seed=0 there, 7 now"):
-        synthesise(lm, tokenizer, replace(first, seed=7))
+        replace(first, seed=7).make(lm, tokenizer)
 
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     lm, tokenizer = target
+    limits = {"max_question_tokens": 1, "keep_unfinished_questions": False}
     with pytest.raises(DataError, match="none of 2 conversations is usable"):
-        synthesise(
-            lm, tokenizer,
-            settings(tmp_path / "d", shards=1, shard_size=2, max_question_tokens=1,
-                     keep_unfinished_questions=False),
-        )  # fmt: skip
+        settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(lm, tokenizer)
 
 
 def test_changed_or_missing_data_is_refused(target, tmp_path):
     lm, tokenizer = target
     with pytest.raises(DataError, match="no complete dataset"):
         store.load(tmp_path / "none")
-    synthesise(lm, tokenizer, settings(tmp_path / "data"))
+    settings(tmp_path / "data").make(lm, tokenizer)
     path = tmp_path / "data" / store.PROVENANCE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "0" * 16}))
     with pytest.raises(DataError, match="not what its provenance"):

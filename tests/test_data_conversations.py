@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetDict
 
 from kangaroo import models
 from kangaroo.data import reading, store
-from kangaroo.data.conversations import ConversationsConfig, convert
+from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.errors import ConfigError, DataError
@@ -26,9 +26,12 @@ def target():
 
 
 QUESTIONS = [
-    "Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?",
-    "What does a compiler do?", "Name a dish with lentils.",
-]  # fmt: skip
+    "Why is the sky blue?",
+    "How are bridges built?",
+    "Who was Ada Lovelace?",
+    "What does a compiler do?",
+    "Name a dish with lentils.",
+]
 
 
 def chat(*contents, system=None):
@@ -46,9 +49,12 @@ TALKS = [chat(q, f"An answer to: {q}", f"And why {i}?", "So.") for i, q in enume
 
 def config(tmp_path, source, **changes):
     fields = {
-        "shard_size": 2, "batch_size": 3, "max_answer_tokens": 20, "answer_temperatures": [0.7],
+        "shard_size": 2,
+        "batch_size": 3,
+        "max_answer_tokens": 20,
+        "answer_temperatures": [0.7],
         "filters": FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
-    }  # fmt: skip
+    }
     return ConversationsConfig(
         path=str(tmp_path / "data"), source=str(source), **(fields | changes)
     )
@@ -77,10 +83,8 @@ def test_every_form_gives_the_same_conversations(tmp_path):
     Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS]).to_csv(
         tmp_path / "cells.csv"
     )
-    for name in (
-        "list.json", "lines.json", "mark.jsonl", "table.parquet", "saved", "splits", "folder",
-        "cells.csv",
-    ):  # fmt: skip
+    files = "list.json lines.json mark.jsonl table.parquet saved splits folder cells.csv"
+    for name in files.split():
         assert read(Source(str(tmp_path / name)), None) == TALKS, name
     assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
     assert read(Source(str(tmp_path / "splits"), split="test"), None) == TALKS[:1]
@@ -117,7 +121,7 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ('{"messages": [{"role": "user", "content": ["x"]}]}', "no text in 'content'.*list"),
         ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1 has no text"),
     ],
-)  # fmt: skip
+)
 def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
     path = tmp_path / "talks.json"
     path.write_text(text)
@@ -140,7 +144,7 @@ def test_other_encodings_and_missing_files_are_refused(tmp_path):
         read(Source(str(tmp_path / "empty")), None)
 
 
-def test_a_hub_that_is_not_there_is_said_with_the_mend():
+def test_the_error_for_a_hub_that_is_not_there_gives_the_fix():
     with pytest.raises(DataError, match=r"data\.source=some/talks .*Pass a \.json.*network"):
         read(Source("some/talks", subset="en"), None)
 
@@ -159,7 +163,7 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("path", ["some/talks/talks.json", "some/talks", "some", ""])
-def test_a_file_that_the_hub_does_not_give_is_said_with_the_mend(path):
+def test_the_error_for_a_file_that_the_hub_does_not_give_gives_the_fix(path):
     source = f"hf://datasets/{path}"
     with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
         read(Source(source), None)
@@ -172,12 +176,10 @@ def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path
     assert prompt_ids(target[1], [turn])
 
 
-@pytest.mark.parametrize(
-    ("roles", "kept"),
-    [("ua", "ua"), ("au", "u"), ("sua", "sua"), ("saua", "sua"), ("uau", "uau"), ("uua", "u"),
-     ("uaa", "ua"), ("s", "s"), ("a", ""), ("", ""), ("suas", "sua"), ("uaeua", "ua"),
-     ("ue", "u"), ("eua", "")],
-)  # fmt: skip
+KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
+
+
+@pytest.mark.parametrize(("roles", "kept"), [pair.split(":") for pair in KEPT.split()])
 def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
     names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
     messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
@@ -186,7 +188,7 @@ def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
     lm, tokenizer = target
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path), regenerate=False))
+    config(tmp_path, written(tmp_path), regenerate=False).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert [sample["messages"] for sample in samples] == TALKS
     for sample in samples:
@@ -194,7 +196,7 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
         end = len(mask) - mask[::-1].index(1)  # after it stands the template's newline
         assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
     check_trainable(samples, 2048)
-    assert about["figures"]["turns"] == {"2": 5} and about["speed"] is None
+    assert about["statistics"]["turns"] == {"2": 5} and about["speed"] is None
 
 
 def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
@@ -202,7 +204,7 @@ def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
     lengths = [len(masked_ids(tokenizer, talk[:2])[0]) for talk in TALKS]
     limit = sorted(lengths)[2]
     source = written(tmp_path)
-    convert(lm, tokenizer, config(tmp_path, source, regenerate=False, max_length=limit))
+    config(tmp_path, source, regenerate=False, max_length=limit).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
     assert about["dropped"] == {"unfinished": 5 - len(samples)}
@@ -211,7 +213,7 @@ def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
     lm, tokenizer = target
     talks = [*TALKS, chat("A last question?", system="You are brief.")]
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    config(tmp_path, written(tmp_path, talks)).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert len(samples) == 6 == about["asked"]
     assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
@@ -232,43 +234,43 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
     lm, tokenizer = target
     source = written(tmp_path)
-    convert(lm, tokenizer, config(tmp_path, source, limit=4))
+    config(tmp_path, source, limit=4).make(lm, tokenizer)
     shards = sorted((tmp_path / "data.shards").glob("*.jsonl"))
     before = {path: path.stat().st_mtime_ns for path in shards}
     few, _ = store.load(tmp_path / "data")
     shards[1].with_suffix(".part").write_text(shards[1].read_text()[:50])
     shards[1].unlink()
-    convert(lm, tokenizer, config(tmp_path, source))
+    config(tmp_path, source).make(lm, tokenizer)
     more, _ = store.load(tmp_path / "data")
     assert more[:4] == few and len(more) == 5
     assert shards[0].stat().st_mtime_ns == before[shards[0]]
     talks = [*TALKS[:4], chat("Something else?", "No.")]
-    convert(lm, tokenizer, config(tmp_path, written(tmp_path, talks)))
+    config(tmp_path, written(tmp_path, talks)).make(lm, tokenizer)
     changed, _ = store.load(tmp_path / "data")
     assert changed[:4] == few and changed[4]["messages"][0]["content"] == "Something else?"
 
 
 def test_other_settings_are_refused_by_name(target, tmp_path):
     source = written(tmp_path)
-    convert(*target, config(tmp_path, source))
+    config(tmp_path, source).make(*target)
     with pytest.raises(DataError, match="max_answer_tokens=20 there, 21 now"):
-        convert(*target, config(tmp_path, source, max_answer_tokens=21))
+        config(tmp_path, source, max_answer_tokens=21).make(*target)
 
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
     only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
     with pytest.raises(DataError, match=r"none of the 1 conversations.*with an answer"):
-        convert(*target, config(tmp_path, only_questions, regenerate=False))
+        config(tmp_path, only_questions, regenerate=False).make(*target)
     with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
-        convert(*target, config(tmp_path, written(tmp_path, [[]], "e.jsonl")))
+        config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
     with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 unfinished\)"):
-        convert(*target, config(tmp_path, written(tmp_path), max_length=10))
+        config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(ConfigError, match="at least one temperature"):
-        convert(*target, config(tmp_path, only_questions, answer_temperatures=[]))
+        config(tmp_path, only_questions, answer_temperatures=[]).make(*target)
 
 
 def test_system_turns_can_be_left_out(target, tmp_path):
     source = written(tmp_path, [chat("Why?", "So.", system="Rhyme.")])
-    convert(*target, config(tmp_path, source, regenerate=False, keep_system=False))
+    config(tmp_path, source, regenerate=False, keep_system=False).make(*target)
     (sample,), _ = store.load(tmp_path / "data")
     assert sample["messages"] == chat("Why?", "So.")

@@ -87,9 +87,12 @@ def conversations(tmp_path):
 
     def config(name):
         return ConversationsConfig(
-            path=str(tmp_path / name), source=str(tmp_path / "talks.jsonl"), shard_size=2,
-            batch_size=2, max_answer_tokens=12,
-        )  # fmt: skip
+            path=str(tmp_path / name),
+            source=str(tmp_path / "talks.jsonl"),
+            shard_size=2,
+            batch_size=2,
+            max_answer_tokens=12,
+        )
 
     return config
 

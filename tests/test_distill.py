@@ -11,7 +11,7 @@ from kangaroo.model import LM
 from kangaroo.trained import eagle_head, medusa_heads
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.batches import collate
-from kangaroo.training.distill import FIGURES, Student, Teacher, distill
+from kangaroo.training.distill import MEASURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import trainees
@@ -91,14 +91,14 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     (graded,) = distill(Teacher.of(lm, teacher, 3), targets, [taught], chunk_size=4, backward=True)
     for (_, gradient), wanted in zip(graded.gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
-    figures = dict(zip(FIGURES, graded.sums_F.tolist(), strict=True))
-    assert math.isclose(figures["loss"], total.item() / 0.5, rel_tol=1e-4)
-    assert figures["positions"] == valid.sum()
+    results = dict(zip(MEASURES, graded.sums_F.tolist(), strict=True))
+    assert math.isclose(results["loss"], total.item() / 0.5, rel_tol=1e-4)
+    assert results["positions"] == valid.sum()
     drafted = torch.arange(64)[rows][log_q.argmax(-1)]
     agrees = (drafted == lm.head(teacher).argmax(-1)) & valid
-    assert torch.equal(graded.agrees_M, agrees) and figures["agreement"] == agrees.sum()
+    assert torch.equal(graded.agrees_M, agrees) and results["agreement"] == agrees.sum()
     both = overlap(p, log_q)[valid].sum().item()
-    assert math.isclose(figures["expected_acceptance"], both, rel_tol=1e-4)
+    assert math.isclose(results["expected_acceptance"], both, rel_tol=1e-4)
 
 
 def like_vicunas(dtype=torch.float32, vocab_size=2000):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 from commands import python
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
+TOUR = ROOT / "examples/tour.ipynb"
 TINY = "--model tiny --adapter untrained:2"
 
 # What is appended to each, and what it then prints.
@@ -55,3 +58,37 @@ def test_an_example_runs(example, tmp_path):
 def test_an_example_runs_on_the_embedded_model(example, smollm2, tmp_path):
     options, expected = REAL[example]
     assert re.search(expected, shown(example, options, tmp_path), flags=re.S)
+
+
+def told(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def check_tour(notebook: nbformat.NotebookNode) -> None:
+    """Its cells ran in order, and show what their text promises."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    load, generate, several, stream, compare, plot = cells
+    assert told(load) == "" and "sky" in told(generate) and "Paris" in told(stream)
+    assert re.search(r"> Name three rivers.*\n> What is 12", told(several), flags=re.S)
+    assert re.match(r"the same text: True\nvanilla +\d.*\nkangaroo +\d.*\n$", told(compare))
+    (drawn,) = (output for output in plot.outputs if output.output_type == "display_data")
+    assert "image/png" in drawn.data
+
+
+def test_the_notebook_is_kept_with_what_it_shows():
+    notebook = nbformat.read(TOUR, as_version=4)
+    check_tour(notebook)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert all(output.get("name") != "stderr" for output in shown)  # it has somebody's paths
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_the_embedded_model(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(TOUR, as_version=4)
+    here = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=600, resources=here, coalesce_streams=True)
+    check_tour(client.execute())
+    assert list(tmp_path.iterdir()) == []

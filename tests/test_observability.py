@@ -84,7 +84,7 @@ def walk(agrees, length, start):
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
-    """Along a text that decoding writes, both figures speak of the same events: they differ only in
+    """Along a text that decoding writes, both results speak of the same events: they differ only in
     that one counts rounds and the other positions."""
     lm, new_tokens = tiny(), 40
     trainee = trained(lm, **changes)
@@ -217,7 +217,7 @@ def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     assert progress["tokens"] == last["tokens"]
 
 
-def test_answers_too_short_for_a_draft_step_leave_its_figures_out(tmp_path):
+def test_answers_too_short_for_a_draft_step_leave_its_results_out(tmp_path):
     data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
     recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe, data)

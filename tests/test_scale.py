@@ -1,4 +1,4 @@
-"""Training at scale: the same figures and weights whatever the number of processes."""
+"""Training at scale: the same results and weights whatever the number of processes."""
 
 import itertools
 import json

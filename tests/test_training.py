@@ -71,7 +71,7 @@ VARIANTS = [
 
 
 def taught(lm, batches, **changes):
-    """The figures of each micro-batch, and the gradients that they add up to."""
+    """The results of each micro-batch, and the gradients that they add up to."""
     made = trainees(lm, [recipe(**changes)], None)
     grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
     return grades, [parameter.grad for parameter in made[0].adapter.parameters()]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ class ConversationsConfig:
         source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
             reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
-        column: that holds the conversation; None finds the usual names.
-        limit: conversations read, from the first on; None reads all.
-        max_length: tokens; a conversation ends before the turn that goes beyond.
+        column: the column that holds the conversation; None finds the usual names.
+        limit: read this many conversations, from the first on; None reads all.
+        max_length: tokens of a conversation; it ends before the turn that would exceed them.
         keep_system: false leaves out system turns, which some templates refuse.
-        regenerate: the target answers every user turn itself, with its own earlier answers before
-            it, so that the adapter learns what the target says; false keeps the text as it is.
-        max_answer_tokens: of a regenerated answer; one that reaches it ends its conversation.
-        answer_temperatures: shards take them in turn; 0 is greedy.
-        batch_size: rows decoded at a time.
-        shard_size: conversations a shard; a killed run loses at most the shard at hand.
-        seed: with the model, these settings and the source it fixes the data.
-        filters: what is left out of the finished dataset; shards do not depend on it.
+        regenerate: the target answers every user turn itself, after its own earlier answers, so
+            that the adapter learns what the target says; false keeps the text as it is.
+        max_answer_tokens: limit of a regenerated answer; one that reaches it ends its conversation.
+        answer_temperatures: the shards use them in turn; 0 is greedy.
+        batch_size: rows decoded at the same time.
+        shard_size: conversations in a shard; a killed run loses at most the shard in progress.
+        seed: the data depend on it, the model, these settings and the source alone.
+        filters: what the finished dataset leaves out; the shards do not depend on it.
     """
 
     name: str = "conversations"
@@ -71,64 +71,53 @@ class ConversationsConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:  # fmt: skip
-        convert(lm, tokenizer, self, ranks)
+    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+        """Write the dataset to `path`, or what is still missing of it.
+
+        With `regenerate`, every shard is a pure function of model, settings, its number and the
+        questions it answers, and is renamed into place when complete. So a killed run can continue,
+        and where the source has changed or grown, only the shards concerned are written again.
+
+        Args:
+            ranks: the processes that share the shards between them. The first makes the dataset,
+                and the others do not wait for it. None: there is only this process.
+
+        Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
+        `ConfigError` for a template that does not show which part is the assistant's.
+        """
+        if not self.answer_temperatures:
+            raise ConfigError("data.answer_temperatures must name at least one temperature.")
+        source = Source(self.source, self.subset, self.split, self.revision, self.column)
+        conversations = [_shown(turns, self) for turns in read(source, self.limit)]
+        asked = len(conversations)
+        conversations = [turns for turns in conversations if turns]
+        if not conversations:
+            raise DataError(
+                f"none of the {asked} conversations in {self.source} has a user turn"
+                f"{'' if self.regenerate else ' with an answer'}."
+            )
+        log.info("%d of %d conversations in %s are usable", len(conversations), asked, self.source)
+        settings: dict[str, Any] = {"model": lm.name} | asdict(self)
+        settings["conversations"] = _hash(conversations)
+        del settings["path"]
+        path, ranks = Path(self.path), ranks or Ranks()
+        if ranks.share(store.is_of(path, settings)):
+            return
+        if self.regenerate:
+            raw, speed = _regenerated(lm, tokenizer, self, conversations, ranks)
+        elif ranks.is_first:
+            raw, speed = _as_they_are(tokenizer, self, conversations), None
+        if ranks.is_first:
+            finish(path, settings, raw, asked, self.filters, speed)
 
 
-# Settings that change no shard: which conversations it answers is in its name.
-_NOT_IN_SHARDS = (
-    "source", "subset", "split", "revision", "column", "limit", "keep_system", "regenerate",
-    "filters",
-)  # fmt: skip
-
-
-def convert(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
-    ranks: Ranks | None = None,
-) -> None:  # fmt: skip
-    """Make a dataset of a source's conversations, or what is still missing of it.
-
-    With `regenerate`, every shard is a pure function of model, settings, its number and the
-    questions it answers, and is renamed into place when complete: a run that was killed goes on,
-    and where the source has changed or grown, the shards concerned are written anew.
-
-    Args:
-        ranks: the processes that share the shards out; the first makes the dataset of them, or of
-            the text as it is, and the others do not wait for it. None: there is only this one.
-
-    Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
-    `ConfigError` for a template that does not show which part is the assistant's.
-    """
-    if not config.answer_temperatures:
-        raise ConfigError("data.answer_temperatures must name at least one temperature.")
-    source = Source(config.source, config.subset, config.split, config.revision, config.column)
-    conversations = [_shown(turns, config) for turns in read(source, config.limit)]
-    asked = len(conversations)
-    conversations = [turns for turns in conversations if turns]
-    if not conversations:
-        raise DataError(
-            f"none of the {asked} conversations in {config.source} has a user turn"
-            f"{'' if config.regenerate else ' with an answer'}."
-        )
-    log.info("%d of %d conversations in %s are usable", len(conversations), asked, config.source)
-    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
-    settings["conversations"] = _hash(conversations)
-    del settings["path"]
-    path, ranks = Path(config.path), ranks or Ranks()
-    if ranks.share(store.is_of(path, settings)):
-        return
-    if config.regenerate:
-        raw, speed = _regenerated(lm, tokenizer, config, conversations, ranks)
-    elif ranks.is_first:
-        raw, speed = _as_they_are(tokenizer, config, conversations), None
-    if ranks.is_first:
-        finish(path, settings, raw, asked, config.filters, speed)
+# Settings that change no shard; a shard's name says which conversations it answers.
+_OF_SOURCE = {f.name for f in fields(Source)}
+_NOT_IN_SHARDS = _OF_SOURCE | {"source", "limit", "keep_system", "regenerate", "filters"}
 
 
 def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message]:
-    """What of a conversation is used; empty if that has nothing to learn from."""
+    """The turns of a conversation that are used; none if there is nothing to learn from them."""
     turns = regular(messages)
     if not config.keep_system:
         turns = [turn for turn in turns if turn["role"] != "system"]
@@ -141,10 +130,11 @@ def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message
 
 
 def _as_they_are(
-    tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ConversationsConfig,
     conversations: Sequence[list[Message]],
-) -> list[Sample]:  # fmt: skip
-    """Tokenised by the chat template, up to the last answer that ends within `max_length`."""
+) -> list[Sample]:
+    """Conversations as samples, each up to the last answer that ends within `max_length`."""
     folder = Path(config.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     characters = sum(len(turn["content"]) for turns in conversations for turn in turns)
@@ -160,11 +150,14 @@ def _as_they_are(
 
 
 def _regenerated(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, config: ConversationsConfig,
-    conversations: Sequence[list[Message]], ranks: Ranks,
-) -> tuple[list[Sample], dict[str, float] | None]:  # fmt: skip
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ConversationsConfig,
+    conversations: Sequence[list[Message]],
+    ranks: Ranks,
+) -> tuple[list[Sample], dict[str, float] | None]:
     settings = {"model": lm.name} | asdict(config)
-    fixed = {k: v for k, v in settings.items() if k not in ("path", *_NOT_IN_SHARDS)}
+    fixed = {k: v for k, v in settings.items() if k not in _NOT_IN_SHARDS}
     shards = Shards(Path(config.path + ".shards"), fixed)
     parts = []
     for first in range(0, len(conversations), config.shard_size):
@@ -179,10 +172,13 @@ def _regenerated(
 
 
 def _answer(
-    config: ConversationsConfig, number: int, asked: Sequence[list[Message]], writer: Writer,
+    config: ConversationsConfig,
+    number: int,
+    asked: Sequence[list[Message]],
+    writer: Writer,
     done: Callable[[], object],
-) -> list[Dialogue]:  # fmt: skip
-    """One shard's conversations, turn by turn: everybody's first answer, then the second ones."""
+) -> list[Dialogue]:
+    """One shard's conversations, turn by turn: all first answers, then all second ones."""
     first = config.seed * 1_000_003 + number * config.shard_size
     dialogues = [Dialogue(first + index) for index in range(len(asked))]
     temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
@@ -196,7 +192,7 @@ def _answer(
 
 
 def _put_question(dialogue: Dialogue, turns: Iterator[Message]) -> None:
-    """Take the next user turn, with a system turn before it; where none is left, close."""
+    """Add the next user turn, with a system turn before it; without one, close the dialogue."""
     for turn in turns:
         dialogue.messages.append(turn)
         if turn["role"] == "user":
@@ -205,7 +201,7 @@ def _put_question(dialogue: Dialogue, turns: Iterator[Message]) -> None:
 
 
 def _hash(conversations: Sequence[list[Message]]) -> str:
-    """Of their text, in order."""
+    """Hash of their text, in order."""
     digest = hashlib.sha256()
     for messages in conversations:
         digest.update(json.dumps(messages).encode())

@@ -15,11 +15,11 @@ from kangaroo.errors import DataError
 def documents(
     dataset: str | None, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """The token ids of each, and their origin as JSON values.
+    """The token ids of each document, and the origin of all as JSON values.
 
     Args:
-        dataset: folder of a finished dataset, each conversation of which is a document.
-        texts: files, each a document, which gets no BOS or other special token.
+        dataset: folder of a finished dataset; each conversation is a document.
+        texts: files; each is a document, without BOS or other special tokens.
 
     Errors: `DataError` where there is nothing, or a file cannot be read as text.
     """

@@ -1,4 +1,4 @@
-"""What of the raw conversations goes into a dataset: no degenerate text, nothing twice."""
+"""Which of the raw conversations a dataset keeps: no degenerate text, no question twice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from kangaroo.prompts import Sample
 
-NGRAM = 4  # a phrase; shorter ones come again in any text
-SHINGLE = 5  # characters, so that it works for languages without blanks between words
-BANDS, ROWS = 16, 4  # of the MinHash; a pair with similarity 0.7 meets in a band with 98.8 %
+NGRAM = 4  # tokens or words of a phrase; shorter phrases come again in any text
+SHINGLE = 5  # characters, not words: some languages have no blanks between words
+BANDS, ROWS = 16, 4  # of the MinHash; two texts of similarity 0.7 share a band with 98.8 %
 _PRIME = (1 << 31) - 1
 
 
@@ -23,12 +23,12 @@ class FilterConfig:
     """What is dropped when the dataset is put together; shards stay as they were written.
 
     Args:
-        min_answer_tokens: shorter answers are degenerate; their end-of-turn token counts.
-        max_repetition: so are answers, and questions, of which a larger share of the 4-grams (of
-            tokens, and of words) came before in the same text; 1 keeps all.
+        min_answer_tokens: a shorter answer is degenerate; its end-of-turn token counts.
+        max_repetition: an answer is degenerate if a larger share of its 4-grams of tokens came
+            before in the same text; a question likewise, by its words. 1 keeps all.
         near_duplicate: a conversation is dropped if its first question is this similar to an
-            earlier one (estimated Jaccard similarity of their 5-character shingles); 1 drops only
-            those that are equal but for case and punctuation.
+            earlier one (estimated Jaccard similarity of their 5-character shingles). 1 drops only
+            questions that are equal except for case and punctuation.
     """
 
     min_answer_tokens: int = 4
@@ -41,8 +41,8 @@ def select(
 ) -> Iterator[Sample]:
     """Samples in order, cut before their first degenerate turn, or dropped.
 
-    What is dropped depends on earlier samples alone, so that data that grows keeps what it had, and
-    no question stands in both the training part and the held-out part at the end.
+    What is dropped depends on earlier samples alone, so a dataset that grows keeps what it had. No
+    question is in both the training part and the held-out part at the end.
 
     Args:
         dropped: counts each dropped or cut conversation by its reason.
@@ -62,7 +62,7 @@ def select(
 
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
-    """How many answers from the first on are fit for use, and what is wrong with the next."""
+    """How many answers, from the first on, are usable, and what is wrong with the next one."""
     asked = [m["content"] for m in sample["messages"] if m["role"] == "user"]
     said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
     for turn, (start, stop) in enumerate(answers(sample["loss_mask"])):
@@ -78,7 +78,7 @@ def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
 
 
 def answers(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Each answer's tokens, from first to beyond its last: the runs of ones in a loss mask."""
+    """Each answer's first token and the one after its last: the runs of ones in a loss mask."""
     steps = np.diff([0, *mask, 0])
     starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
@@ -96,19 +96,19 @@ def cut(sample: Sample, turns: int) -> Sample:
 
 
 def repetition(items: Sequence[object]) -> float:
-    """The share of 4-grams that came before in the same text: 0 to nearly 1 (a loop)."""
+    """The share of 4-grams that came before in the same text, from 0 to nearly 1 (a loop)."""
     grams = [tuple(items[i : i + NGRAM]) for i in range(len(items) - NGRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 class Questions:
-    """The questions met so far, and whether another one was among them.
+    """The questions so far, and whether a further one is new.
 
     Near duplicates are found by MinHash with banding (Broder 1997; Leskovec et al., Mining of
     Massive Datasets, chapter 3): only questions that share a band are compared.
 
     Args:
-        similarity: from this one on, two questions count as the same.
+        similarity: two questions that are at least this similar count as the same.
     """
 
     def __init__(self, similarity: float):
@@ -120,7 +120,7 @@ class Questions:
         self.factor_H, self.offset_H = generator.integers(1, _PRIME, (2, BANDS * ROWS, 1))
 
     def met(self, question: str) -> str:
-        """Why the question is not new, or an empty string; a new one is remembered."""
+        """Why the question is not new; an empty string for a new one, which is remembered."""
         text = re.sub(r"\W+", " ", question.casefold()).strip() or question.strip()
         if text in self.exact:
             return "duplicate"

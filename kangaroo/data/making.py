@@ -1,4 +1,4 @@
-"""From parts that the target has to write to a finished dataset, whatever asks the questions."""
+"""Write the missing shards and make a finished dataset, whatever asks the questions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, select
 from kangaroo.data.shards import Shards
-from kangaroo.data.statistics import figures
+from kangaroo.data.statistics import statistics
 from kangaroo.data.writing import Dialogue, Speed, Writer
 from kangaroo.errors import DataError
 from kangaroo.model import LM
@@ -34,10 +34,10 @@ class Part:
     """What one shard takes at most, and how to write it.
 
     Args:
-        name: of its file.
-        answers: that are asked for.
-        tokens: of its samples.
-        write: gives the finished dialogues, and calls its second argument after every answer.
+        name: name of its file.
+        answers: number of answers that are asked for.
+        tokens: number of tokens in its samples.
+        write: returns the finished dialogues, and calls its second argument after every answer.
     """
 
     name: str
@@ -47,16 +47,21 @@ class Part:
 
 
 def write_parts(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, shards: Shards, parts: Sequence[Part],
-    batch_size: int, longest: int, ranks: Ranks,
-) -> tuple[list[Sample], dict[str, float] | None]:  # fmt: skip
-    """Write the shards that are missing, after saying what that will take.
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    shards: Shards,
+    parts: Sequence[Part],
+    batch_size: int,
+    longest: int,
+    ranks: Ranks,
+) -> tuple[list[Sample], dict[str, float] | None]:
+    """Write the shards that are missing, and log beforehand what that takes.
 
     Args:
-        batch_size: rows decoded at a time, in each process.
+        batch_size: rows decoded at the same time, in each process.
         longest: no conversation grows beyond this many tokens.
         ranks: the processes that share the work, on one disk; they return when the last shard is
-            there.
+            written.
 
     Returns the samples of all parts (in the first process alone, none in the others), and how fast
     they were written (None where nothing was missing).
@@ -76,55 +81,62 @@ def write_parts(
 
 
 def _write(
-    shards: Shards, parts: Sequence[Part], missing: Sequence[Part], tokens: int, writer: Writer,
+    shards: Shards,
+    parts: Sequence[Part],
+    missing: Sequence[Part],
+    tokens: int,
+    writer: Writer,
     ranks: Ranks,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Process r of W writes the missing shards r, r + W, ...
 
     So shares differ by one shard at most, no file says whose a shard is, and what a killed process
-    leaves is simply missing at the next start.
+    did not finish is simply missing at the next start.
 
     Args:
-        tokens: that will be written at most.
+        tokens: at most so many will be written.
     """
     mine = missing[ranks.rank :: ranks.world]
     if mine:
         writer.time_trials()
     own, all_of_us = writer.speed, Speed.together(ranks.gather(writer.speed))
     log.info(
-        "%d of %d shards to write: up to %d tokens, %s at %.0f tokens/s (the first steps; shards "
-        "at a time: %d; a plain forward runs %.0f), %.1f MB on disk",
-        len(missing), len(parts), tokens, timedelta(seconds=int(tokens / all_of_us.trial)),
-        all_of_us.trial, min(ranks.world, len(missing)), all_of_us.forward,
-        tokens * BYTES_PER_TOKEN / 1e6,
-    )  # fmt: skip
+        f"{len(missing)} of {len(parts)} shards to write: up to {tokens} tokens, "
+        f"{timedelta(seconds=int(tokens / all_of_us.trial))} at {all_of_us.trial:.0f} tokens/s "
+        f"(the first steps; shards at a time: {min(ranks.world, len(missing))}; a plain forward "
+        f"runs {all_of_us.forward:.0f}), {tokens * BYTES_PER_TOKEN / 1e6:.1f} MB on disk"
+    )
     answers, ended = sum(part.answers for part in mine), 0
-    # the first process's bar stands for all: no share is larger
+    # the bar of the first process is enough: no share is larger
     with tqdm(total=answers, unit="answer", desc="writing", disable=not ranks.is_first) as bar:
         for part in mine:
             shards.write(part.name, _samples(part, writer, bar.update))
             ended += part.answers
-            bar.update(ended - bar.n)  # those that were never asked for
+            bar.update(ended - bar.n)  # answers that were not asked for in the end
             bar.set_postfix(tokens_per_second=own.written / own.seconds)
     facts = Speed.together(ranks.gather(own)).facts()
     log.info(
-        "wrote %d tokens at %.1f tokens/s: with the prompts %.0f%% of a plain forward's %.1f",
-        facts["tokens_written"], facts["tokens_per_second"], 100 * facts["share_of_forward"],
-        facts["forward_tokens_per_second"],
-    )  # fmt: skip
+        f"wrote {facts['tokens_written']} tokens at {facts['tokens_per_second']:.1f} tokens/s: "
+        f"with the prompts {facts['share_of_forward']:.0%} of a plain forward's "
+        f"{facts['forward_tokens_per_second']:.1f}"
+    )
     return facts
 
 
 def finish(
-    path: Path, settings: dict[str, Any], raw: Sequence[Sample], asked: int,
-    filters: FilterConfig, speed: dict[str, float] | None = None,
-) -> None:  # fmt: skip
-    """Filter raw samples, save them as a dataset, and say what became of them: in one process.
+    path: Path,
+    settings: dict[str, Any],
+    raw: Sequence[Sample],
+    asked: int,
+    filters: FilterConfig,
+    speed: dict[str, float] | None = None,
+) -> None:
+    """Filter raw samples, save them as a dataset, and log what became of them. In one process.
 
     Args:
-        asked: how many conversations there should have been; those that are not among `raw` were
+        asked: how many conversations there should have been; those that are not in `raw` were
             dropped while they were written.
-        speed: of writing them, if this run did.
+        speed: how fast they were written (`Speed.facts`), if this run wrote them.
 
     Errors: `DataError` where nothing is left.
     """
@@ -139,9 +151,10 @@ def finish(
             "does its template end a user turn? data.filters.* and the limits on tokens set what "
             "is kept."
         )
-    facts = {"asked": asked, "dropped": dict(dropped), "figures": figures(samples), "speed": speed}
+    facts = {"asked": asked, "dropped": dict(dropped), "statistics": statistics(samples)}
+    facts["speed"] = speed
     log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), asked, reasons)
-    log.info("%s", facts["figures"])
+    log.info("%s", facts["statistics"])
     store.save(samples, path, settings, facts)
 
 
@@ -162,7 +175,7 @@ def _samples(part: Part, writer: Writer, done: Callable[[], object]) -> Iterator
 
 
 def _expected_tokens(shards: Shards, parts: Sequence[Part], missing: Sequence[Part]) -> int:
-    """At most as many as asked for; judged by the first shard that is there, if one is."""
+    """Tokens to write: the maximum, scaled by what the first existing shard took of its own."""
     most = sum(part.tokens for part in missing)
     for part in parts:
         if part.tokens and shards.path(part.name).exists():

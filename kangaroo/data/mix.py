@@ -21,10 +21,10 @@ class MixConfig:
     """What is mixed.
 
     Args:
-        path: folder of the dataset that is made.
+        path: folder of the new dataset.
         paths: folders of finished datasets.
-        seed: of the order; all parts are spread alike, since the last conversations are held out.
-        filters: questions of one part may come again in another.
+        seed: seed of the order. The parts are shuffled, since the last conversations are held out.
+        filters: applied again, since a question of one part may come again in another.
     """
 
     name: str = "mix"
@@ -33,10 +33,8 @@ class MixConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:  # fmt: skip
-        """The first of several processes does it, and the others do not wait for it.
+    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+        """Write the dataset to `path`; of several processes the first does it, none waits.
 
         Errors: `DataError` where a part is no complete dataset.
         """

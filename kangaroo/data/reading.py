@@ -17,17 +17,15 @@ from kangaroo.errors import DataError
 from kangaroo.prompts import Message
 
 COLUMNS = ("messages", "conversations", "conversation")
-ROLES = {
-    "system": "system", "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant",
-}  # fmt: skip
+ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
+    ("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"
+)
 FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, ...]} or '
     '{"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
 LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-HUB_FILE = "hf://datasets/"  # and owner/name/file: how URLs name a file of a dataset on the hub
+HUB_FILE = "hf://datasets/"  # followed by owner/name/file
 SOURCES = (
     "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "
     f"{HUB_FILE}owner/name/file"
@@ -42,7 +40,8 @@ class Source:
         path: a .json or .jsonl file, one that `datasets` reads, a folder, an id on the hub, or one
             file there, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
-        column: that holds the conversation; None: "messages", "conversations" or "conversation".
+        column: the column that holds the conversation; None takes "messages", "conversations" or
+            "conversation".
     """
 
     path: str
@@ -53,7 +52,7 @@ class Source:
 
 
 def read(source: Source, limit: int | None) -> list[list[Message]]:
-    """The conversations of a source, at most `limit`, as they stand there.
+    """The conversations of a source, at most `limit`, unchanged.
 
     Errors: `DataError` says which record is malformed and what is expected, or why the source
     cannot be read.
@@ -73,10 +72,10 @@ def read(source: Source, limit: int | None) -> list[list[Message]]:
 
 
 def regular(messages: list[Message]) -> list[Message]:
-    """The longest start in which user and assistant take turns, from a user turn on.
+    """The longest beginning in which user and assistant take turns, user first.
 
-    Turns of the assistant before the first user turn are left out, a system turn is kept, and an
-    empty turn ends the conversation.
+    A system turn at the start is kept, turns of the assistant before the first user turn are left
+    out, and an empty turn ends the conversation.
     """
     kept = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = itertools.dropwhile(lambda m: m["role"] != "user", messages)
@@ -115,8 +114,8 @@ def _fetched(source: Source) -> str:
 def _unreadable(source: Source, error: Exception) -> DataError:
     return DataError(
         f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
-        f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub wants a network, "
-        "and for a gated dataset `hf auth login`."
+        f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
+        "and a gated dataset needs `hf auth login`."
     )
 
 
@@ -137,7 +136,7 @@ def _from_datasets(source: Source, path: Path) -> Dataset:
 
 
 def _from_json(path: Path) -> Iterator[Any]:
-    """Records of a file that is one JSON list, or has one JSON object a line."""
+    """Records of a file that is one JSON list, or has one JSON object per line."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = next((line for line in file if line.strip()), "")
@@ -162,7 +161,7 @@ def _line(path: Path, number: int, line: str) -> Any:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {number} is not JSON ({error}); a file is one JSON list, or one object "
-            "a line."
+            "per line."
         ) from error
 
 

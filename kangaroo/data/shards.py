@@ -1,4 +1,4 @@
-"""A dataset in the making: numbered files of samples, each written whole or not at all."""
+"""A dataset in progress: named files of samples, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Shards:
     """A folder of shards, each a pure function of the folder's settings and of its own name.
 
     Args:
-        settings: all that a shard's content depends on; a folder begun with others is refused.
-        since: settings that came later, with the value that older folders were written with.
+        settings: all that a shard's content depends on.
 
     Errors: `DataError` for a folder begun with other settings.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], since: dict[str, Any] | None = None):
+    def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder = folder
         path = folder / SETTINGS
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # of its own name: other processes of the run write the same
+            # a name of its own: other processes of the run write the same file
             part = path.with_suffix(f".{uuid.uuid4().hex}.part")
             part.write_text(json.dumps(settings, indent=2) + "\n")
             os.replace(part, path)
-        if changed := changes((since or {}) | _json(path, path.read_text()), settings):
+        if changed := changes(_json(path, path.read_text()), settings):
             raise DataError(
                 f"{folder} was begun with other settings ({changed}). Go on with the same ones, "
                 "pass data.path= another folder, or delete it."
             )
 
     def path(self, name: str) -> Path:
+        """The file of that shard, written or not."""
         return self.folder / f"{name}.jsonl"
 
     def write(self, name: str, samples: Iterable[Sample]) -> None:
-        """Write a shard; a process killed on the way leaves at most a `.part` file."""
+        """Write a shard; a process that is killed meanwhile leaves at most a `.part` file."""
         part = self.path(name).with_suffix(".part")
         with part.open("w", encoding="utf-8") as file:
             for sample in samples:
@@ -53,7 +53,7 @@ class Shards:
         os.replace(part, self.path(name))
 
     def read(self, name: str) -> Iterator[Sample]:
-        """Errors: `CorruptFile` for a shard that is not as it was written."""
+        """The samples of a shard. Errors: `CorruptFile` where it is not as it was written."""
         with self.path(name).open(encoding="utf-8") as file:
             for line in file:
                 yield _json(self.path(name), line)

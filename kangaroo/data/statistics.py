@@ -1,4 +1,4 @@
-"""What a dataset is like, in figures that stand in its provenance."""
+"""What a dataset is like: the numbers that its provenance gives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kangaroo.data.filters import NGRAM, answers
 from kangaroo.prompts import Sample
 
 
-def figures(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Turns, lengths in tokens, and variety of what the assistant wrote.
+def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Turns, lengths in tokens, and variety of what the assistant wrote, as JSON values.
 
-    `prompt_tokens` are those that stand between one answer and the next: template and user turn.
-    `distinct_4grams` is a share: of all 4-grams of tokens in answers, those that differ.
+    `prompt_tokens` are those between one answer and the next: template and user turn.
+    `distinct_4grams` is the number of different 4-grams of tokens in answers, divided by all.
     """
     turns: Counter[int] = Counter()
     prompts, lengths, grams = [], [], Counter[tuple[int, ...]]()

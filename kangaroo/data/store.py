@@ -20,11 +20,11 @@ PROVENANCE = "provenance.json"
 def save(
     samples: list[Sample], path: Path, settings: dict[str, Any], facts: dict[str, Any]
 ) -> None:
-    """Write samples and where they come from; the provenance comes last and marks it complete.
+    """Write samples and their provenance, which comes last and marks the dataset as complete.
 
     Args:
-        settings: what the dataset is a function of.
-        facts: what is known of it besides, as JSON values.
+        settings: all that the dataset is a function of.
+        facts: what else is known about it, as JSON values.
     """
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     Dataset.from_list(samples).save_to_disk(path)
@@ -34,18 +34,19 @@ def save(
         "conversations": len(samples),
         "tokens": sum(len(sample["input_ids"]) for sample in samples),
         "assistant_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
-    } | facts  # fmt: skip
+    } | facts
     part = (path / PROVENANCE).with_suffix(".part")
     part.write_text(json.dumps(recorded | provenance(), indent=2) + "\n")
     os.replace(part, path / PROVENANCE)
 
 
 def is_complete(path: Path) -> bool:
+    """Whether a finished dataset lies there; one that is being written does not count."""
     return (path / PROVENANCE).is_file()
 
 
 def is_of(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether a complete dataset of just these settings lies there."""
+    """Whether a complete dataset that was made with just these settings lies there."""
     return is_complete(path) and about(path)["settings"] == settings
 
 
@@ -63,7 +64,7 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     """The samples and their provenance.
 
     Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
-    provenance speaks of.
+    provenance describes.
     """
     recorded = about(path)
     try:

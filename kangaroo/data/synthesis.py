@@ -1,8 +1,8 @@
 """Self-synthesis: the target writes its own training conversations; nothing is downloaded.
 
-Fed the chat template's user header, an aligned model writes a question (Magpie, arXiv 2406.08464);
-asked that question, it writes the answer that the adapter is to predict. Fed the conversation and
-the header again, it writes what the user says next.
+An aligned model that reads the chat template's user header writes a question (Magpie, arXiv
+2406.08464). It then answers that question, and the adapter learns to predict the answer. After the
+conversation and another header, it writes what the user says next.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.ranks import Ranks
 
-SINCE = {"turns": [1], "openings": [""]}  # shards from before there were such settings
-
 
 @dataclass
 class SynthesisConfig:
@@ -33,21 +31,21 @@ class SynthesisConfig:
 
     Args:
         path: folder of the finished dataset; work in progress lies in `<path>.shards`.
-        shards: parts of the dataset; asking for more of them later keeps those that are there.
-        shard_size: conversations a shard, of which a few are dropped; a killed run loses at most
-            the shard at hand.
-        batch_size: rows decoded at a time.
-        turns: questions and answers a conversation, shards take them in turn; a conversation ends
-            earlier at a turn that reaches its limit, or at the model's context.
-        max_question_tokens, max_answer_tokens: an answer is kept as far as it goes.
-        keep_unfinished_questions: so is a question; by default one that reaches its limit is
-            dropped.
-        openings: how first questions begin, conversations take them in turn; an empty one leaves it
-            to the target, which seldom asks for a translation or a summary by itself.
-        question_temperature: questions want variety.
-        answer_temperatures: shards take them in turn; 0 is greedy, as most evaluation is.
-        seed: with the model and these settings it fixes the data.
-        filters: what is left out of the finished dataset; shards do not depend on it.
+        shards: parts of the dataset; a later run that asks for more keeps those that exist.
+        shard_size: conversations in a shard, a few of which are dropped; a killed run loses at
+            most the shard in progress.
+        batch_size: rows decoded at the same time.
+        turns: questions with their answers in a conversation; the shards use these numbers in turn.
+            A conversation ends earlier at a turn that reaches its limit, or at the model's context.
+        max_question_tokens, max_answer_tokens: an answer that reaches its limit is kept.
+        keep_unfinished_questions: also keep a question that reaches its limit; by default its
+            conversation is dropped.
+        openings: how first questions begin; the conversations use them in turn. An empty one leaves
+            the beginning to the target, which seldom asks for a translation or a summary by itself.
+        question_temperature: a high one gives different questions.
+        answer_temperatures: the shards use them in turn; 0 is greedy, as most evaluation is.
+        seed: the data depend on it, the model and these settings alone.
+        filters: what the finished dataset leaves out; the shards do not depend on it.
     """
 
     name: str = "self_synthesis"
@@ -65,50 +63,42 @@ class SynthesisConfig:
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:  # fmt: skip
-        synthesise(lm, tokenizer, self, ranks)
+    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+        """Write the dataset to `path`, or what is still missing of it.
 
+        Every shard is a pure function of model, settings and shard number, and is renamed into
+        place when complete. So a killed run can continue and ends with the same data.
 
-def synthesise(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, config: SynthesisConfig, ranks: Ranks | None = None
-) -> None:
-    """Write the dataset to `config.path`, or what is still missing of it.
+        Args:
+            ranks: the processes that share the shards between them. The first makes the dataset,
+                and the others do not wait for it. None: there is only this process.
 
-    Every shard is a pure function of model, settings and shard number, and is renamed into place
-    when complete, so a run that was killed goes on and ends with the same data.
-
-    Args:
-        ranks: the processes that share the shards out; the first makes the dataset of them, and
-            the others do not wait for it. None: there is only this one.
-
-    Errors: `DataError` where no usable conversation came, the disk has no room, or the folder was
-    begun with other settings; `ConfigError` for turns or temperatures that cannot be.
-    """
-    if not (config.turns and config.answer_temperatures and config.openings):
-        raise ConfigError(
-            f"data.turns={config.turns}, data.answer_temperatures={config.answer_temperatures} and "
-            f"data.openings={config.openings} must name at least one each."
-        )
-    if min(config.turns) < 1:
-        raise ConfigError(f"data.turns={config.turns}: a conversation has at least one turn.")
-    settings: dict[str, Any] = {"model": lm.name} | asdict(config)
-    del settings["path"]
-    path, ranks = Path(config.path), ranks or Ranks()
-    if ranks.share(store.is_of(path, settings)):
-        return
-    fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
-    shards = Shards(Path(config.path + ".shards"), fixed, SINCE)
-    a_turn = config.max_question_tokens + config.max_answer_tokens
-    parts = []
-    for number in range(config.shards):
-        answers = config.shard_size * config.turns[number % len(config.turns)]
-        write = partial(_write, config, number)
-        parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
-    raw, speed = write_parts(lm, tokenizer, shards, parts, config.batch_size, lm.context, ranks)
-    if ranks.is_first:
-        finish(path, settings, raw, config.shards * config.shard_size, config.filters, speed)
+        Errors: `DataError` where no conversation is usable, the disk has no room, or the folder was
+        begun with other settings; `ConfigError` for turns or temperatures that cannot work.
+        """
+        if not (self.turns and self.answer_temperatures and self.openings):
+            raise ConfigError(
+                f"data.turns={self.turns}, data.answer_temperatures={self.answer_temperatures} and "
+                f"data.openings={self.openings} must name at least one each."
+            )
+        if min(self.turns) < 1:
+            raise ConfigError(f"data.turns={self.turns}: a conversation has at least one turn.")
+        settings: dict[str, Any] = {"model": lm.name} | asdict(self)
+        del settings["path"]
+        path, ranks = Path(self.path), ranks or Ranks()
+        if ranks.share(store.is_of(path, settings)):
+            return
+        fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
+        shards = Shards(Path(self.path + ".shards"), fixed)
+        a_turn = self.max_question_tokens + self.max_answer_tokens
+        parts = []
+        for number in range(self.shards):
+            answers = self.shard_size * self.turns[number % len(self.turns)]
+            write = partial(_write, self, number)
+            parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
+        raw, speed = write_parts(lm, tokenizer, shards, parts, self.batch_size, lm.context, ranks)
+        if ranks.is_first:
+            finish(path, settings, raw, self.shards * self.shard_size, self.filters, speed)
 
 
 def _write(
@@ -124,8 +114,10 @@ def _write(
     temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
     for _ in range(config.turns[number % len(config.turns)]):
         writer.ask(
-            dialogues, config.max_question_tokens, config.question_temperature,
+            dialogues,
+            config.max_question_tokens,
+            config.question_temperature,
             config.keep_unfinished_questions,
-        )  # fmt: skip
+        )
         writer.answer(dialogues, config.max_answer_tokens, temperature, done)
     return dialogues

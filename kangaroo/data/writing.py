@@ -1,4 +1,4 @@
-"""The target writes: user turns and answers, for many conversations at a time, and how fast."""
+"""The target writes user turns and answers for many conversations at once, and how fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dialogue:
     """A conversation as it grows.
 
     Args:
-        seed: with model and sampling it fixes what is written.
+        seed: what is written depends on it, the model and the sampling alone.
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
@@ -51,9 +51,9 @@ class Speed:
 
     Args:
         written, read: tokens decoded, and tokens of the prompts.
-        seconds: that took.
-        trial: tokens a second of the first steps of a full batch, before anything was written.
-        forward: tokens a second of a plain forward over full rows, LM head included.
+        seconds: the time for both.
+        trial: tokens per second of a short trial with a full batch, before anything is written.
+        forward: tokens per second of a plain forward over full rows, LM head included.
     """
 
     written: int = 0
@@ -64,7 +64,7 @@ class Speed:
 
     @staticmethod
     def together(speeds: Sequence[Speed]) -> Speed:
-        """Of processes that write at the same time, until the last one is done."""
+        """The speed of processes that write at the same time, until the last one is done."""
         return Speed(
             sum(speed.written for speed in speeds),
             sum(speed.read for speed in speeds),
@@ -74,16 +74,14 @@ class Speed:
         )
 
     def facts(self) -> dict[str, float]:
-        """As they stand in provenance; the share is of a plain forward over the same tokens."""
+        """For the provenance; `share_of_forward` compares with a plain forward over all tokens."""
         return {
             "tokens_written": self.written,
             "seconds": round(self.seconds, 1),
             "tokens_per_second": round(self.written / self.seconds, 1),
             "forward_tokens_per_second": round(self.forward, 1),
-            "share_of_forward": round(
-                (self.written + self.read) / self.forward / self.seconds, 4
-            ),
-        }  # fmt: skip
+            "share_of_forward": round((self.written + self.read) / self.forward / self.seconds, 4),
+        }
 
 
 class Writer:
@@ -94,22 +92,23 @@ class Writer:
             turn that might do so is not begun, and closes its dialogue.
     """
 
-    def __init__(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, batch_size: int, longest: int
-    ):  # fmt: skip
+    def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, batch_size: int, longest: int):
         self.lm, self.tokenizer, self.batch_size = lm, tokenizer, batch_size
         self.engine = Engine(lm, Vanilla(), tokenizer)
         self.longest = min(longest, lm.context)
         self.speed = Speed()
 
     def ask(
-        self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float,
+        self,
+        dialogues: Iterable[Dialogue],
+        max_tokens: int,
+        temperature: float,
         keep_unfinished: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let the target write the next user turn of every open dialogue; an empty one closes it.
 
         Args:
-            keep_unfinished: go on with a turn that reached `max_tokens`; else that closes it too.
+            keep_unfinished: keep a turn that reached `max_tokens`; false closes its dialogue.
         """
         going, openings, requests = [], [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
@@ -132,13 +131,16 @@ class Writer:
                 dialogue.messages.append(Message(role="user", content=text))
 
     def answer(
-        self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float,
+        self,
+        dialogues: Iterable[Dialogue],
+        max_tokens: int,
+        temperature: float,
         done: Callable[[], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let the target answer the user turn that ends every open dialogue.
 
-        The prompt is what decoding sees: earlier answers are tokenised from their text. An answer
-        that reaches `max_tokens` is kept, and closes its dialogue.
+        The prompt is the one of decoding: earlier answers are tokenised from their text. An answer
+        that reaches `max_tokens` is kept and closes its dialogue.
 
         Args:
             done: called after every answer.
@@ -177,21 +179,22 @@ class Writer:
 
     @torch.no_grad()
     def _forward(self, rows: int, length: int) -> float:
-        """Seconds of a plain causal forward, LM head included."""
+        """Seconds that a plain causal forward takes, LM head included."""
         tokens_BT = torch.arange(rows * length, device=self.lm.device).view(rows, length)
         start = now(self.lm.device)
-        x_BTD, _ = self.lm.run(
-            self.lm.embed(tokens_BT % self.lm.config.vocab_size), None,
-            self.lm.chunk(0, length, row=0, n_slots=length), range(self.lm.n_layers),
-        )  # fmt: skip
+        block = self.lm.chunk(0, length, row=0, n_slots=length)
+        x_BTD = self.lm.embed(tokens_BT % self.lm.config.vocab_size)
+        x_BTD, _ = self.lm.run(x_BTD, None, block, range(self.lm.n_layers))
         for x_TD in x_BTD:  # by row: logits of all of them need not fit
             self.lm.logits(x_TD[None])
         return now(self.lm.device) - start
 
     def _decode(
-        self, requests: Sequence[Request], temperature: float,
+        self,
+        requests: Sequence[Request],
+        temperature: float,
         done: Callable[[], object] = lambda: None,
-    ) -> list[Generation]:  # fmt: skip
+    ) -> list[Generation]:
         """A generation for each request, in their order."""
         start = time.perf_counter()
         finished = {}

@@ -9,18 +9,19 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydivsufsort import divsufsort
 
-from kangaroo.errors import CorruptFile, DataError
+from kangaroo.clock import running
+from kangaroo.errors import CorruptFile, DataError, MissingPackage
+from kangaroo.folders import located
 from kangaroo.model import LM
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
@@ -72,12 +73,27 @@ class Datastore:
         return int(self.tokens_L[int(self.suffixes_L[place]) + depth])
 
 
+def check_installed() -> None:
+    """Refuse to make a datastore without the package that sorts it; searching does not need that.
+
+    Errors: `MissingPackage`.
+    """
+    if find_spec("pydivsufsort") is None:
+        raise MissingPackage(
+            "the package pydivsufsort, which makes a datastore, is not installed: pip install "
+            '"kangaroo[datastore]".'
+        )
+
+
 def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
     """The datastore of some documents; empty ones are left out.
 
-    Errors: `DataError` where there are no tokens.
+    Errors: `DataError` where there are no tokens, `MissingPackage`.
     """
-    start = time.perf_counter()
+    check_installed()
+    from pydivsufsort import divsufsort
+
+    start = running()
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
     kept = [np.array([*document, vocab_size], dtype) for document in documents if document]
     if not kept:
@@ -91,7 +107,7 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
         "documents": len(kept),
         "tokens": len(tokens_L),
         "fingerprint": hashlib.sha256(tokens_L.tobytes()).hexdigest()[:16],
-        "build_seconds": round(time.perf_counter() - start, 3),
+        "build_seconds": round(running() - start, 3),
     }
     return Datastore(tokens_L, suffixes_L, vocab_size, about)
 
@@ -126,7 +142,7 @@ def load(path: str, lm: LM) -> Datastore:
 
     Errors: `DataError` where there is none, or it is of another vocabulary; `CorruptFile`.
     """
-    about, folder = read_about(path), Path(path)
+    about, folder = read_about(path), located(path)
     own = identity(lm)
     other = {name: about.get(name) for name in own}
     if other != own:
@@ -154,7 +170,7 @@ def read_about(path: str) -> dict[str, Any]:
 
     Errors: `DataError` where there is none, `CorruptFile`.
     """
-    file = Path(path) / ABOUT
+    file = located(path) / ABOUT
     if not file.is_file():
         raise DataError(
             f"no datastore at '{path}' ({ABOUT} is missing). Build one: python scripts/datastore.py"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.cache import Block, KVCache
+from kangaroo.clock import running
 from kangaroo.drafters.layer_subset import LayerSubset, runs, write
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -70,7 +70,7 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
             f"search.budget={config.budget} and search.conversations={config.conversations} must "
             f"be 1 or more, and the target must have 2 layers, not {lm.n_layers}."
         )
-    started = time.perf_counter()
+    started = running()
     asked = [
         sample["input_ids"][: config.max_length] for sample in samples[-config.conversations :]
     ]
@@ -106,7 +106,7 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
         "expected_speedup": speedup,
         "draft_cost": draft_cost(lm, best),
         "positions": sum(len(text.top_M) for text in texts),
-        "seconds": time.perf_counter() - started,
+        "seconds": running() - started,
         "settings": asdict(config),
     } | provenance()
     found = LayerSubset(list(best), lm.name, target_hash(lm), about)

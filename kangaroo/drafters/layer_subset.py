@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.folders import located
 from kangaroo.model import LM
 from kangaroo.trained.adapter_files import target_hash
 
@@ -21,7 +22,7 @@ class LayerSubset:
     Args:
         skip: layers, counted from 0.
         target, target_hash: as of an adapter's config.
-        search: budget, figures, provenance.
+        search: budget, results, provenance.
     """
 
     skip: list[int]
@@ -47,7 +48,7 @@ def write(subset: LayerSubset, file: Path) -> None:
 def found(path: str) -> LayerSubset:
     """Errors: `AdapterNotFound`, `CorruptFile`."""
     try:
-        return LayerSubset(**json.loads(Path(path).read_text()))
+        return LayerSubset(**json.loads(located(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
             f"no subset of layers at '{path}': search one (python scripts/search_layers.py "

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kangaroo.discovery import classes
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.folders import SHIPPED, located
 from kangaroo.model import LM
 from kangaroo.trained.base import Architecture, Trainable
 from kangaroo.trained.draft_head import DraftHead
@@ -31,7 +32,7 @@ FIXED = """
     model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
     num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
 """.split()  # fields of a target's config that fix what it computes
-SHIPPED, TRAINED = Path("adapters"), Path("outputs/train")  # `SHIPPED / NAME` is what a model takes
+TRAINED = Path("outputs/train")
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class AdapterConfig:
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
-        training: provenance: data, schedule, held-out figures, versions, command.
+        training: provenance: data, schedule, held-out results, versions, command.
     """
 
     target: str
@@ -136,8 +137,8 @@ def find(
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
 
-    For `adapters/NAME`, where a model's adapter is looked for, the one that training the model NAME
-    saved will do; for `adapters/NAME-medusa` its Medusa heads.
+    For `adapters/NAME`, where a model's adapter is looked for, the shipped one will do, or the one
+    that training the model NAME saved; for `adapters/NAME-medusa` its Medusa heads.
 
     Args:
         files: what is fetched of it.
@@ -145,7 +146,7 @@ def find(
 
     Errors: `AdapterNotFound` names what was tried and what to do.
     """
-    folder = Path(path).expanduser()
+    folder = located(path)
     if folder.is_dir():
         return folder
     if folder.parent == SHIPPED:

@@ -39,7 +39,7 @@ class CompareConfig:
 
 
 def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:
-    """A row for each adapter: what it is, its held-out figures, and those of decoding.
+    """A row for each adapter: what it is, its held-out results, and those of decoding.
 
     Errors: those of `adapter_files.load`; `CorruptFile` for an adapter without provenance.
     """
@@ -47,14 +47,14 @@ def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[di
     prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)
     loaded = [_trainee(lm, path) for path in config.adapters]
     trained = [trainee for trainee, _ in loaded]
-    figures = decode(lm, trained, prompts, config.new_tokens)
+    results = decode(lm, trained, prompts, config.new_tokens)
     for group in _by_vocabulary(trained):  # one frozen pass each
-        figures |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())[0]
+        results |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())[0]
     return [
         about
         | {
-            "held_out": _below(figures, f"held_out/{trainee.name}/"),
-            "decoded": _below(figures, f"decode/{trainee.name}/"),
+            "held_out": _below(results, f"held_out/{trainee.name}/"),
+            "decoded": _below(results, f"decode/{trainee.name}/"),
         }
         for trainee, about in loaded
     ]
@@ -69,8 +69,8 @@ def _by_vocabulary(trained: Sequence[Trainee]) -> list[list[Trainee]]:
     return list(groups.values())
 
 
-def _below(figures: dict[str, float], prefix: str) -> dict[str, float]:
-    return {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
+def _below(results: dict[str, float], prefix: str) -> dict[str, float]:
+    return {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
 
 
 def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:

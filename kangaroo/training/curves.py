@@ -48,7 +48,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
-    """Every adapter's figures over optimizer steps: training as lines, held-out text as dots."""
+    """Every adapter's results over optimizer steps: training as lines, held-out text as dots."""
     names = adapters(rows)
     # twenty that can be told apart; the tenth and the eleventh are unlike, unlike tab20's pairs
     shades = [*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Set2"]]

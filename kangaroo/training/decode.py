@@ -1,4 +1,4 @@
-"""Decode held-out prompts with adapters in training: what their teacher-forced figures promise."""
+"""Decode held-out prompts with adapters in training: what their teacher-forced results promise."""
 
 from __future__ import annotations
 

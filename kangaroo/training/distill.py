@@ -1,7 +1,7 @@
 """Score adapters against the target in chunks, so that logits never stand whole in memory.
 
 Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
-V vocabulary, F figures.
+V vocabulary, F results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kangaroo.model import LM
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.losses import Loss, divergence, overlap
 
-FIGURES = ("loss", "agreement", "expected_acceptance", "positions")
+MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
 @dataclass
@@ -108,7 +108,7 @@ def _begin(student: Student, backward: bool) -> Graded:
     if student.head.weight_KD.requires_grad:
         wanted.append(student.head.weight_KD)
     return Graded(
-        sums_F=torch.zeros(len(FIGURES), device=student.valid_M.device),
+        sums_F=torch.zeros(len(MEASURES), device=student.valid_M.device),
         agrees_M=torch.zeros_like(student.valid_M),
         gradients=[(x, torch.zeros_like(x, dtype=torch.float32)) for x in wanted if backward],
     )

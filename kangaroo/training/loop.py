@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kangaroo.clock import running
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
@@ -178,7 +178,7 @@ def settled(config: TrainerConfig, output: Path, ranks: Ranks) -> tuple[TrainerC
 def _step(run: Run) -> dict[str, float]:
     """One optimizer step; its metrics."""
     config, work, progress = run.config, run.work, run.progress
-    started = time.perf_counter()
+    started = running()
     first = progress.step * run.accumulate
     group = work.batches[first : first + run.accumulate]
     # weighted by all positions of the step, so that the mean does not depend on the split
@@ -198,7 +198,7 @@ def _step(run: Run) -> dict[str, float]:
     run.backend.step([share * rate for rate in rates])
 
     tokens = sum(work.tokens[i] for batch in group for i in batch)
-    seconds = time.perf_counter() - started
+    seconds = running() - started
     progress.seconds += seconds
     progress.step += 1
     progress.tokens += tokens

@@ -1,6 +1,6 @@
 """One micro-batch: a frozen forward of the target, then every adapter's losses and gradients.
 
-Shapes: B rows, T tokens, M assistant positions, D hidden size, F figures.
+Shapes: B rows, T tokens, M assistant positions, D hidden size, F results.
 """
 
 from __future__ import annotations

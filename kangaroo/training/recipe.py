@@ -24,7 +24,7 @@ class AdapterRecipe:
     """One adapter for each exit layer, all from the same frozen pass.
 
     Args:
-        name: with the exit layer it names the adapter's folder and figures.
+        name: with the exit layer it names the adapter's folder and results.
         architecture: what it is made of: the `Architecture` of a module in `kangaroo/trained`.
         exit_layers: how many of the target's layers lie below each adapter; not read by kinds that
             have but one place.
@@ -71,7 +71,7 @@ class Trainee:
     """An adapter in training.
 
     Args:
-        name: of its folder and its figures, such as "attention-exit3".
+        name: of its folder and its results, such as "attention-exit3".
         heads: what it drafts with: one for each draft step, the last for all further ones.
         targets: the target's head over the same draft vocabulary.
     """

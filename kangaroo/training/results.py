@@ -1,6 +1,6 @@
 """What training reports, of every adapter and besides, by name.
 
-Shapes: B rows, T tokens, M assistant positions, W draft tokens, F figures.
+Shapes: B rows, T tokens, M assistant positions, W draft tokens, F results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.training.distill import FIGURES, Graded
+from kangaroo.training.distill import MEASURES, Graded
 from kangaroo.training.recipe import Trainee
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
@@ -25,13 +25,13 @@ def sums(grades: Sequence[Sequence[Graded]]) -> Tensor:
 
 
 def named(prefix: str, names: Sequence[str], sums_SF: Tensor) -> dict[str, float]:
-    """Means per position under `<prefix>/<name>/<figure>`, where there was a position."""
-    count = FIGURES.index("positions")
+    """Means per position under `<prefix>/<name>/<result>`, where there was a position."""
+    count = MEASURES.index("positions")
     return {
-        f"{prefix}/{name}/{figure}": value / row[count]
+        f"{prefix}/{name}/{measure}": value / row[count]
         for name, row in zip(names, sums_SF.tolist(), strict=True)
-        for figure, value in zip(FIGURES, row, strict=True)
-        if figure != "positions" and row[count]  # no answer may be long enough for a late step
+        for measure, value in zip(MEASURES, row, strict=True)
+        if measure != "positions" and row[count]  # no answer may be long enough for a late step
     }
 
 
@@ -66,7 +66,7 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
     for trainee, own_SF, accepted_W in zip(
         trained, sums_SF.split(counts), accepted_AW, strict=True
     ):
-        positions = float(own_SF[0, FIGURES.index("positions")])
+        positions = float(own_SF[0, MEASURES.index("positions")])
         ctar = [count / positions for count in accepted_W.tolist()]
         metrics |= compression(f"held_out/{trainee.name}", ctar, 1 + sum(ctar))
     return metrics
@@ -94,8 +94,8 @@ def accepted(own: Sequence[Graded], wanted_BT: Tensor, most: int = STEPS) -> Ten
 
 def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, float]:
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
-    figures = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
-    return figures | {f"{prefix}/compression_rate": rate}
+    found = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
+    return found | {f"{prefix}/compression_rate": rate}
 
 
 def peak_memory(device: torch.device) -> float:

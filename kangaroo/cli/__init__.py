@@ -1,0 +1,22 @@
+"""The commands; with `cli_schema.py`, their types, `cli/command.py` alone knows Hydra."""
+
+from kangaroo.cli.command import CONFIGS
+from kangaroo.cli.decoding import chat, evaluate, speed
+from kangaroo.cli.making import compare, datastore, export, import_adapter, search_layers
+from kangaroo.cli.training import cost, estimate, make_data, train
+
+__all__ = [
+    "CONFIGS",
+    "chat",
+    "compare",
+    "cost",
+    "datastore",
+    "estimate",
+    "evaluate",
+    "export",
+    "import_adapter",
+    "make_data",
+    "search_layers",
+    "speed",
+    "train",
+]

@@ -1,0 +1,94 @@
+"""What every command has: a typed config from Hydra, and errors that fit in one line."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import hydra
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+
+from kangaroo import ranks
+from kangaroo.cli_schema import register
+from kangaroo.errors import KangarooError
+from kangaroo.folders import of_project
+from kangaroo.ranks import Ranks
+
+CONFIGS = str(of_project("configs"))
+
+log = logging.getLogger(__name__)
+
+register()
+
+
+def command(
+    config_name: str, shared: bool = False
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """A main function that takes its typed config, and says what a user can fix in one line.
+
+    Args:
+        config_name: of the file in `configs/`.
+        shared: several processes can share the work; else torchrun may start but one.
+    """
+
+    def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
+        @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
+        @functools.wraps(run)
+        def main(config: DictConfig) -> None:
+            logging.captureWarnings(True)
+            transformers.utils.logging.disable_progress_bar()
+            datasets.disable_progress_bars()
+            failure, in_sweep = None, sweep_folder() is not None
+            try:
+                if not shared:
+                    ranks.check_alone()
+                run(OmegaConf.to_object(config))
+            except Exception as error:
+                fixable = isinstance(error, KangarooError | MissingMandatoryValue)
+                if not (fixable or in_sweep):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+                if in_sweep:
+                    log.error("this job failed: %s", failure, exc_info=not fixable)
+            # beyond the handler, whose traceback holds the target: the next job needs its memory
+            gc.collect()
+            if failure is not None and in_sweep:
+                raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
+            if failure is not None:
+                raise SystemExit(failure)
+
+        return main
+
+    return decorate
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
+    known = HydraConfig.get()
+    return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """This process among those that torchrun started; what the log says, the first one says."""
+    with ranks.join() as own:
+        if not own.is_first:
+            logging.disable(logging.INFO)
+        yield own
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A command's config as plain JSON values."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

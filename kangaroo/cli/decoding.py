@@ -1,0 +1,110 @@
+"""Commands that decode with a drafter: measure it, time it, talk to it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from kangaroo.api import load_target
+from kangaroo.benchmark import speed_report
+from kangaroo.benchmark.memory import measure_memory
+from kangaroo.benchmark.speed import measure
+from kangaroo.benchmark.speed_trials import long_prompt
+from kangaroo.chat import chat as talk
+from kangaroo.chat import questions
+from kangaroo.cli.command import command, joined, plain, sweep_folder
+from kangaroo.cli_schema import EvaluateCommand, SpeedCommand, TalkCommand
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation import comparison, report, run
+from kangaroo.provenance import provenance
+from kangaroo.tracking import NoTrackerConfig, WandbConfig
+
+log = logging.getLogger(__name__)
+
+
+@command("evaluate", shared=True)
+def evaluate(config: EvaluateCommand) -> None:
+    """Measure a drafter on a bench; print the table and write the files. In a sweep, the same of
+    all its methods.
+    """
+    sweep = sweep_folder()
+    if sweep is not None:
+        _check(config, sweep)
+    with joined() as own:
+        # an adapter that is not there is told before gigabytes of target are fetched
+        settings = {"model": asdict(config.model), "drafter": config.drafter.settings()}
+        lm, tokenizer = load_target(config.model)
+        drafter = config.drafter.build(lm)
+        logger = config.logger if own.is_first else NoTrackerConfig()
+        tracker = logger.start(plain(config) | {"provenance": provenance()}, Path(config.output))
+        steps = itertools.count(1)
+        try:
+            result = run.evaluate(
+                lm,
+                tokenizer,
+                drafter,
+                config,
+                model_name=config.model.name,
+                drafter_name=config.drafter.name,
+                settings=settings,
+                made_by=config.drafter.made_by(),
+                log=lambda numbers: tracker.log(numbers, next(steps)),
+                ranks=own,
+            )
+            if own.is_first:
+                Console().print(report.terminal_table(result))
+                log.info("answers, summary, report and plots are in %s", config.output)
+        finally:
+            tracker.finish()
+            # whatever became of this one; a text that is not vanilla's has to show there
+            if own.is_first and sweep is not None:
+                _compare(sweep)
+
+
+def _check(config: EvaluateCommand, sweep: Path) -> None:
+    """The jobs of a sweep lie in its folder, and in one group of W&B."""
+    if sweep.resolve() not in Path(config.output).resolve().parents:
+        raise ConfigError(
+            f"output={config.output} lies outside the sweep's folder '{sweep}', where its "
+            "methods are compared. Leave it out, or pass hydra.sweep.dir= instead."
+        )
+    if isinstance(config.logger, WandbConfig) and config.logger.group is None:
+        config.logger.group = f"{config.model.name}-{sweep.name}"
+
+
+def _compare(sweep: Path) -> None:
+    """Print and write the table of the methods that a sweep has measured so far."""
+    if found := comparison.compare(sweep):
+        comparison.write(found, sweep)
+        Console().print(comparison.terminal_table(found))
+        log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
+
+
+@command("speed")
+def speed(config: SpeedCommand) -> None:
+    """Measure decoding against the memory's limit."""
+    lm, tokenizer = load_target(config.model)
+    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
+    memory = measure_memory(config.model, config.drafter, prompt, config.speed.context_tokens)
+    result["memory"] = memory
+    speed_report.write(result, Path(config.output), Console())
+
+
+@command("chat")
+def chat(config: TalkCommand) -> None:
+    """Talk in the terminal until end of file."""
+    lm, tokenizer = load_target(config.model)
+    engine = Engine(lm, config.drafter.build(lm), tokenizer)
+    console = Console()
+    console.print(
+        f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty "
+        "line begins a new conversation, Ctrl-D ends.",
+        style="dim",
+    )
+    talk(engine, tokenizer, config.sampling, config.chat, console, questions(console))

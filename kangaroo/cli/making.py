@@ -1,0 +1,96 @@
+"""Commands about what drafters use: compare adapters, search, index, import, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from kangaroo.api import load_target
+from kangaroo.blueprint import blueprint
+from kangaroo.cli.command import command
+from kangaroo.cli_schema import (
+    CompareCommand,
+    DatastoreCommand,
+    ExportCommand,
+    ImportAdapterCommand,
+    SearchCommand,
+)
+from kangaroo.data import store
+from kangaroo.data.documents import documents
+from kangaroo.drafters import datastore as datastores
+from kangaroo.drafters import layer_search
+from kangaroo.errors import ConfigError
+from kangaroo.provenance import provenance
+from kangaroo.trained import adapter_files, official
+from kangaroo.training import compare as comparing
+
+log = logging.getLogger(__name__)
+
+
+@command("compare")
+def compare(config: CompareCommand) -> None:
+    """Measure finished adapters on the data's held-out part; write the table."""
+    lm, tokenizer = load_target(config.model)
+    config.data.make(lm, tokenizer)
+    samples, about = store.load(Path(config.data.path))
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)  # before the work, whose results go there
+    rows = comparing.compare(lm, samples, config.compare)
+    table = comparing.markdown(rows)
+    facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
+    (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (output / "compare.md").write_text(table)
+    log.info("compare.md and compare.json are in %s\n%s", output, table)
+
+
+@command("search_layers")
+def search_layers(config: SearchCommand) -> None:
+    """Search a subset of layers on the data's end, and write it."""
+    lm, tokenizer = load_target(config.model)
+    config.data.make(lm, tokenizer)
+    samples, _ = store.load(Path(config.data.path))
+    found = layer_search.search(lm, samples, config.search, Path(config.output))
+    agreement = found.search["agreement"]
+    log.info(
+        "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * agreement, config.output
+    )
+
+
+@command("datastore")
+def datastore(config: DatastoreCommand) -> None:
+    """Make a finished dataset and text files searchable."""
+    datastores.check_installed()  # told before hours of writing data
+    lm, tokenizer = load_target(config.model)
+    if config.data is not None:
+        config.data.make(lm, tokenizer)
+    found, origin = documents(config.data and config.data.path, config.texts, tokenizer)
+    made = datastores.index(found, lm.config.vocab_size)
+    folder = datastores.save(made, lm, Path(config.output), origin | provenance())
+    counts = made.about["tokens"], made.about["documents"], made.about["build_seconds"]
+    log.info("%d tokens of %d documents in %.1f s", *counts)
+    log.info("use them: python evaluate.py drafter=rest 'drafter.datastore=\"%s\"'", folder)
+
+
+@command("import_adapter")
+def import_adapter(config: ImportAdapterCommand) -> None:
+    """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
+    lm, folder = blueprint(config.model), Path(config.output)
+    if (folder / adapter_files.WEIGHTS).exists():
+        raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
+    exit_layer = official.exit_layer(config.exit_layer, lm)
+    checkpoint = official.read(config.source)
+    adapter = official.to_adapter(checkpoint, lm, exit_layer)
+    told = {"imported": checkpoint.origin} | provenance()
+    adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
+    measure = f"python evaluate.py model={config.model.name} 'drafter.adapter=\"{folder}\"'"
+    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, measure)
+
+
+@command("export")
+def export(config: ExportCommand) -> None:
+    """Write an adapter for other software, without the target's weights."""
+    adapter = official.write(config.source, blueprint(config.model), Path(config.output))
+    options = f"--adapter-path {config.output} --exitlayer {adapter.exit_layer}"
+    log.info("%s is for the authors' code: %s", config.output, options)

@@ -1,0 +1,119 @@
+"""Commands about training: run it, write its data, say or measure what it takes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from kangaroo.api import load_target
+from kangaroo.benchmark import cost_report
+from kangaroo.benchmark.cost import measure
+from kangaroo.blueprint import blueprint
+from kangaroo.cli.command import command, joined, plain
+from kangaroo.cli_schema import CostCommand, EstimateCommand, TrainCommand
+from kangaroo.data import store
+from kangaroo.estimate import estimate_report
+from kangaroo.estimate.devices import Devices
+from kangaroo.estimate.expectation import Text, check_disk, expect
+from kangaroo.estimate.fit import check_training, foresee
+from kangaroo.model import LM
+from kangaroo.provenance import provenance
+from kangaroo.ranks import Ranks
+from kangaroo.tracking import NoTrackerConfig, Tracker
+from kangaroo.trained import adapter_files
+from kangaroo.training import backend, loop
+
+log = logging.getLogger(__name__)
+
+
+@command("train", shared=True)
+def train(config: TrainCommand) -> None:
+    """Let the target write its data, train adapters on it, and save them."""
+    with joined() as own:
+        backend.check(config.trainer, own)
+        lm, devices = _target_with_data(config, own)
+        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
+        samples, about = store.load(Path(config.data.path))
+        config.trainer, _ = loop.settled(config.trainer, output, own)
+        text = Text.of(samples, config.trainer.max_length)
+        expected = expect(lm, recipes, config.trainer, text, own.world)
+        log.info("%s", expected.summary())
+        check_training(expected.memory, devices)
+        logger = config.logger if own.is_first else NoTrackerConfig()
+        known = {"dataset": about, "provenance": provenance()}
+        tracker = logger.start(plain(config) | known, output)
+        folders = loop.train(lm, samples, recipes, config.trainer, output, tracker, about, own)
+        for folder in folders if own.is_first else ():
+            _report(folder, config.model.name, tracker)
+        tracker.finish()
+
+
+@command("make_data", shared=True)
+def make_data(config: TrainCommand) -> None:
+    """The first part of training alone: let the target write its data."""
+    with joined() as own:
+        _target_with_data(config, own)
+
+
+def _target_with_data(config: TrainCommand, own: Ranks) -> tuple[LM, Devices]:
+    """The target and what it lies on, once the data is there; what that takes is said before."""
+    recipes = [config.adapter, *config.more.values()]
+    devices, expected, lines = foresee(
+        blueprint(config.model), recipes, config.model, config.data, config.trainer, own.world
+    )
+    for line in lines:
+        log.info("%s", line)
+    if own.is_first:
+        check_disk(expected, Path(config.output))
+    own.wait()  # who loads its target earlier takes memory that others count
+    # a sharded target goes to the GPUs part by part, just before training
+    whole = not config.trainer.shard_target
+    lm, tokenizer = load_target(
+        config.model if whole else replace(config.model, device="cpu", device_map=None)
+    )
+    config.data.make(lm, tokenizer, own)
+    own.wait()
+    about = store.about(Path(config.data.path))
+    counts = about["conversations"], about["tokens"], about["assistant_tokens"]
+    told = "%d conversations, %d tokens, %d of the assistant, from %s"
+    log.info(told, *counts, config.data.path)
+    return lm, devices
+
+
+def _report(folder: Path, model_name: str, tracker: Tracker) -> None:
+    """Hand a trained adapter to the tracker, and say how to measure it."""
+    saved = adapter_files.read_config(str(folder))
+    described = asdict(saved)
+    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+    progress = described.pop("training")["progress"]
+    tracker.save(folder, f"{model_name}-{folder.name}", "adapter", described | progress)
+    drafter = saved.architecture.drafter
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    log.info(
+        "saved %s; measure it: python evaluate.py drafter=%s 'drafter.adapter=\"%s\"'",
+        *(folder, drafter, folder),
+    )
+
+
+@command("estimate")
+def estimate(config: EstimateCommand) -> None:
+    """Say what a training takes, without its weights or its data."""
+    assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
+    text = assumed.text(config.data, trainer)
+    recipes = [config.adapter, *config.more.values()]
+    expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
+    Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
+    if assumed.page is not None:
+        row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)
+        estimate_report.write_row(Path(assumed.page), row)
+
+
+@command("cost")
+def cost(config: CostCommand) -> None:
+    """Measure training, part by part, against the frozen forward alone."""
+    lm, _ = load_target(config.model)
+    result = measure(lm, config.model, config.cost, config.trainer)
+    cost_report.write(result, Path(config.output), Console())
