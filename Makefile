@@ -35,8 +35,10 @@ train: setup  ## train an adapter for SmolLM2-135M
 speed: setup  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
 
-ESTIMATE = $(BIN)/python scripts/estimate.py estimate.page=docs/cost.md $(ARGS)
-estimate: setup  ## write the table of what each training takes
+TABLE = outputs/estimate.md
+ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)
+estimate: setup  ## write the table of what each training takes (outputs/estimate.md)
+	rm -f $(TABLE)
 	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
 	  $(ESTIMATE) model=$$name || exit 1; \
 	done

@@ -17,7 +17,9 @@ from kangaroo.errors import ConfigError
 class Tracker(Protocol):
     """Takes metrics by name, and folders."""
 
-    def log(self, metrics: dict[str, float], step: int) -> None: ...
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Metrics of a step; steps ascend."""
+        ...
 
     def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
         """Keep a folder's files as version of what `name` names.
@@ -28,7 +30,9 @@ class Tracker(Protocol):
         """
         ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """The run has ended, well or not."""
+        ...
 
 
 class NoTracker:
@@ -90,13 +94,18 @@ class Wandb:
             known.write_text(secrets.token_hex(4))
         self.artifact = wandb.Artifact
         self.run = wandb.init(
-            project=config.project, entity=config.entity, group=config.group,
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
             mode=cast(Mode, config.mode),
-            dir=output, config=settings, id=known.read_text(), resume="allow",
-        )  # fmt: skip
+            dir=output,
+            config=settings,
+            id=known.read_text(),
+            resume="allow",
+        )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Steps done again since the last checkpoint are known there, with the same figures; W&B
+        """Steps done again since the last checkpoint are known there, with the same values; W&B
         would warn of each that it does not go back.
         """
         if step >= self.run.starting_step:

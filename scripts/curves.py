@@ -1,10 +1,16 @@
-"""Draw a training run, also one that is still going on: python scripts/curves.py FOLDER..."""
+"""Draw training runs, also ones that are still going on: python scripts/curves.py FOLDER..."""
 
-import sys
+import argparse
 from pathlib import Path
 
+from kangaroo.errors import KangarooError
 from kangaroo.training import curves
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        curves.write(Path(folder))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's output")
+    try:
+        for folder in parser.parse_args().folders:
+            curves.write(folder)
+    except KangarooError as error:
+        parser.error(str(error))

@@ -34,15 +34,24 @@ def record(question_id, *pairs, category="qa", fork=None):
 
 
 SETTINGS = {
-    "model": "m", "drafter": "d", "bench": "b", "dtype": "float32", "device": "cpu",
-    "max_new_tokens": 8, "sampling.temperature": 0.0, "sampling.rule": "match",
+    "model": "m",
+    "drafter": "d",
+    "bench": "b",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_new_tokens": 8,
+    "sampling.temperature": 0.0,
+    "sampling.rule": "match",
     "baselines": ["vanilla"],
-}  # fmt: skip
+}
 ABOUT = {
     "settings": SETTINGS,
     "drafter_cost": {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}},
     "provenance": {
-        "command": "evaluate.py", "git_revision": None, "time": "now", "versions": {"torch": "2"},
+        "command": "evaluate.py",
+        "git_revision": None,
+        "time": "now",
+        "versions": {"torch": "2"},
         "hardware": {"cpu": "x", "threads": 1, "cuda": None},
     },
-}  # fmt: skip
+}

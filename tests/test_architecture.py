@@ -19,7 +19,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # modules. docs/architecture.md says what each holds.
 ORDER = [
     {"errors", "discovery"},
-    {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"},
+    {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
+    | {"tables", "memory"},
     {"tree", "graphs", "native", "prompts"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},

@@ -13,7 +13,8 @@ from transformers import T5Config
 from kangaroo.blueprint import blueprint
 from kangaroo.data import store
 from kangaroo.errors import ConfigError, ModelNotFound, UnsupportedModel
-from kangaroo.estimate.estimate_report import write_row
+from kangaroo.estimate.devices import matmul_speed
+from kangaroo.estimate.estimate_report import append
 from kangaroo.estimate.expectation import Planned, Text, check_disk, expect
 from kangaroo.model import LM
 from kangaroo.models import EMBEDDED, TINY, Dtype, ModelConfig, load
@@ -188,10 +189,18 @@ def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch):
         check_disk(expected, tmp_path)
 
 
-def test_a_row_takes_the_place_of_its_own(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n| a | 1 |\n| b | 1 |\n")
-    write_row(page, "| b | 2 |")
-    assert page.read_text() == "# Page\n| a | 1 |\n| b | 2 |\n"
-    with pytest.raises(ConfigError, match="no row"):
-        write_row(page, "| c | 2 |")
+def test_rows_of_several_commands_become_one_table(tmp_path):
+    file = tmp_path / "new" / "table.md"
+    append({"training": "a", "steps": "1"}, file)
+    append({"training": "b", "steps": "2"}, file)
+    assert file.read_text().splitlines() == [
+        "| training | steps |",
+        "| --- | ---: |",
+        "| a | 1 |",
+        "| b | 2 |",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_cpus_speed_is_measured_in_flops_per_second(dtype):
+    assert 1e8 < matmul_speed(dtype) < 1e14

@@ -32,8 +32,13 @@ def test_the_demo_is_shipped():
     questions = load_questions(BenchConfig("demo"))
     assert len(questions) == 66
     assert {task_of(question.category) for question in questions} == {
-        "mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag",
-    }  # fmt: skip
+        "mt_bench",
+        "translation",
+        "summarization",
+        "qa",
+        "math_reasoning",
+        "rag",
+    }
 
 
 def test_an_unknown_bench_names_those_that_are_shipped():

@@ -1,18 +1,21 @@
-"""Figures, answer files and the report, from records written by hand."""
+"""Metrics, answer files and the report, from records written by hand."""
 
 import io
+import json
 
 import numpy as np
 import pytest
 from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
 from rich.console import Console
 
-from kangaroo.evaluation import report, summary
-from kangaroo.evaluation.metrics import interval, metrics, paired_seconds, seconds_until
+import kangaroo.evaluation.metrics
+from kangaroo.evaluation import comparison, report, summary
+from kangaroo.evaluation.metrics import METRICS, Metric, Place, metrics, runs, scalars
 from kangaroo.evaluation.records import METHOD, Fork, Run
+from kangaroo.evaluation.speedup import interval, paired_seconds, seconds_until
 
 
-def test_figures_of_one_question_by_hand():
+def test_metrics_of_one_question_by_hand():
     # Rounds: 3 drafted 2 accepted; 2 drafted, none accepted; 3 drafted, all accepted.
     method = run([3, 1, 4], [2, 0, 3], [3, 2, 3], [1.0, 1.0, 2.0])
     m = metrics([record(1, (method, vanilla_run(8)))])
@@ -187,10 +190,35 @@ def test_the_report_stands_with_and_without_drafts_and_baseline(drafts, vanilla,
 
 def test_the_terminals_table_fits_80_columns():
     found = result(*(record(i, pair(), category="summarization") for i in (1, 2)))
-    for figures in (found["overall"], found["by_task"]["summarization"]):
-        figures |= {name: 123.5 for name in figures if name.endswith("tokens_per_second")}
+    for results in (found["overall"], found["by_task"]["summarization"]):
+        results |= {name: 123.5 for name in results if name.endswith("tokens_per_second")}
     table = io.StringIO()
     Console(width=80, file=table).print(report.terminal_table(found))
     assert "summarization" in table.getvalue()
     assert table.getvalue().count("123.5") == 6
     assert "…" not in table.getvalue()
+
+
+def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
+    longest = Metric(
+        "longest_round",
+        lambda records: max(max(run.emitted) for run in runs(records, METHOD)),
+        "longest",
+        Place.everywhere,
+        str,
+        "the most tokens that one round wrote.",
+    )
+    monkeypatch.setattr(kangaroo.evaluation.metrics, "METRICS", [*METRICS, longest])
+    found = result(record(1, pair()), record(2, pair(), category="rag"))
+    assert found["overall"]["longest_round"] == found["by_task"]["rag"]["longest_round"] == 4
+    assert scalars(found["overall"])["longest_round"] == 4  # what W&B takes
+    (tmp_path / "kangaroo").mkdir()
+    (tmp_path / "kangaroo/summary.json").write_text(json.dumps(found))
+    compared = comparison.compare(tmp_path)
+    assert compared["methods"][0]["overall"]["longest_round"] == 4
+    for page in (report.markdown(found), comparison.markdown(compared)):
+        assert " longest |" in page
+        assert "- **longest** (`longest_round`): the most tokens that one round wrote." in page
+    for table in (report.terminal_table(found), comparison.terminal_table(compared)):
+        (cells,) = [[*col.cells] for col in table.columns if col.header == "longest"]
+        assert cells[-1] == "4"

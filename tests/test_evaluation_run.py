@@ -57,11 +57,24 @@ def lines(file):
 
 
 TIMES = {
-    "seconds", "draft_seconds", "verify_seconds", "host_seconds", "prefill_seconds", "finished",
-    "tstamp", "wall_time", "speedup", "speedup_ci95", "hf_speedup", "hf_speedup_ci95",
-    "spec_bench_speedup", "tokens_per_second", "vanilla_tokens_per_second", "hf_tokens_per_second",
+    "seconds",
+    "draft_seconds",
+    "verify_seconds",
+    "host_seconds",
+    "prefill_seconds",
+    "finished",
+    "tstamp",
+    "wall_time",
+    "speedup",
+    "speedup_ci95",
+    "hf_speedup",
+    "hf_speedup_ci95",
+    "spec_bench_speedup",
+    "tokens_per_second",
+    "vanilla_tokens_per_second",
+    "hf_tokens_per_second",
     "provenance",
-}  # fmt: skip
+}
 
 
 def timeless(value):
@@ -95,12 +108,12 @@ def test_the_summary_names_its_parts(finished):
     assert summary["questions"] == 5
     assert list(summary["by_task"]) == ["mt_bench", "qa", "rag"]
     assert "python" in summary["provenance"]["versions"]
-    for figures in (summary["overall"], *summary["by_task"].values()):
-        assert all(value is not None for value in figures.values())
-        low, high = figures["speedup_ci95"]
-        assert 0 < low <= figures["speedup"] <= high
-        parts = sum(figures[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
-        assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / parts)
+    for results in (summary["overall"], *summary["by_task"].values()):
+        assert all(value is not None for value in results.values())
+        low, high = results["speedup_ci95"]
+        assert 0 < low <= results["speedup"] <= high
+        parts = sum(results[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
+        assert results["tokens_per_second"] == pytest.approx(results["tokens"] / parts)
 
 
 def spec_bench_report(answers, baseline, tokenizer):
@@ -134,8 +147,13 @@ def test_answers_are_in_spec_benchs_schema(finished):
     assert {line["model_id"] for line in answers} == {"tiny-kangaroo"}
     for line in (*answers, *baseline):
         assert list(line) == [
-            "question_id", "category", "answer_id", "model_id", "choices", "tstamp",
-        ]  # fmt: skip
+            "question_id",
+            "category",
+            "answer_id",
+            "model_id",
+            "choices",
+            "tstamp",
+        ]
         (choice,) = line["choices"]
         turns = 2 if line["question_id"] < 100 else 1
         for name in ("turns", "decoding_steps", "new_tokens", "wall_time"):
@@ -204,8 +222,8 @@ def test_kill_9_in_the_middle_changes_nothing(finished, bench, tmp_path):
 
 def test_other_settings_are_refused_by_name(finished, bench):
     output, _ = finished
-    mend = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
-    with pytest.raises(ConfigError, match=mend):
+    fix = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
+    with pytest.raises(ConfigError, match=fix):
         evaluate_tiny(output, bench, max_new_tokens=17)
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
         evaluate_tiny(output, bench, sampling=Sampling(0.5))
@@ -233,7 +251,7 @@ def test_question_begin_and_end_are_indices(bench, tmp_path):
         evaluate_tiny(tmp_path, bench, question_begin=9)
 
 
-def test_question_every_takes_each_so_manieth_of_the_range(bench, tmp_path):
+def test_question_every_takes_each_nth_of_the_range(bench, tmp_path):
     evaluate_tiny(tmp_path, bench, question_begin=1, question_every=2, warmup=0)
     assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
     with pytest.raises(ConfigError, match="question_every=2 there, 3 now"):
@@ -379,8 +397,9 @@ def test_two_ranks_share_the_questions(finished, bench, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     subprocess.run(
         [*torchrun, WORKER, tmp_path, bench],
-        check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     shares = [len(lines(tmp_path / f"records-{rank}.jsonl")) for rank in (0, 1)]
     assert shares == [3, 2]
     assert artefacts(tmp_path) == artefacts(finished[0])

@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,9 @@ DOCUMENTED = {name: f"model={name}" for name in LARGE} | {
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_documented_row_is_what_the_command_says(name, tmp_path, capsys):
-    page = tmp_path / "cost.md"
-    shutil.copy(ROOT / "docs/cost.md", page)
-    settings = [DOCUMENTED[name], f"estimate.name={name}", f"estimate.page={page}"]
+    table = tmp_path / "estimate.md"
+    settings = [DOCUMENTED[name], f"estimate.name={name}", f"estimate.table={table}"]
     inspect.unwrap(cli.estimate)(composed(*settings, command="estimate"))
-    assert page.read_text() == (ROOT / "docs/cost.md").read_text(), "make estimate writes it anew"
+    documented = (ROOT / "docs/cost.md").read_text().splitlines()
+    assert set(table.read_text().splitlines()) <= set(documented), "make estimate writes it anew"
     assert "hidden states" in capsys.readouterr().out

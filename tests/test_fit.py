@@ -25,8 +25,13 @@ class Gpus:
 
     def __init__(self, monkeypatch, *gpus, current=0):
         self.gpus, self.current = gpus, current
-        for name in ("is_available", "device_count", "current_device", "mem_get_info",
-                     "get_device_name"):  # fmt: skip
+        for name in (
+            "is_available",
+            "device_count",
+            "current_device",
+            "mem_get_info",
+            "get_device_name",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
     def is_available(self):

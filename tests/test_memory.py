@@ -1,10 +1,32 @@
-"""Peak memory is measured in a process of its own."""
+"""Peak memory: of this process, and of one that began with nothing."""
 
 import pytest
+import torch
 
+from kangaroo import memory
 from kangaroo.benchmark.memory import measure_memory
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.models import ModelConfig
+
+CPU = torch.device("cpu")
+SIZE = 64 * 2**20
+
+
+def test_the_peak_stays_when_memory_is_given_back_and_can_begin_anew():
+    held = memory.resident()
+    torch.ones(SIZE, dtype=torch.uint8).sum()
+    assert memory.peak(CPU) >= held + SIZE
+    if memory.begin_peak(CPU):  # where the system can
+        assert memory.peak(CPU) < held + SIZE
+
+
+def test_a_fresh_process_computes_with_as_many_threads():
+    assert memory.in_fresh_process(torch.get_num_threads) == torch.get_num_threads()
+
+
+def test_weights_are_counted_in_bytes():
+    layer = torch.nn.Linear(3, 5)
+    assert memory.weights(layer, layer.half()) == 2 * 2 * (3 * 5 + 5)  # `half` changes it in place
 
 
 @pytest.mark.slow

@@ -39,9 +39,15 @@ def sample(ids, prompt_length):
 
 def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
     settings = {
-        "epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7, "evaluate_every": 3,
-        "save_every": 2, "warmup_steps": 2, "decode_tokens": 12,
-    }  # fmt: skip
+        "epochs": 2,
+        "batch_tokens": 64,
+        "holdout": 2,
+        "loss_chunk": 7,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "warmup_steps": 2,
+        "decode_tokens": 12,
+    }
     data = data or [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
     recipe = recipe or recipe_of(name="attention", exit_layers=[EXIT])
     config, about = TrainerConfig(**(settings | changes)), {"fingerprint": "test"}
@@ -84,7 +90,7 @@ def walk(agrees, length, start):
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
-    """Along a text that decoding writes, both results speak of the same events: they differ only in
+    """Along a text that decoding writes, both numbers speak of the same events: they differ only in
     that one counts rounds and the other positions."""
     lm, new_tokens = tiny(), 40
     trainee = trained(lm, **changes)
@@ -196,7 +202,7 @@ def test_a_prompt_ends_where_the_last_answer_begins():
         prompts_of([unasked, long], 1, longest=7, new_tokens=3)
 
 
-def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
+def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe)
     *_, last = curves.read(tmp_path)
@@ -205,11 +211,14 @@ def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     rates = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
     steps = [f"step{k}/{mean}" for k in range(2, 7) for mean in means]
     assert set(last) == {
-        "step", "tokens", "tokens_per_second", "peak_memory_gib",
+        "step",
+        "tokens",
+        "tokens_per_second",
+        "peak_memory_gib",
         *(f"train/{name}/{figure}" for figure in [*means, *steps[:3], "learning_rate"]),
         *(f"held_out/{name}/{figure}" for figure in means + steps + rates),
         *(f"decode/{name}/{figure}" for figure in [*rates, "sampled_acceptance"]),
-    }  # fmt: skip
+    }
     assert 0.05 < last["peak_memory_gib"] < 100
     progress = read_config(str(folder)).training["progress"]
     assert set(progress["held_out"]) == {*means, *steps, *rates}
@@ -217,7 +226,7 @@ def test_every_figure_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     assert progress["tokens"] == last["tokens"]
 
 
-def test_answers_too_short_for_a_draft_step_leave_its_results_out(tmp_path):
+def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
     data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
     recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe, data)

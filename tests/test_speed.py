@@ -19,6 +19,7 @@ from kangaroo.benchmark.speed import (
     SpeedConfig,
     fitting_contexts,
     measure,
+    past_eos,
     speedup,
     summarise,
     typical,
@@ -51,11 +52,9 @@ KV = 4 * 2 * 2 * 8  # of one token in one layer
 
 
 def trial(method="vanilla", prompt=0, repeat=0, seconds=1.0, rounds=((1, 0),) * 4, **fields):
-    defaults = dict(
-        prompt_tokens=10, tokens=list(range(1 + sum(n for n, _ in rounds))), first_seconds=0.5,
-        decode_seconds=seconds, rounds=list(rounds), method=method, prompt=prompt, repeat=repeat,
-    )  # fmt: skip
-    return Trial(**defaults | fields)
+    tokens = list(range(1 + sum(n for n, _ in rounds)))
+    where = {"method": method, "prompt": prompt, "repeat": repeat}
+    return replace(Trial(10, tokens, 0.5, seconds, list(rounds), **where), **fields)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -119,9 +118,8 @@ def test_all_methods_write_the_same_text_past_eos():
     text = vanilla_texts(lm, [prompt], 10)[0][len(prompt) :]
     lm.hf.generation_config.eos_token_id = text[3]
     drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    for write in (
-        timed_generate(lm), timed_engine(Engine(lm, Vanilla())), timed_engine(Engine(lm, drafter)),
-    ):  # fmt: skip
+    engines = [timed_engine(Engine(lm, one)) for one in (Vanilla(), drafter)]
+    for write in (timed_generate(lm), *engines):
         written = write(prompt, 10)
         assert written.tokens == text
         assert lm.hf.config._attn_implementation == ATTENTION
@@ -165,20 +163,25 @@ def test_the_typical_trial_is_the_median_one_of_each_prompt():
     assert [t.decode_seconds for t in typical(trials, "vanilla")] == [2.0, 6.0]
 
 
-def test_speedup_compares_trials_of_the_same_prompt_and_repetition():
+def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_prompt():
     trials = []
-    for prompt, ratio in enumerate((2.0, 4.0, 3.0)):
+    for prompt, (theirs, ours) in enumerate([(8.0, 4.0), (16.0, 4.0), (12.0, 12.0)]):
         for repeat, load in enumerate((1.0, 10.0, 1.0)):  # the machine is slow for a while
-            trials.append(trial("kangaroo", prompt, repeat, load))
-            trials.append(trial("vanilla", prompt, repeat, load * ratio))
+            trials.append(trial("kangaroo", prompt, repeat, load * ours / 2, rounds=((1, 0),) * 2))
+            trials.append(trial("vanilla", prompt, repeat, load * theirs))  # twice as many tokens
     found = speedup(trials, "kangaroo", "vanilla")
-    assert found["of_prompt"] == [2.0, 4.0, 3.0]
-    assert found["median"] == 3.0 and found["range"] == [2.0, 4.0]
-    assert 2.0 <= found["interval"][0] <= 3.0 <= found["interval"][1] <= 4.0
+    assert found["seconds_of_prompt"] == [[8.0, 4.0], [16.0, 4.0], [12.0, 12.0]]
+    assert found["speedup"] == 36 / 20 and found["range"] == [1.0, 4.0]
+    assert 1.0 <= found["speedup_ci95"][0] < 36 / 20 < found["speedup_ci95"][1] <= 4.0
     assert found == speedup(trials, "kangaroo", "vanilla")
 
 
-def test_figures_of_a_method_belong_together():
+def test_tokens_past_the_first_eos_are_counted():
+    texts = [5, 9, 5, 9], [5, 5, 5, 5]
+    assert past_eos([trial(tokens=text) for text in texts], {9}) == 2 / 8
+
+
+def test_the_results_of_a_method_belong_together():
     reads = Reads.of(tiny(), adapter_for(tiny()))
     one = trial(
         "kangaroo", seconds=2.0, rounds=[(3, 4), (1, 2)], draft_seconds=0.6, verify_seconds=1.0
@@ -259,10 +262,9 @@ def test_another_drafter_is_refused():
 
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    config = SpeedConfig(
-        prompts=2, new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6, batches=[1, 3],
-        phase_context=40, bandwidth_megabytes=1,
-    )  # fmt: skip
+    config = SpeedConfig(prompts=2, new_tokens=8, repeats=1, phase_context=40)
+    config.contexts, config.context_tokens = [32, 96], 6
+    config.batches, config.bandwidth_megabytes = [1, 3], 1
     result = measure(lm, byte_tokenizer(), Kangaroo(lm, adapter_for(lm), 3, 0.0), config)
     console = Console(width=200, record=True)
     speed_report.write(result, tmp_path, console)
@@ -282,7 +284,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     assert result["provenance"]["versions"]["torch"] == version("torch")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
-    for sheet in speed_report.sheets(result):
-        assert all(len(row) == len(sheet.heads) for row in sheet.rows)
-        for words in (sheet.title, *sheet.heads, *sheet.rows[-1]):
+    for title, rows in speed_report.sheets(result).items():
+        assert all(list(row) == list(rows[0]) for row in rows)
+        for words in (title, *rows[0], *rows[-1].values()):
             assert words in shown and words in saved

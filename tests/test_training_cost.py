@@ -1,9 +1,9 @@
-"""The measurement of training's cost: every part runs, and its figures belong together."""
+"""The measurement of training's cost: every part runs, and its results belong together."""
 
 from kangaroo.benchmark import cost_report
 from kangaroo.benchmark.cost import measure
-from kangaroo.benchmark.cost_memory import peak_memory
 from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
+from kangaroo.benchmark.memory import memory_of_part
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
 from kangaroo.training.config import TrainerConfig
@@ -38,5 +38,5 @@ def test_what_is_remembered_does_not_run_the_target():
 
 def test_peak_memory_holds_at_least_the_target():
     lm = LM(load(MODEL)[0])
-    peak = peak_memory(lm, MODEL, parts(small())[0], small(), TRAINER)
+    peak = memory_of_part(lm, MODEL, parts(small())[0], small(), TRAINER)
     assert peak is None or peak >= sum(p.nbytes for p in lm.parameters())

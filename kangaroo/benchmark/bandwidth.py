@@ -7,13 +7,15 @@ speed from above, whatever the arithmetic.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
 
 from kangaroo.clock import now
+from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.trained.layer import Layer
 
@@ -56,16 +58,16 @@ class Reads:
         """
         exit_layer = 0 if adapter is None else adapter.exit_layer
         parts = [] if adapter is None else adapter.named_children()
-        table, head = lm.hf.model.embed_tokens.weight, _bytes([lm.head])
+        table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
         return Reads(
-            shallow=_bytes(lm.layers[:exit_layer]),
-            deep=_bytes(lm.layers[exit_layer:]),
-            norm=_bytes([lm.hf.model.norm]),
+            shallow=weights(*lm.layers[:exit_layer]),
+            deep=weights(*lm.layers[exit_layer:]),
+            norm=weights(lm.hf.model.norm),
             head=head,
             draft_head=head if vocabulary is None else head * vocabulary // len(table),
             row=table.shape[1] * table.element_size(),
             # a head of its own counts as the draft head, which it is
-            adapter=_bytes(m for name, m in parts if name != "head"),
+            adapter=weights(*(module for name, module in parts if name != "head")),
             kv=lm.cache_like(1, 1, [lm.device]).bytes(),
             exit_layer=exit_layer,
             n_layers=lm.n_layers,
@@ -94,10 +96,6 @@ class Reads:
         return self.draft(length, drafted) + self.verify(length, drafted)
 
 
-def _bytes(modules: Iterable[nn.Module]) -> int:
-    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-
-
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
     """Bytes a second, the median of several passes over a buffer.
 
@@ -110,12 +108,19 @@ def memory_bandwidth(device: torch.device, megabytes: int) -> float:
     source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
     size = source.numel() * source.element_size()
     target = torch.empty_like(source) if device.type == "cuda" else None
+    work = source.sum if target is None else partial(target.copy_, source)
+    return (size if target is None else 2 * size) / median_seconds(work, device, REPEATS)
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Of one call, after two that warm up; the device is waited for after each, as a step's is.
+
+    `torch.utils.benchmark` would wait once for many calls, and knows no clock that stands still
+    while graphs are recorded.
+    """
     seconds = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 2):
         start = now(device)
-        if target is None:
-            source.sum()
-        else:
-            target.copy_(source)
+        work()
         seconds.append(now(device) - start)
-    return (size if target is None else 2 * size) / statistics.median(seconds[1:])
+    return statistics.median(seconds[2:])

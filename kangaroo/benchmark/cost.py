@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kangaroo.benchmark.cost_memory import peak_memory
 from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, Work, micro_batches, parts, worker
+from kangaroo.benchmark.memory import memory_of_part
 from kangaroo.clock import now
 from kangaroo.data import store
 from kangaroo.errors import ConfigError
@@ -63,7 +63,9 @@ def measure(
             "tokens_per_second": tokens / statistics.median(own),
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
-            "peak_memory": peak_memory(lm, model, part, config, trainer) if config.memory else None,
+            "peak_memory": memory_of_part(lm, model, part, config, trainer)
+            if config.memory
+            else None,
         }
     return {
         "model": lm.name,

@@ -31,7 +31,7 @@ class CostConfig:
     Args:
         data: folder of a dataset, whose micro-batches are read; None takes random tokens.
         micro_batches: that every part reads in each round, of `trainer.batch_tokens`.
-        rounds: of all parts; the figures are medians over them.
+        rounds: of all parts; the results are medians over them.
         exit_layers: the first is that of all parts with one exit; two and all of them show what
             further exits cost.
         vocabulary: size of the draft vocabulary of the parts that have one.

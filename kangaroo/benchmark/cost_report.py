@@ -6,16 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from kangaroo import tables
 from kangaroo.benchmark.cost_parts import FROZEN
-
-HEADS = [
-    "part", "ms a micro-batch", "tokens/s", "times the frozen forward", "range", "peak memory, GB",
-    "times the frozen forward's",
-]  # fmt: skip
+from kangaroo.tables import Row, number, span
 
 
 def write(result: dict[str, Any], output: Path, console: Console) -> None:
@@ -27,36 +22,34 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "cost.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "cost.md").write_text(markdown(result), encoding="utf-8")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, head in enumerate(HEADS):
-        table.add_column(head, justify="right" if i else "left")
-    for row in rows(result):
-        table.add_row(*row)
-    console.print(table)
+    console.print(tables.terminal(rows(result)))
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
 
 
-def rows(result: dict[str, Any]) -> list[list[str]]:
+def markdown(result: dict[str, Any]) -> str:
+    """The table and notes."""
+    return f"{tables.markdown(rows(result))}\n\n{notes(result)}\n"
+
+
+def rows(result: dict[str, Any]) -> list[Row]:
+    """A row a part."""
     frozen = result["parts"][FROZEN]["peak_memory"]
-    made = []
-    for name, part in result["parts"].items():
-        memory = part["peak_memory"]
-        made.append(
-            [
-                name,
-                f"{1e3 * part['seconds']:.1f}",
-                f"{part['tokens_per_second']:.0f}",
-                f"{part['ratio']:.2f}",
-                "{:.2f} to {:.2f}".format(*part["ratio_range"]),
-                "" if memory is None else f"{memory / 1e9:.2f}",
-                "" if memory is None else f"{memory / frozen:.2f}",
-            ]
-        )
-    return made
+    return [
+        {
+            "part": name,
+            "ms a micro-batch": number(1e3 * part["seconds"], 1),
+            "tokens/s": number(part["tokens_per_second"], 0),
+            "times the frozen forward": number(part["ratio"]),
+            "range": span(part["ratio_range"]),
+            "peak memory, GB": number(frozen and part["peak_memory"] / 1e9),
+            "times the frozen forward's": number(frozen and part["peak_memory"] / frozen),
+        }
+        for name, part in result["parts"].items()
+    ]
 
 
 def notes(result: dict[str, Any]) -> str:
-    """What the figures are of."""
+    """What was measured, and on what."""
     settings, disk = result["settings"], result["disk"]
     lines = [
         f"{result['model']}, {result['dtype']}, {result['device']}, {result['threads']} CPU "
@@ -77,9 +70,3 @@ def notes(result: dict[str, Any]) -> str:
         f"would be {disk['hidden states, were they dumped']} for one exit)."
     )
     return "\n\n".join(lines)
-
-
-def markdown(result: dict[str, Any]) -> str:
-    lines = [HEADS, ["---", *["---:"] * (len(HEADS) - 1)], *rows(result)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{table}\n\n{notes(result)}\n"

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kangaroo import tables
 from kangaroo.benchmark import speed_report
+from kangaroo.tables import number
 
 OF_LIMIT, WIDTH, OF_ONE = 0.75, 7, 1.10  # what is asked of a 7B shape
 
@@ -65,21 +67,21 @@ def _tests(log: Path) -> str | None:
 def _aims(speeds: dict[str, Any]) -> str | None:
     if not speeds:
         return None
-    rows = [
-        "| shape | vanilla, tokens/s | of the limit (asked: 75%) | verification of 7 over one "
-        "(asked: 1.10) | a draft token over a vanilla token |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name, speed in speeds.items():
         vanilla, phases = speed["methods"]["vanilla"], speed["phases"]
         of_width = {row["tokens"]: row["ms"] for row in phases["verification"]}
-        ratio = of_width[WIDTH] / of_width[1]
-        reached = _mark(vanilla["share_of_limit"] >= OF_LIMIT), _mark(ratio <= OF_ONE)
+        ratio, of_limit = of_width[WIDTH] / of_width[1], vanilla["share_of_limit"]
         rows.append(
-            f"| {name} | {vanilla['tokens_per_second']:.1f} | {vanilla['share_of_limit']:.0%} "
-            f"{reached[0]} | {ratio:.2f} {reached[1]} | {phases['cost']:.3f} |"
+            {
+                "shape": name,
+                "vanilla, tokens/s": number(vanilla["tokens_per_second"], 1),
+                "of the limit (asked: 75%)": f"{of_limit:.0%} {_mark(of_limit >= OF_LIMIT)}",
+                "verification of 7 over one (asked: 1.10)": f"{ratio:.2f} {_mark(ratio <= OF_ONE)}",
+                "a draft token over a vanilla token": number(phases["cost"], 3),
+            }
         )
-    return "\n".join(rows)
+    return tables.markdown(rows)
 
 
 def _mark(reached: bool) -> str:

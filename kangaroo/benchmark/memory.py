@@ -1,23 +1,18 @@
-"""Peak memory of decoding beside what target, adapter and cache add up to."""
+"""Peak memory: of decoding, beside what its parts add up to, and of a part of training."""
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from kangaroo import models
+from kangaroo import memory, models
+from kangaroo.benchmark.cost_parts import CostConfig, Part, micro_batches, worker
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
+from kangaroo.training.config import TrainerConfig
 
 
 def measure_memory(
@@ -29,9 +24,7 @@ def measure_memory(
     largest size grew from when it had decoded with a tiny model, so that libraries are not counted:
     loading, the tokenizer and a prompt's activations are.
     """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_measure, (model, drafter, prompt, new_tokens))
+    return memory.in_fresh_process(_measure, model, drafter, prompt, new_tokens)
 
 
 def _measure(
@@ -41,17 +34,17 @@ def _measure(
     _decode(LM(tiny).compile_for_decoding(), Vanilla(), [1, 2, 3], 4)
     device = next(tiny.parameters()).device
     del tiny
-    before = _peak(device)
+    before = memory.peak(device)
     hf, _ = models.load(model)
     lm = LM(hf)
     if model.compiled:
         lm.compile_for_decoding()
     drafter = config.of(lm, *config.load(lm))
     cache = _decode(lm, drafter, prompt, new_tokens) + drafter.cache.bytes()
-    after = _peak(device)
+    after = memory.peak(device)
     parts = {
-        "target": _bytes(lm.hf),
-        "adapter": _bytes(drafter.adapter),
+        "target": memory.weights(lm.hf),
+        "adapter": memory.weights(drafter.adapter),
         "draft_head": _copied(drafter),
         "cache": cache,
     }
@@ -69,16 +62,6 @@ def _decode(lm: LM, drafter: Drafter, prompt: list[int], new_tokens: int) -> int
     return size
 
 
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":  # where what `getrusage` says was the parent's before
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    else:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _copied(drafter: Kangaroo) -> int:
     """A draft vocabulary's rows of the target's head are copied; other heads count elsewhere."""
     head = drafter.head
@@ -87,5 +70,33 @@ def _copied(drafter: Kangaroo) -> int:
     return head.weight_KD.numel() * head.weight_KD.element_size()
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+def memory_of_part(
+    lm: LM, model: ModelConfig, part: Part, config: CostConfig, trainer: TrainerConfig
+) -> int | None:
+    """Bytes at the largest moment of the part's work, the target's weights included.
+
+    On a CPU what counts is the resident memory of a process of its own, beyond what it held before
+    it loaded the target: what an earlier part gave back may still be resident. None where the
+    system does not tell.
+    """
+    if lm.device.type == "cuda":
+        return _peak_of_work(lm, part, config, trainer)
+    return memory.in_fresh_process(_beyond_libraries, model, part, config, trainer)
+
+
+def _beyond_libraries(
+    model: ModelConfig, part: Part, config: CostConfig, trainer: TrainerConfig
+) -> int | None:
+    before = memory.resident()
+    peak = _peak_of_work(LM(models.load(model)[0]), part, config, trainer)
+    return None if peak is None else peak - before
+
+
+def _peak_of_work(lm: LM, part: Part, config: CostConfig, trainer: TrainerConfig) -> int | None:
+    batches, few_K = micro_batches(lm, config, trainer)
+    if not memory.begin_peak(lm.device):  # loading may have taken more
+        return None
+    work = worker(lm, part, batches, few_K, trainer)
+    for index in range(len(batches)):
+        work(index)
+    return memory.peak(lm.device)

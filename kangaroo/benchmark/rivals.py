@@ -15,14 +15,6 @@ from kangaroo.model import LM
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model, truncated
 
-# name: what `generate` is told
-RIVALS = {
-    "hf_lookup": "prompt_lookup_num_tokens=10",
-    "hf_early_exit": "assistant_early_exit: the target's first layers, its own norm and head",
-    "hf_truncated": "assistant_model: the same as a model with a cache of its own",
-    "hf_assistant": "assistant_model: the adapter, exported",
-}
-
 
 class Generating(Protocol):
     """A model of transformers by the one method that is wrapped here."""
@@ -31,7 +23,10 @@ class Generating(Protocol):
 
 
 def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
-    """Those that this target and this adapter can have, by name."""
+    """Those that this target and this adapter can have, by name: prompt lookup; the target's first
+    layers with its own norm and head, by `generate`'s early exit and as a model with a cache of its
+    own; the adapter, exported.
+    """
     exit_layer, adapter = drafter.exit_layer, drafter.adapter
     found = {
         "hf_lookup": timed_generate(lm, prompt_lookup_num_tokens=10),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.evaluation import speedup as speedups
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
@@ -71,14 +72,14 @@ class SpeedConfig:
 
 
 def typical(trials: Sequence[Trial], method: str) -> list[Trial]:
-    """For each prompt the trial of median speed; all its figures then belong together."""
+    """For each prompt the trial of median speed; all its numbers then belong together."""
     mine = [trial for trial in trials if trial.method == method]
     grouped = [[t for t in mine if t.prompt == p] for p in sorted({t.prompt for t in mine})]
     return [sorted(g, key=lambda t: t.seconds_per_token)[len(g) // 2] for g in grouped]
 
 
 def summarise(trials: Sequence[Trial], reads: Reads, bandwidth: float) -> dict[str, Any]:
-    """Figures of one method, over trials of several prompts.
+    """The results of one method, over trials of several prompts.
 
     Args:
         bandwidth: in bytes a second.
@@ -112,24 +113,35 @@ def summarise(trials: Sequence[Trial], reads: Reads, bandwidth: float) -> dict[s
 
 
 def speedup(trials: Sequence[Trial], faster: str, slower: str) -> dict[str, Any]:
-    """How many times as fast in decoding: one ratio a prompt, of trials done in turn.
+    """How many times as fast in decoding: the ratio of totals over prompts, with its interval.
 
-    The interval is a bootstrap over prompts, of the median, at 95%.
+    `seconds_of_prompt` has the two times a token of each prompt, the slower method's first: means
+    over trials that were done in turn. `range` is that of their ratios.
     """
-    time_of = {(t.method, t.prompt, t.repeat): t.seconds_per_token for t in trials}
-    ratios: dict[int, list[float]] = {}
-    for (method, prompt, repeat), seconds in time_of.items():
-        if method == faster:
-            ratios.setdefault(prompt, []).append(time_of[slower, prompt, repeat] / seconds)
-    of_prompt = np.array([statistics.median(r) for r in ratios.values()])
-    drawn = np.random.default_rng(0).choice(of_prompt, (10_000, len(of_prompt)))
-    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+
+    def seconds(method: str, prompt: int) -> float:
+        mine = [t for t in trials if (t.method, t.prompt) == (method, prompt)]
+        return statistics.mean(t.seconds_per_token for t in mine)
+
+    prompts = sorted({t.prompt for t in trials})
+    pairs_P2 = np.array([(seconds(slower, p), seconds(faster, p)) for p in prompts])
+    ratios_P = pairs_P2[:, 0] / pairs_P2[:, 1]
     return {
-        "median": float(np.median(of_prompt)),
-        "interval": [float(low), float(high)],
-        "range": [float(of_prompt.min()), float(of_prompt.max())],
-        "of_prompt": of_prompt.tolist(),
+        "speedup": speedups.speedup(pairs_P2),
+        "speedup_ci95": speedups.interval(pairs_P2),
+        "range": [float(ratios_P.min()), float(ratios_P.max())],
+        "seconds_of_prompt": pairs_P2.tolist(),
     }
+
+
+def past_eos(trials: Sequence[Trial], eos_ids: Container[int]) -> float:
+    """The share of vanilla's tokens that come after the first EOS of their text."""
+    texts = [trial.tokens for trial in trials if trial.method == "vanilla"]
+    past = 0
+    for text in texts:
+        first = next((i for i, token in enumerate(text) if token in eos_ids), len(text) - 1)
+        past += len(text) - 1 - first
+    return past / sum(map(len, texts))
 
 
 def fitting_contexts(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> list[int]:
@@ -191,19 +203,29 @@ def measure(
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     step = phases(lm, drafter, long_prompt(tokenizer, config.phase_context), bandwidth)
-    batches = throughput(lm, drafter, prompts, config.new_tokens, config.batches)
-
     plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.head.size)
     reads = {name: cut if name == "kangaroo" else plain for name in methods}
-    figures = {name: summarise(typical(answers, name), reads[name], bandwidth) for name in methods}
-    texts = {(t.method, t.prompt): t.tokens for t in answers}
-    eos_ids = lm.eos_ids()
-    past_eos = [
-        next((len(text) - i - 1 for i, token in enumerate(text) if token in eos_ids), 0)
-        for (method, _), text in texts.items()
-        if method == "vanilla"
-    ]
-    pairs = [("vanilla", "hf")] + [("kangaroo", name) for name in methods if name != "kangaroo"]
+    return {
+        **_about(lm, drafter, config),
+        "bandwidth": {"before": before, "after": after, "limit": bandwidth},
+        "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
+        "methods": {m: summarise(typical(answers, m), reads[m], bandwidth) for m in methods},
+        "tasks": tasks,
+        **_of_pairs(answers, list(methods)),
+        "phases": step,
+        "batches": throughput(lm, drafter, prompts, config.new_tokens, config.batches),
+        "contexts": [
+            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
+            | {m: summarise([typical(grown, m)[i]], reads[m], bandwidth) for m in ours}
+            for i, length in enumerate(contexts)
+        ],
+        "share_past_eos": past_eos(answers, lm.eos_ids()),
+        "trials": [_plain(trial) for trial in (*answers, *grown)],
+        "provenance": provenance(),
+    }
+
+
+def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
     return {
         "model": lm.config.name_or_path,
         "dtype": str(lm.dtype).removeprefix("torch."),
@@ -216,25 +238,19 @@ def measure(
             "vocabulary": drafter.head.size,
         },
         "settings": asdict(config),
-        "bandwidth": {"before": before, "after": after, "limit": bandwidth},
-        "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
-        "methods": figures,
-        "tasks": tasks,
+    }
+
+
+def _of_pairs(answers: Sequence[Trial], methods: Sequence[str]) -> dict[str, Any]:
+    """How much faster one method is than another, and how many texts they have in common."""
+    texts = {(trial.method, trial.prompt): trial.tokens for trial in answers}
+    prompts = sorted({trial.prompt for trial in answers})
+    pairs = [("vanilla", "hf")] + [("kangaroo", name) for name in methods if name != "kangaroo"]
+    return {
         "speedups": {f"{a}/{b}": speedup(answers, a, b) for a, b in pairs},
-        "phases": step,
-        "batches": batches,
-        "contexts": [
-            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {name: summarise([typical(grown, name)[i]], reads[name], bandwidth) for name in ours}
-            for i, length in enumerate(contexts)
-        ],
         "equal_texts": {
-            f"{a}/{b}": sum(texts[a, i] == texts[b, i] for i in range(len(prompts)))
-            for a, b in pairs
+            f"{a}/{b}": sum(texts[a, p] == texts[b, p] for p in prompts) for a, b in pairs
         },
-        "share_past_eos": sum(past_eos) / (config.new_tokens * len(prompts)),
-        "trials": [_plain(trial) for trial in (*answers, *grown)],
-        "provenance": provenance(),
     }
 
 

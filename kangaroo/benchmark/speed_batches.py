@@ -36,6 +36,7 @@ def throughput(
 def tokens_per_second(
     lm: LM, drafter: Drafter, texts: Sequence[list[int]], new_tokens: int, size: int
 ) -> float:
+    """Of one drafter at one batch size, past any EOS."""
     engine = Engine(lm, drafter)
     batch = engine.open(size, max(map(len, texts)) + new_tokens, Sampling())
     waiting = [Request(text, new_tokens, ignore_eos=True) for text in reversed(texts)]

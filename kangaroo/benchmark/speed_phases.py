@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.benchmark.bandwidth import Reads
-from kangaroo.clock import now
+from kangaroo.benchmark.bandwidth import Reads, median_seconds
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -41,50 +40,40 @@ def phases(lm: LM, drafter: Kangaroo, prompt: list[int], bandwidth: float) -> di
     its tokens) and `cost`, a draft token's time over a vanilla token's.
     """
     vanilla, kangaroo = _whole_steps(lm, drafter, prompt)
-    bench = Bench(lm, drafter, len(prompt))
+    timer = PhaseTimer(lm, drafter, len(prompt))
     reads = Reads.of(lm, drafter.adapter, drafter.head.size)
     layers, shallow, length = range(lm.n_layers), drafter.shallow, len(prompt)
-    deep = range(drafter.exit_layer, lm.n_layers)
-    kv = reads.kv * length
+    deep, width = range(drafter.exit_layer, lm.n_layers), drafter.steps + 1
+    kv, head = reads.kv * length, reads.norm + reads.head
+    vanilla_token = {
+        "embed": (timer.embed(), reads.row),
+        "layers": (timer.layers(layers, 1), reads.shallow + reads.deep + lm.n_layers * kv),
+        "head": (timer.head(1), head),
+        "sampling": (timer.sampling(1), 0),
+    }
+    draft_token = {
+        "embed": (timer.embed(), reads.row),
+        "layers": (timer.layers(shallow, 1), reads.shallow + len(shallow) * kv),
+        "adapter": (timer.adapter(), reads.adapter + kv),
+        "head": (timer.draft_head(), reads.draft_head),
+        "sampling": (timer.draft_sampling(), 0),
+    }
+    verification = {
+        "layers": (timer.layers(deep, width), reads.verify(length, drafter.steps) - head),
+        "head": (timer.head(width), head),
+        "sampling": (timer.sampling(width), 0),
+    }
     steps = {
-        "vanilla token": _step(
-            {
-                "embed": (bench.embed(), reads.row),
-                "layers": (
-                    bench.layers(layers, 1), reads.shallow + reads.deep + lm.n_layers * kv
-                ),
-                "head": (bench.head(1), reads.norm + reads.head),
-                "sampling": (bench.sampling(1), 0),
-            },
-            vanilla, bandwidth,
-        ),
-        "draft token": _step(
-            {
-                "embed": (bench.embed(), reads.row),
-                "layers": (bench.layers(shallow, 1), reads.shallow + len(shallow) * kv),
-                "adapter": (bench.adapter(), reads.adapter + kv),
-                "head": (bench.draft_head(), reads.draft_head),
-                "sampling": (bench.draft_sampling(), 0),
-            },
-            kangaroo, bandwidth,
-        ),
-    }  # fmt: skip
-    read = reads.verify(length, drafter.steps)
-    width = drafter.steps + 1
-    steps[f"verification of {width}"] = _step(
-        {
-            "layers": (bench.layers(deep, width), read - reads.norm - reads.head),
-            "head": (bench.head(width), reads.norm + reads.head),
-            "sampling": (bench.sampling(width), 0),
-        },
-        None, bandwidth,
-    )  # fmt: skip
-    verification = [
-        {"tokens": n, "ms": bench.layers(deep, n) + bench.head(n) + bench.sampling(n)}
+        "vanilla token": _step(vanilla_token, vanilla, bandwidth),
+        "draft token": _step(draft_token, kangaroo, bandwidth),
+        f"verification of {width}": _step(verification, None, bandwidth),
+    }
+    of_widths = [
+        {"tokens": n, "ms": timer.layers(deep, n) + timer.head(n) + timer.sampling(n)}
         for n in WIDTHS
     ]
     cost = steps["draft token"]["ms"] / steps["vanilla token"]["ms"]
-    return {"context": length, "steps": steps, "verification": verification, "cost": cost}
+    return {"context": length, "steps": steps, "verification": of_widths, "cost": cost}
 
 
 def _step(
@@ -105,8 +94,8 @@ def _step(
     }
 
 
-class Bench:
-    """Times single phases; milliseconds, the median."""
+class PhaseTimer:
+    """Times single phases over and over; milliseconds, the median."""
 
     def __init__(self, lm: LM, drafter: Kangaroo, length: int):
         self.lm, self.drafter, self.length = lm, drafter, length
@@ -114,6 +103,9 @@ class Bench:
         self.cache = lm.new_cache(1, self.n_slots)
         self.own_cache = lm.cache_like(1, self.n_slots, [lm.device])
         self.generator = torch.Generator(lm.device).manual_seed(0)
+
+    def median(self, work: Callable[[], Any]) -> float:
+        return 1e3 * median_seconds(work, self.lm.device, REPEATS)
 
     def states(self, width: int) -> torch.Tensor:
         shape = (1, width, self.lm.config.hidden_size)
@@ -126,32 +118,30 @@ class Bench:
 
     def embed(self) -> float:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
-        return milliseconds(lambda: self.lm.embed(token_11), self.lm.device)
+        return self.median(lambda: self.lm.embed(token_11))
 
     def layers(self, layers: range, width: int) -> float:
         x_1ND, block = self.states(width), self.block(width)
-        return milliseconds(lambda: self.lm.run(x_1ND, self.cache, block, layers), self.lm.device)
+        return self.median(lambda: self.lm.run(x_1ND, self.cache, block, layers))
 
     def head(self, width: int) -> float:
         x_1ND = self.states(width)
-        return milliseconds(lambda: self.lm.logits(x_1ND), self.lm.device)
+        return self.median(lambda: self.lm.logits(x_1ND))
 
     def sampling(self, width: int) -> float:
         logits_1NV, at = self.lm.logits(self.states(width)), self.block(width).positions_RT
         seeds_B = torch.zeros(1, dtype=torch.long, device=self.lm.device)
-        return milliseconds(lambda: pick(logits_1NV, at, Sampling(), seeds_B), self.lm.device)
+        return self.median(lambda: pick(logits_1NV, at, Sampling(), seeds_B))
 
     def adapter(self) -> float:
         f_1ND, block = self.states(1), self.block(1)
         deep_1ND = self.states(1) if self.drafter.reads_deep else None
         past = self.own_cache.at(block)
-        return milliseconds(
-            lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past), self.lm.device
-        )
+        return self.median(lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past))
 
     def draft_head(self) -> float:
         x_1D = self.states(1)[0]
-        return milliseconds(lambda: self.drafter.head(x_1D), self.lm.device)
+        return self.median(lambda: self.drafter.head(x_1D))
 
     def draft_sampling(self) -> float:
         """The draft's token, and whether to draft a further one."""
@@ -161,17 +151,7 @@ class Bench:
             self.drafter.head.token_of(logits_1K.argmax(-1, keepdim=True))
             bool((confidence(logits_1K) > self.drafter.threshold).any())
 
-        return milliseconds(choose, self.lm.device)
-
-
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The median over `REPEATS`, after two that warm up."""
-    seconds = []
-    for _ in range(REPEATS + 2):
-        start = now(device)
-        work()
-        seconds.append(now(device) - start)
-    return 1e3 * statistics.median(seconds[2:])
+        return self.median(choose)
 
 
 def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, float]:

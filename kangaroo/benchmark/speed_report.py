@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from kangaroo import tables
 from kangaroo.benchmark.speed_batches import stops_paying
 from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
+from kangaroo.evaluation.speedup import speedup
+from kangaroo.tables import Row, number, share, span
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
-RIVAL = "hf_"  # how names of transformers' own ways to speculate begin
 LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
 COLORS = {"hf": HF, "vanilla": VANILLA, "kangaroo": METHOD}
-
-
-@dataclass
-class Sheet:
-    """A table: its title, the heads of its columns, its rows."""
-
-    title: str
-    heads: list[str]
-    rows: list[list[str]]
 
 
 def write(result: dict[str, Any], output: Path, console: Console) -> None:
@@ -41,115 +32,106 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "speed.md").write_text(markdown(result), encoding="utf-8")
     plot(result).savefig(output / "speed.png", dpi=150)
-    for sheet in sheets(result):
-        table = Table(
-            title=sheet.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )  # fmt: skip
-        for i, head in enumerate(sheet.heads):
-            table.add_column(head, justify="right" if i else "left")
-        for row in sheet.rows:
-            table.add_row(*row)
-        console.print(table)
+    for title, rows in sheets(result).items():
+        console.print(tables.terminal(rows, title))
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
 
 
-def sheets(result: dict[str, Any]) -> list[Sheet]:
-    found = [
-        _speeds(result), _speedups(result), _tasks(result), _rounds(result), _phases(result),
-        _widths(result), _contexts(result), _batches(result),
-    ]  # fmt: skip
-    return [*found, _memory(result)] if "memory" in result else found
+def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
+    """All tables, by title."""
+    found = {
+        "Decoding speed": _speeds(result),
+        "Speedup": _speedups(result),
+        "Speedup by task": _tasks(result),
+        "A round: one forward of the target": _rounds(result),
+        "Phases of a step, ms (and limit)": _phases(result),
+        "Verification": _widths(result),
+        "ms/token over the context, and its growth": _contexts(result),
+        "Throughput over the batch": _batches(result),
+    }
+    return found | ({"Peak memory, MB": _memory(result)} if "memory" in result else {})
 
 
-def _speeds(result: dict[str, Any]) -> Sheet:
-    rows = [
-        [
-            NAMES.get(name, name),
-            f"{m['tokens_per_second']:.1f}",
-            f"{m['ms_per_token']:.2f}",
-            f"{m['compression_rate']:.2f}",
-            # what a rival's drafts read is not known
-            "-" if name.startswith(RIVAL) else f"{m['limit_ms_per_token']:.2f}",
-            "-" if name.startswith(RIVAL) else f"{m['share_of_limit']:.0%}",
-            f"{m['first_ms']:.0f}",
-            f"{m['whole_tokens_per_second']:.1f}",
-        ]
+def _speeds(result: dict[str, Any]) -> list[Row]:
+    return [
+        {
+            "method": NAMES.get(name, name),
+            "tokens/s": number(m["tokens_per_second"], 1),
+            "ms/token": number(m["ms_per_token"]),
+            "CR": number(m["compression_rate"]),
+            # what the drafts of transformers' own ways read is not known
+            "limit, ms": number(m["limit_ms_per_token"] if name in NAMES else None),
+            "of limit": share(m["share_of_limit"] if name in NAMES else None),
+            "first round, ms": number(m["first_ms"], 0),
+            "tokens/s with prefill": number(m["whole_tokens_per_second"], 1),
+        }
         for name, m in result["methods"].items()
     ]
-    heads = [
-        "method", "tokens/s", "ms/token", "CR", "limit, ms", "of limit", "first round, ms",
-        "tokens/s with prefill",
-    ]  # fmt: skip
-    return Sheet("Decoding speed", heads, rows)
 
 
-def _rounds(result: dict[str, Any]) -> Sheet:
-    rows = [
-        [
-            NAMES[name],
-            f"{m['compression_rate']:.2f}",
-            f"{m['drafted_per_round']:.2f}",
-            _number(m["draft_ms_per_round"]),
-            _number(m["verify_ms_per_round"]),
-            _number(m["host_ms_per_round"]),
-            _number(m["ms_per_draft_token"]),
-            _number(m["limit_ms_per_draft_token"]),
-        ]
+def _rounds(result: dict[str, Any]) -> list[Row]:
+    return [
+        {
+            "method": NAMES[name],
+            "CR": number(m["compression_rate"]),
+            "draft tokens": number(m["drafted_per_round"]),
+            "draft, ms": number(m["draft_ms_per_round"]),
+            "verify, ms": number(m["verify_ms_per_round"]),
+            "host, ms": number(m["host_ms_per_round"]),
+            "ms/draft token": number(m["ms_per_draft_token"]),
+            "its limit, ms": number(m["limit_ms_per_draft_token"]),
+        }
         for name, m in result["methods"].items()
         if m["draft_ms_per_round"] is not None  # generate's rounds cannot be told apart further
     ]
-    heads = [
-        "method", "CR", "draft tokens", "draft, ms", "verify, ms", "host, ms", "ms/draft token",
-        "its limit, ms",
-    ]  # fmt: skip
-    return Sheet("A round: one forward of the target", heads, rows)
 
 
-def _speedups(result: dict[str, Any]) -> Sheet:
+def _speedups(result: dict[str, Any]) -> list[Row]:
     rows = []
     for pair, s in result["speedups"].items():
         faster, slower = pair.split("/")
         rows.append(
-            [
-                f"{NAMES[faster]} / {NAMES.get(slower, slower)}",
-                f"{s['median']:.2f}",
-                "{:.2f} to {:.2f}".format(*s["interval"]),
-                "{:.2f} to {:.2f}".format(*s["range"]),
-                f"{result['equal_texts'][pair]} of {len(s['of_prompt'])}",
-            ]
+            {
+                "tokens/s of": f"{NAMES[faster]} / {NAMES.get(slower, slower)}",
+                "speedup": number(s["speedup"]),
+                "95%": span(s["speedup_ci95"]),
+                "range of prompts": span(s["range"]),
+                "same text": f"{result['equal_texts'][pair]} of {len(s['seconds_of_prompt'])}",
+            }
         )
-    heads = ["tokens/s of", "median", "95%", "range", "same text"]
-    return Sheet("Speedup, prompt by prompt", heads, rows)
+    return rows
 
 
-def _tasks(result: dict[str, Any]) -> Sheet:
-    """The median of each task, and over the tasks their mean."""
-    tasks = list(dict.fromkeys(result["tasks"]))
-    rows, means = [], []
-    pairs = list(result["speedups"])
-    for task in tasks:
+def _tasks(result: dict[str, Any]) -> list[Row]:
+    """The speedup of each task, and over the tasks their mean."""
+    rows, found = [], []
+    for task in dict.fromkeys(result["tasks"]):
         mine = [i for i, name in enumerate(result["tasks"]) if name == task]
-        ratios = [
-            statistics.median(result["speedups"][pair]["of_prompt"][i] for i in mine)
-            for pair in pairs
-        ]
-        means.append(ratios)
-        rows.append([task, str(len(mine)), *(f"{ratio:.2f}" for ratio in ratios)])
-    mean = [f"{statistics.mean(column):.2f}" for column in zip(*means, strict=True)]
-    heads = ["task", "prompts", *(pair.replace("kangaroo", "K.") for pair in pairs)]
-    return Sheet("Speedup by task", heads, [*rows, ["mean of tasks", "", *mean]])
+        of_pair = {
+            pair.replace("kangaroo", "K."): speedup(np.array(s["seconds_of_prompt"])[mine])
+            for pair, s in result["speedups"].items()
+        }
+        found.append(of_pair)
+        cells = {pair: number(value) for pair, value in of_pair.items()}
+        rows.append({"task": task, "prompts": str(len(mine))} | cells)
+    means = {pair: number(statistics.mean(one[pair] for one in found)) for pair in found[0]}
+    return [*rows, {"task": "mean of tasks", "prompts": ""} | means]
 
 
-def _phases(result: dict[str, Any]) -> Sheet:
-    names = ["embed", "layers", "adapter", "head", "sampling", "host"]
-    rows = []
-    for step, found in result["phases"]["steps"].items():
-        cells = [_phase(found, name) for name in names]
-        row = [step, f"{found['ms']:.2f}", f"{found['limit_ms']:.2f}", f"{found['over_limit']:.2f}"]
-        rows.append([*row, *cells])
-    heads = ["step", "ms", "limit, ms", "over limit", *names]
-    return Sheet("Phases of a step, ms (and limit)", heads, rows)
+def _phases(result: dict[str, Any]) -> list[Row]:
+    return [
+        {
+            "step": step,
+            "ms": number(found["ms"]),
+            "limit, ms": number(found["limit_ms"]),
+            "over limit": number(found["over_limit"]),
+        }
+        | {
+            name: _phase(found, name)
+            for name in ("embed", "layers", "adapter", "head", "sampling", "host")
+        }
+        for step, found in result["phases"]["steps"].items()
+    ]
 
 
 def _phase(found: dict[str, Any], name: str) -> str:
@@ -159,43 +141,49 @@ def _phase(found: dict[str, Any], name: str) -> str:
     return f"{took:.2f} ({limit:.2f})" if limit >= 0.005 else f"{took:.2f}"
 
 
-def _widths(result: dict[str, Any]) -> Sheet:
+def _widths(result: dict[str, Any]) -> list[Row]:
     widths = result["phases"]["verification"]
     one = widths[0]["ms"]
-    rows = [[str(w["tokens"]), f"{w['ms']:.2f}", f"{w['ms'] / one:.2f}"] for w in widths]
-    return Sheet("Verification", ["tokens", "ms", "of one"], rows)
+    return [
+        {"tokens": str(w["tokens"]), "ms": number(w["ms"]), "of one": number(w["ms"] / one)}
+        for w in widths
+    ]
 
 
-def _batches(result: dict[str, Any]) -> Sheet:
-    rows = [
-        [str(b["batch"]), f"{b['vanilla']:.1f}", f"{b['kangaroo']:.1f}", f"{b['ratio']:.2f}"]
+def _batches(result: dict[str, Any]) -> list[Row]:
+    return [
+        {
+            "batch": str(b["batch"]),
+            "vanilla, tokens/s": number(b["vanilla"], 1),
+            "Kangaroo, tokens/s": number(b["kangaroo"], 1),
+            "speedup": number(b["ratio"]),
+        }
         for b in result["batches"]
     ]
-    heads = ["batch", "vanilla, tokens/s", "Kangaroo, tokens/s", "speedup"]
-    return Sheet("Throughput over the batch", heads, rows)
 
 
-def _memory(result: dict[str, Any]) -> Sheet:
+def _memory(result: dict[str, Any]) -> list[Row]:
     memory = result["memory"]
     parts = ("target", "adapter", "draft_head", "cache", "computed", "measured")
-    row = [f"{memory[part] / 1e6:.1f}" for part in parts]
-    over = f"{memory['measured'] / memory['computed']:.2f}"
-    heads = [*(part.replace("_", " ") for part in parts), "measured / computed"]
-    return Sheet("Peak memory, MB", heads, [[*row, over]])
+    row = {part.replace("_", " "): number(memory[part] / 1e6, 1) for part in parts}
+    return [row | {"measured / computed": number(memory["measured"] / memory["computed"])}]
 
 
-def _contexts(result: dict[str, Any]) -> Sheet:
+def _contexts(result: dict[str, Any]) -> list[Row]:
     least = result["contexts"][0]
     rows = []
     for c in result["contexts"]:
         read = c["vanilla"]["limit_ms_per_token"] - least["vanilla"]["limit_ms_per_token"]
-        row = [str(c["context"]), f"{c['kv_bytes'] / 1e6:.1f}", f"+{read:.2f}"]
-        for name in NAMES:
+        row = {
+            "context": str(c["context"]),
+            "KV, MB": number(c["kv_bytes"] / 1e6, 1),
+            "read in, ms": f"+{read:.2f}",
+        }
+        for name, heading in NAMES.items():
             growth = c[name]["ms_per_token"] - least[name]["ms_per_token"]
-            row.append(f"{c[name]['ms_per_token']:.2f} {growth:+.2f}")
-        rows.append([*row, f"{c['kangaroo']['compression_rate']:.2f}"])
-    heads = ["context", "KV, MB", "read in, ms", *NAMES.values(), "CR"]
-    return Sheet("ms/token over the context, and its growth", heads, rows)
+            row[heading] = f"{c[name]['ms_per_token']:.2f} {growth:+.2f}"
+        rows.append(row | {"CR": number(c["kangaroo"]["compression_rate"])})
+    return rows
 
 
 def notes(result: dict[str, Any]) -> str:
@@ -225,11 +213,7 @@ def notes(result: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables and notes."""
-    parts = []
-    for sheet in sheets(result):
-        rule = ["---"] + ["---:"] * (len(sheet.heads) - 1)
-        lines = ["| " + " | ".join(row) + " |" for row in (sheet.heads, rule, *sheet.rows)]
-        parts.append("\n".join([f"**{sheet.title}**", "", *lines]))
+    parts = [f"**{title}**\n\n{tables.markdown(rows)}" for title, rows in sheets(result).items()]
     return "\n\n".join([*parts, notes(result).replace("\n", "\n\n")]) + "\n"
 
 
@@ -259,10 +243,8 @@ def _bars(axes: Any, methods: dict[str, Any]) -> None:
         m = methods[name]
         speed = m["tokens_per_second"]
         axes.barh(y, speed, height=0.62, color=COLORS.get(name, HF))
-        axes.annotate(
-            f"{speed:.0f}", (speed, y), xytext=(4, 0), textcoords="offset points", va="center",
-            fontsize=9,
-        )  # fmt: skip
+        place: dict[str, Any] = dict(textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(f"{speed:.0f}", (speed, y), (4, 0), **place)
         if name in NAMES:
             limit = m["limit_tokens_per_second"]
             axes.plot([limit, limit], [y - 0.4, y + 0.4], color=INK, linewidth=1.6)
@@ -283,14 +265,10 @@ def _throughput(axes: Any, batches: list[dict[str, Any]]) -> None:
 def _lines(axes: Any, contexts: list[dict[str, Any]]) -> None:
     at = [c["context"] for c in contexts]
     for name, label in LABELS.items():
-        axes.plot(
-            at, [c[name]["ms_per_token"] for c in contexts], marker="o", markersize=4.5,
-            color=COLORS[name], label=label,
-        )  # fmt: skip
-    axes.plot(
-        at, [c["vanilla"]["limit_ms_per_token"] for c in contexts], color=INK, linestyle="--",
-        linewidth=1.2, label="limit of vanilla",
-    )  # fmt: skip
+        took = [c[name]["ms_per_token"] for c in contexts]
+        axes.plot(at, took, marker="o", markersize=4.5, color=COLORS[name], label=label)
+    limit = [c["vanilla"]["limit_ms_per_token"] for c in contexts]
+    axes.plot(at, limit, color=INK, linestyle="--", linewidth=1.2, label="limit of vanilla")
     axes.set_xticks(at, [str(n) for n in at], fontsize=9)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("context, tokens", fontsize=9)
@@ -303,7 +281,3 @@ def _device(result: dict[str, Any]) -> str:
     if result["device"] == "cuda":
         return str(hardware["cuda"])
     return f"CPU ({hardware['cpu']}), threads: {hardware['threads']}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

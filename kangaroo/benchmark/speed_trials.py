@@ -20,8 +20,10 @@ from kangaroo.clock import running
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.methods import generate_settings
 from kangaroo.model import LM, transformers_attention
 from kangaroo.prompts import Message, prompt_ids
+from kangaroo.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +105,13 @@ def timed_generate(lm: LM, **speculation: Any) -> Method:
         with transformers_attention(lm):
             start = running()
             written_1T = lm.hf.generate(
-                tokens_1T, attention_mask=torch.ones_like(tokens_1T), max_new_tokens=new_tokens,
-                eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1,
-                repetition_penalty=1.0, use_cache=True, streamer=watch, **speculation,
-            )  # fmt: skip
+                tokens_1T,
+                attention_mask=torch.ones_like(tokens_1T),
+                max_new_tokens=new_tokens,
+                streamer=watch,
+                **generate_settings(Sampling(), ()),
+                **speculation,
+            )
         first, last = watch.marks[1], watch.marks[-1]
         return Trial(
             prompt_tokens=len(prompt),
@@ -146,9 +151,12 @@ def timed_engine(engine: Engine) -> Method:
 
 
 def take_turns(
-    methods: dict[str, Method], prompts: Sequence[list[int]], new_tokens: int, repeats: int,
+    methods: dict[str, Method],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    repeats: int,
     title: str,
-) -> list[Trial]:  # fmt: skip
+) -> list[Trial]:
     """Every method on every prompt, repeatedly; who goes first changes each time."""
     trials = []
     names = list(methods)

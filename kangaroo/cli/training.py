@@ -106,9 +106,9 @@ def estimate(config: EstimateCommand) -> None:
     recipes = [config.adapter, *config.more.values()]
     expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
     Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
-    if assumed.page is not None:
+    if assumed.table is not None:
         row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)
-        estimate_report.write_row(Path(assumed.page), row)
+        estimate_report.append(row, Path(assumed.table))
 
 
 @command("cost")

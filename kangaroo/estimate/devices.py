@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from dataclasses import dataclass
 from enum import Enum
 
 import psutil
 import torch
+from torch.utils.benchmark import Timer
 
 from kangaroo.models import ModelConfig
 
@@ -71,14 +70,10 @@ def found(model: ModelConfig) -> Devices:
 
 
 def matmul_speed(dtype: torch.dtype) -> float:
-    """FLOP/s of this CPU, with torch's threads, in a product of two matrices: the median of nine,
-    or of as many as a second has room for.
+    """FLOP/s of this CPU, with torch's threads, in a product of two matrices: the median of as many
+    as half a second has room for.
     """
-    size, begun = 1024, time.perf_counter()
-    seconds: list[float] = []
+    size = 1024
     x, y = torch.randn(2, size, size).to(dtype)
-    while len(seconds) < 2 or (len(seconds) < 10 and time.perf_counter() - begun < 1):
-        start = time.perf_counter()
-        x @ y
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds[1:])
+    timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Group
-from rich.table import Table
 
+from kangaroo import tables
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import PEAK, Device, matmul_speed
 from kangaroo.estimate.expectation import Expectation, Text
+from kangaroo.tables import Row, number, share
 from kangaroo.training.config import TrainerConfig
 
 
@@ -32,7 +31,7 @@ class EstimateConfig:
             its tokens a conversation. The released code trains on 68000 of ShareGPT; the length is
             an assumption. data=self_synthesis is taken to write all that it may.
         assistant_share: of the tokens: an assumption.
-        page: a Markdown page, in whose table the row of this name is written anew.
+        table: a Markdown file, to which this estimate is added as a row.
     """
 
     name: str = "run"
@@ -43,9 +42,10 @@ class EstimateConfig:
     conversations: int = 68_000
     length: int = 1024
     assistant_share: float = 0.75
-    page: str | None = None
+    table: str | None = None
 
     def devices(self, trainer: TrainerConfig) -> int:
+        """How many there are, one a process."""
         return self.processes or trainer.accumulate or 1
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
@@ -69,63 +69,60 @@ class EstimateConfig:
 
 
 def row(
-    expected: Expectation, config: EstimateConfig, trainer: TrainerConfig, target: str,
+    expected: Expectation,
+    config: EstimateConfig,
+    trainer: TrainerConfig,
+    target: str,
     dtype: torch.dtype,
-) -> str:  # fmt: skip
-    """A row of Markdown; `HEADS` names its columns."""
-    count = config.devices(trainer)
-    device_hours = expected.hours(config.flops_per_second(dtype))
-    cells = [
-        config.name,
-        f"{target}, {expected.target / 1e9:.2f} B",
-        f"{len(expected.trained)}, {sum(expected.trained.values()) / 1e6:.1f} M",
-        f"{expected.steps}",
-        f"{count} {config.device.name}",
-        f"{sum(expected.memory.values()) / 1e9:.1f} ({expected.memory['target'] / 1e9:.1f})",
-        f"{sum(expected.disk.values()) / 1e9:.2f}",
-        f"{sum(expected.flops.values()):.1e}",
-        f"{expected.flops['frozen forward'] / sum(expected.flops.values()):.0%}",
-        f"{device_hours / count:.2g}",
-    ]
-    return "| " + " | ".join(cells) + " |"
+) -> Row:
+    """An expectation as one row, beside those of other trainings."""
+    count, flops = config.devices(trainer), sum(expected.flops.values())
+    hours = expected.hours(config.flops_per_second(dtype)) / count
+    memory = sum(expected.memory.values())
+    return {
+        "training": config.name,
+        "target": f"{target}, {expected.target / 1e9:.2f} B",
+        "adapters, trained parameters": (
+            f"{len(expected.trained)}, {sum(expected.trained.values()) / 1e6:.1f} M"
+        ),
+        "steps": str(expected.steps),
+        "devices": f"{count} {config.device.name}",
+        "GB of memory each (target)": (
+            f"{memory / 1e9:.1f} ({expected.memory['target'] / 1e9:.1f})"
+        ),
+        "GB of disk": number(sum(expected.disk.values()) / 1e9),
+        "FLOPs": f"{flops:.1e}",
+        "frozen forward's share": share(expected.flops["frozen forward"] / flops),
+        "hours": f"{hours:.2g}",
+    }
 
 
-HEADS = [
-    "training", "target", "adapters, trained parameters", "steps", "devices",
-    "GB of memory each (target)", "GB of disk", "FLOPs", "frozen forward's share", "hours",
-]  # fmt: skip
+def append(line: Row, file: Path) -> None:
+    """Add a row to a Markdown table; a new file gets the headings first."""
+    lines = tables.markdown([line]).splitlines()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as table:
+        table.write("\n".join(lines[2 if table.tell() else 0 :]) + "\n")
 
 
-def write_row(page: Path, line: str) -> None:
-    """Put a row in place of the one that begins with the same cell.
-
-    Errors: `ConfigError` where the page has none.
-    """
-    start = line[: line.index("|", 1) + 1]
-    lines = page.read_text(encoding="utf-8").splitlines()
-    if not any(old.startswith(start) for old in lines):
-        raise ConfigError(f"{page} has no row that begins with '{start}'; add one first.")
-    new = [line if old.startswith(start) else old for old in lines]
-    page.write_text("\n".join(new) + "\n", encoding="utf-8")
-
-
-def terminal(expected: Expectation, config: EstimateConfig, trainer: TrainerConfig, text: Text,
-             dtype: torch.dtype) -> Group:  # fmt: skip
+def terminal(
+    expected: Expectation,
+    config: EstimateConfig,
+    trainer: TrainerConfig,
+    text: Text,
+    dtype: torch.dtype,
+) -> Group:
     """Every part of an expectation, and what it assumes."""
     count, speed = config.devices(trainer), config.flops_per_second(dtype)
-    parts = Table("part", "", box=box.SIMPLE_HEAD)
-    parts.columns[1].justify = "right"
-    last = [*expected.trained][-1]
-    parts.add_row("target", f"{expected.target:,} parameters")
-    for name, parameters in expected.trained.items():
-        parts.add_row(name, f"{parameters:,} parameters", end_section=name == last)
-    for title, sizes in (("memory", expected.memory), ("disk", expected.disk)):
-        for name, size in sizes.items():
-            parts.add_row(f"{title}: {name}", f"{size / 1e9:.3f} GB")
-        parts.add_row(title, f"{sum(sizes.values()) / 1e9:.3f} GB", style="bold", end_section=True)
     total = sum(expected.flops.values())
+    parts = {"target": f"{expected.target:,} parameters"}
+    parts |= {name: f"{size:,} parameters" for name, size in expected.trained.items()}
+    for title, sizes in (("memory", expected.memory), ("disk", expected.disk)):
+        parts |= {f"{title}: {name}": f"{size / 1e9:.3f} GB" for name, size in sizes.items()}
+        parts[title] = f"{sum(sizes.values()) / 1e9:.3f} GB"
     for name, flops in expected.flops.items():
-        parts.add_row(f"arithmetic: {name}", f"{flops:.2e} FLOPs, {flops / total:.0%}")
+        parts[f"arithmetic: {name}"] = f"{flops:.2e} FLOPs, {flops / total:.0%}"
+    rows = [{"part": name, "": takes} for name, takes in parts.items()]
     hours = expected.hours(speed) / count
     notes = (
         f"{count} x {config.device.name} at {speed / 1e12:.2f} TFLOP/s ({config.utilisation:.0%} "
@@ -134,4 +131,4 @@ def terminal(expected: Expectation, config: EstimateConfig, trainer: TrainerConf
         "process. Not in it: writing or tokenising the data, evaluations, communication, the "
         "allocator's waste."
     )
-    return Group(parts, notes)
+    return Group(tables.terminal(rows, bold=("memory", "disk")), notes)

@@ -47,10 +47,12 @@ class Writing:
 
     @property
     def bytes(self) -> int:
+        """All of it."""
         return self.target + (self.reading + self.rows * self.row if self.rows else 0)
 
     @staticmethod
     def of(lm: LM, data: Data) -> Writing:
+        """What writing this data with this target takes, by their shapes and settings."""
         size, shape = lm.dtype.itemsize, lm.config
         token = 3 * (shape.hidden_size + shape.intermediate_size) * size  # a layer's, in a pass
         target = sum(p.numel() for p in lm.parameters()) * size
@@ -63,9 +65,13 @@ class Writing:
 
 
 def foresee(
-    lm: LM, recipes: Sequence[AdapterRecipe], model: ModelConfig, data: Data,
-    trainer: TrainerConfig, processes: int,
-) -> tuple[Devices, Expectation, list[str]]:  # fmt: skip
+    lm: LM,
+    recipes: Sequence[AdapterRecipe],
+    model: ModelConfig,
+    data: Data,
+    trainer: TrainerConfig,
+    processes: int,
+) -> tuple[Devices, Expectation, list[str]]:
     """The devices that a run trains on, what it will take there, and both as lines for the log.
 
     Args:
@@ -109,10 +115,9 @@ def check_writing(writing: Writing, devices: Devices) -> None:
         )
     if writing.bytes > devices.free:
         fitting = (room - writing.reading) // writing.row
-        fix = (
-            f"Pass data.batch_size={fitting}" if fitting > 0 else "Not even one fits: ask for "
-            "shorter ones"
-        )  # fmt: skip
+        fix = "Not even one fits: ask for shorter ones"
+        if fitting > 0:
+            fix = f"Pass data.batch_size={fitting}"
         raise ConfigError(
             f"while the target writes the data, {writing.rows} texts of up to {writing.longest} "
             f"tokens take {writing.rows * writing.row / 1e9:.1f} GB of keys and values beside its "

@@ -18,9 +18,7 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
-MT_BENCH = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-)  # fmt: skip
+MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Question:
 
 def task_of(category: str) -> str:
     """The task a category is reported under: MT-bench's eight are one, the others themselves."""
-    return "mt_bench" if category in MT_BENCH else category
+    return "mt_bench" if category in MTBENCH else category
 
 
 def load_questions(config: BenchConfig) -> list[Question]:
@@ -124,12 +122,12 @@ def _download(url: str) -> bytes:
         ) from error
 
 
-def _check(config: BenchConfig, content: bytes, where: str, mend: str) -> None:
+def _check(config: BenchConfig, content: bytes, where: str, fix: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         raise CorruptFile(
             f"the questions of {config.name} from {where} have sha256 {digest}, not "
-            f"{config.sha256}. {mend}, or pass bench.path=."
+            f"{config.sha256}. {fix}, or pass bench.path=."
         )
 
 

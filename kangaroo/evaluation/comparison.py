@@ -13,39 +13,28 @@ from typing import Any
 
 from rich.table import Table
 
+from kangaroo import tables
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison_plots as plots
 from kangaroo.evaluation import report
+from kangaroo.evaluation.metrics import Place, cells, definitions
 from kangaroo.evaluation.records import SUMMARY, write_json
 from kangaroo.provenance import changes
+from kangaroo.tables import Row, number, short
 
-WIDTHS = (1, 2, 3)  # of CTAR
-DEFINITIONS = {
-    "Row": (
-        "a method whose evaluation is complete, the fastest first. Where one failed or is not "
-        "finished there is none."
-    ),
-    "Speedup": report.DEFINITIONS["Speedup"],
-    "vs hf": (
-        "the same against `generate` of transformers, which tells no rounds: a text of its that is "
-        "longer than the method's counts in proportion."
-    ),
-    **{name: report.DEFINITIONS[name] for name in ("CR", "CTAR(w)", "Accepted")},
-    "tokens/s": (
-        "all tokens over all seconds, prefill included. Jobs ran one after the other: where the "
-        "machine was not equally free, compare speedups instead."
-    ),
-    "Params": "weights that the method has beyond the target's; what it shares is not counted.",
-    "Memory": (
-        "what the method held beyond the target and its KV cache, at the most, after any question: "
-        "weights, copied rows of the head, its own caches, datastores."
-    ),
-    "Lossless": (
-        "turns whose text is vanilla's token for token, of all turns. A **bug** is a fork that "
-        "rounding does not explain."
-    ),
-    "Training": "what it took to make the method for this target.",
-}
+ROW = (
+    "**method**: one whose evaluation is complete, the fastest first. Where one failed or is not "
+    "finished there is no row. Jobs ran one after the other: where the machine was not equally "
+    "free, compare speedups, not tokens/s."
+)
+COST = (
+    "**params**: weights that the method has beyond the target's; what it shares is not counted.",
+    "**memory**: what the method held beyond the target and its KV cache, at the most, after any "
+    "question: weights, copied rows of the head, its own caches, datastores.",
+    "**lossless**: turns whose text is vanilla's token for token, of all turns. A **bug** is a "
+    "fork that rounding does not explain.",
+    "**training**: what it took to make the method for this target.",
+)
 
 
 def compare(folder: Path) -> dict[str, Any] | None:
@@ -97,6 +86,7 @@ def method(name: str, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def slowness(method: dict[str, Any]) -> tuple[float, float]:
+    """What methods are sorted by: the speedup, then tokens/s."""
     overall = method["overall"]
     return -(overall["speedup"] or 0.0), -overall["tokens_per_second"]
 
@@ -111,13 +101,10 @@ def write(found: dict[str, Any], folder: Path) -> None:
 
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
-    heads, *rows = methods(found)
-    left_out = ("accepted", "tokens/s", "training", "95% vs hf", *(f"CTAR({w})" for w in WIDTHS))
-    shown = [i for i, head in enumerate(heads) if head not in left_out]
-    result = report.terminal(title(found), asked(found), [heads[i] for i in shown])
+    rows = methods(found, Place.methods_terminal)
     for row in rows:
-        result.add_row(*(row[i] for i in shown))
-    return result
+        del row["training"]
+    return tables.terminal(rows, title(found), asked(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -125,18 +112,18 @@ def markdown(found: dict[str, Any]) -> str:
     parts = [
         f"# {title(found)}",
         asked(found),
-        report.markdown_table(methods(found)),
+        tables.markdown(methods(found, Place.methods)),
         "![speedup](speedup.png)",
         "## Speedup over vanilla by task",
-        report.markdown_table(by_task(found, "speedup")),
+        tables.markdown(by_task(found, "speedup")),
         "![speedup by task](speedup_by_task.png)",
         "## Compression rate by task",
-        report.markdown_table(by_task(found, "compression_rate")),
+        tables.markdown(by_task(found, "compression_rate")),
         "![compression rate by task](cr_by_task.png)",
         "## How to read this",
-        report.defined(DEFINITIONS),
+        report.listed([ROW, *definitions(), *COST]),
         "## Provenance",
-        "\n".join(f"- {line}" for line in provenance_lines(found)),
+        report.listed(provenance_lines(found)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -149,61 +136,39 @@ def asked(found: dict[str, Any]) -> str:
     return report.asked(found | {"lossless": {"turns": found["turns"]}})
 
 
-def methods(found: dict[str, Any]) -> list[list[str]]:
-    """Heads, then a row a method; so does `by_task`."""
-    heads = [
-        "method", "speedup", "95%", "vs hf", "95% vs hf", "CR", *(f"CTAR({w})" for w in WIDTHS),
-        "accepted", "tokens/s", "params", "memory", "lossless", "training",
-    ]  # fmt: skip
-    return [heads, *(_row(method) for method in found["methods"])]
-
-
-def _row(method: dict[str, Any]) -> list[str]:
-    m, cost = method["overall"], method["drafter_cost"]
+def methods(found: dict[str, Any], place: Place) -> list[Row]:
+    """A row a method; so does `by_task`."""
     return [
-        method["name"],
-        report.number(m["speedup"]),
-        report.span(m),
-        report.number(m["hf_speedup"]),
-        report.span(m, "hf_speedup"),
-        report.number(m["compression_rate"]),
-        *(report.number(reached(m, w)) for w in WIDTHS),
-        report.share(m["acceptance_rate"]),
-        report.number(m["tokens_per_second"], 1),
-        short(cost["parameters"]),
-        f"{short(cost['bytes'])}B",
-        lossless(method["lossless"]),
-        training(cost["training"]),
-    ]
-
-
-def by_task(found: dict[str, Any], figure: str) -> list[list[str]]:
-    tasks = plots.tasks(found)
-    rows = [
-        [method["name"], *(report.number(plots.figure_of(method, task, figure)) for task in tasks)]
+        {"method": method["name"]}
+        | cells(method["overall"], place)
+        | (ctars(method["overall"]) if place is Place.methods else {})
+        | {
+            "params": short(method["drafter_cost"]["parameters"]),
+            "memory": f"{short(method['drafter_cost']['bytes'])}B",
+            "lossless": lossless(method["lossless"]),
+            "training": training(method["drafter_cost"]["training"]),
+        }
         for method in found["methods"]
     ]
-    return [["method", *tasks], *rows]
 
 
-def reached(m: dict[str, Any], w: int) -> float | None:
-    """CTAR(w): 0 beyond the most that were ever accepted, None if nothing is drafted."""
-    if m["acceptance_rate"] is None:
-        return None
-    return m["ctar"][w - 1] if w <= len(m["ctar"]) else 0.0
+def ctars(results: dict[str, Any]) -> Row:
+    """Of the first draft tokens; 0 beyond the most that were ever accepted, "-" without drafts."""
+    drafts, reached = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
+    return {f"CTAR({w + 1})": number(reached[w] if drafts else None) for w in range(3)}
 
 
-def short(value: float) -> str:
-    """Three digits and a prefix: 1.27M."""
-    prefix = ""
-    for larger in "kMG":
-        if value < 999.5:
-            break
-        value, prefix = value / 1000, larger
-    return f"{value:.3g}{prefix}"
+def by_task(found: dict[str, Any], metric: str) -> list[Row]:
+    """One metric of every method under every task."""
+    return [
+        {"method": method["name"]}
+        | {task: number(plots.value_of(method, task, metric)) for task in plots.tasks(found)}
+        for method in found["methods"]
+    ]
 
 
 def lossless(found: dict[str, Any]) -> str:
+    """Turns that are vanilla's, of all, with the bugs where there are any."""
     if found["identical"] is None:
         return "-"
     text, bugs = f"{found['identical']}/{found['turns']}", found["forks"].get("bug")
@@ -211,6 +176,7 @@ def lossless(found: dict[str, Any]) -> str:
 
 
 def training(told: dict[str, Any]) -> str:
+    """What it took to make a method (`drafter_cost`), as a cell."""
     parts = (
         f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
         for name, value in told.items()
@@ -223,7 +189,7 @@ def provenance_lines(found: dict[str, Any]) -> Iterator[str]:
     about = [method["provenance"] for method in found["methods"]]
     yield from dict.fromkeys(f"`{one['command']}`" for one in about)
     yield from dict.fromkeys(line for one in about for line in report.circumstances(one))
-    yield report.listed(found["settings"])
+    yield report.assigned(found["settings"])
     for method, one in zip(found["methods"], about, strict=True):
-        settings = report.listed(method["settings"])
+        settings = report.assigned(method["settings"])
         yield f"`{method['name']}`: git {one['git_revision']}, {one['time']}; {settings}"

@@ -30,12 +30,13 @@ PLOTS = {"speedup": speedup, "speedup_by_task": speedup_by_task, "cr_by_task": c
 
 
 def tasks(found: dict[str, Any]) -> list[str]:
-    """The bench's, and "overall": what `figure_of` knows."""
+    """The bench's, and "overall": what `value_of` knows."""
     return [*found["methods"][0]["by_task"], "overall"]
 
 
-def figure_of(method: dict[str, Any], task: str, figure: str) -> float | None:
-    return (method["overall"] if task == "overall" else method["by_task"][task])[figure]
+def value_of(method: dict[str, Any], task: str, metric: str) -> float | None:
+    """A metric of a method under a task, or overall."""
+    return (method["overall"] if task == "overall" else method["by_task"][task])[metric]
 
 
 def about(found: dict[str, Any]) -> str:
@@ -47,10 +48,10 @@ def _name(method: dict[str, Any]) -> str:
     return method["name"].replace(",", "\n", 1)
 
 
-def _map(found: dict[str, Any], figure: str, title: str) -> Figure:
+def _map(found: dict[str, Any], metric: str, title: str) -> Figure:
     """A coloured table: methods down the side, tasks along; white is vanilla's 1."""
     names, columns = [_name(method) for method in found["methods"]], tasks(found)
-    values = [[figure_of(method, task, figure) for task in columns] for method in found["methods"]]
+    values = [[value_of(method, task, metric) for task in columns] for method in found["methods"]]
     known = [value for row in values for value in row if value is not None]
     norm = TwoSlopeNorm(1, min([0.5, *known]), max([2, *known]))
     result, axes = plots.blank(about(found), 0.6 + 0.36 * len(names), title)
@@ -60,10 +61,8 @@ def _map(found: dict[str, Any], figure: str, title: str) -> Figure:
                 color = SLOWER_FASTER(norm(value))
                 axes.barh(y, 1, left=x - 0.5, height=1, color=color, edgecolor="white")
                 weight = "bold" if columns[x] == "overall" else "normal"
-                axes.text(
-                    x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, color=plots.INK,
-                    fontweight=weight,
-                )  # fmt: skip
+                middle: dict[str, Any] = dict(ha="center", va="center", fontsize=9, color=plots.INK)
+                axes.text(x, y, f"{value:.2f}", fontweight=weight, **middle)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-LEAVES = (
-    str, bytes, int, float, type(None), type, torch.dtype, torch.device, types.ModuleType,
-    types.FunctionType, types.BuiltinFunctionType,
-)  # fmt: skip
+PLAIN = (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
+CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 @dataclass
@@ -60,7 +58,7 @@ def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str
     todo: list[Any] = list(roots)
     while todo:
         item = todo.pop()
-        if isinstance(item, LEAVES) or id(item) in seen:
+        if isinstance(item, PLAIN + CODE) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):

@@ -32,13 +32,8 @@ def fork(
     if position == min(len(method), len(vanilla)):  # same limit, same EOS, yet one goes on
         return Fork(position, None, "bug")
     logits_V = target_logits(lm, prompt + vanilla[:position])
-    return Fork(
-        position,
-        *judge(
-            logits_V, method[position], vanilla[position], lm.dtype, sampling, seed,
-            len(prompt) + position,
-        ),
-    )  # fmt: skip
+    two = method[position], vanilla[position]
+    return Fork(position, *judge(logits_V, *two, lm.dtype, sampling, seed, len(prompt) + position))
 
 
 def first_difference(a: list[int], b: list[int]) -> int:
@@ -48,9 +43,14 @@ def first_difference(a: list[int], b: list[int]) -> int:
 
 
 def judge(
-    logits_V: Tensor, method: int, vanilla: int, dtype: torch.dtype, sampling: Sampling, seed: int,
+    logits_V: Tensor,
+    method: int,
+    vanilla: int,
+    dtype: torch.dtype,
+    sampling: Sampling,
+    seed: int,
     position: int,
-) -> tuple[float | None, str]:  # fmt: skip
+) -> tuple[float | None, str]:
     """Gap and label of a fork: a near-tie if rounding could have made either token the choice.
 
     Args:

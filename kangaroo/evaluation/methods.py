@@ -6,7 +6,8 @@ outside the time; prefill, and the allocation of the cache, are inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -22,6 +23,8 @@ Method = Callable[[list[int], int, int], Run]
 
 
 def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
+    """Our engine with its drafter."""
+
     def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
         start = now(engine.lm.device)
         (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
@@ -38,18 +41,7 @@ def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampli
     compared, its text can't.
     """
     eos_ids = lm.eos_ids()
-    # all spelled out: what is unset, `generate` would take from the model's own generation config
-    choice = {
-        "do_sample": not sampling.greedy,
-        "temperature": 1.0 if sampling.greedy else sampling.temperature,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "top_k": 50 if sampling.greedy else sampling.top_k,
-        "repetition_penalty": 1.0,
-        "num_beams": 1,
-        "eos_token_id": eos_ids or None,
-        "pad_token_id": 0,
-        "use_cache": True,
-    }
+    choice = generate_settings(sampling, eos_ids)
 
     def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
         config = GenerationConfig(max_new_tokens=max_new_tokens, **choice)
@@ -67,10 +59,30 @@ def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampli
     return write
 
 
+def generate_settings(sampling: Sampling, eos_ids: Collection[int]) -> dict[str, Any]:
+    """What `generate` is told. All spelled out: what is unset, it would take from the model's own
+    generation config.
+    """
+    return {
+        "do_sample": not sampling.greedy,
+        "temperature": 1.0 if sampling.greedy else sampling.temperature,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "top_k": 50 if sampling.greedy else sampling.top_k,
+        "repetition_penalty": 1.0,
+        "num_beams": 1,
+        "eos_token_id": list(eos_ids) or None,
+        "pad_token_id": 0,
+        "use_cache": True,
+    }
+
+
 def as_run(
-    tokenizer: PreTrainedTokenizerBase, tokens: list[int], finish: str, seconds: float,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[int],
+    finish: str,
+    seconds: float,
     steps: list[StepRecord],
-) -> Run:  # fmt: skip
+) -> Run:
     text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
     return Run(
         tokens=tokens,

@@ -1,4 +1,7 @@
-"""Figures of an evaluation: pure functions of its records.
+"""The metrics of an evaluation: what each is, how it follows from the records, where it is shown.
+
+`METRICS`, at the end, is the one place to add one: `summary.json`, W&B, the tables and their
+explanations are made from it.
 
 A *round* is one verification, which is one forward of the target. The bonus token (the target's
 own, after the accepted draft tokens) counts as emitted, never as accepted.
@@ -6,72 +9,89 @@ own, after the accepted draft tokens) counts as emitted, never as accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kangaroo.evaluation.records import METHOD, Record, Run
+from kangaroo.evaluation.speedup import against, has, interval, prefill_seconds, speedup
+from kangaroo.tables import Row, number, share, span
 
-RESAMPLES = 2000
+Results = dict[str, Any]  # all metrics of some questions, by name
 
 
-def metrics(records: Sequence[Record]) -> dict[str, Any]:
-    """All figures over some questions; None where one does not apply (no such baseline, no draft).
+class Place(Flag):
+    """A table of metrics: by task or by method, as a page or in the terminal's 80 columns."""
 
-    speedup: seconds of vanilla / seconds of the method, see `paired_seconds`.
-    speedup_ci95: its 95% interval, see `interval`.
-    hf_speedup, hf_speedup_ci95: the same against transformers' `generate`.
-    spec_bench_speedup: by the formula of Spec-Bench's report, see `spec_bench_speedup`.
-    compression_rate: emitted tokens / rounds, so 1 for vanilla.
-    ctar: at index w - 1 the share of all rounds in which the first w draft tokens were accepted, up
-        to the most that ever were. compression_rate = 1 + sum(ctar), but for rounds that an EOS or
-        the limit cut, which have no bonus token.
-    acceptance_rate: accepted / drafted tokens; all nodes of a tree are drafted.
-    tokens_per_second and those of the baselines: all tokens (EOS included) / all seconds (prefill
-        included), each method over its own texts.
-    prefill_seconds: of the method; all its time outside rounds. draft_, verify_ and host_seconds:
-        of its rounds. The four add up to its time.
+    tasks = auto()
+    tasks_terminal = auto()
+    methods = auto()
+    methods_terminal = auto()
+    pages = tasks | methods
+    by_task = tasks | tasks_terminal
+    by_method = methods | methods_terminal
+    everywhere = by_task | by_method
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value over some questions.
+
+    Args:
+        name: in `summary.json` and W&B.
+        of: computes it; None where it does not apply (no such baseline, no draft).
+        heading: of its column; empty where it has none.
+        places: the tables with that column.
+        show: makes a cell of the value.
+        meaning: for readers of a report; empty where another metric's says it.
     """
-    method = runs(records, METHOD)
-    drafted = sum(sum(run.drafted) for run in method)
-    return {
-        "questions": len(records),
-        "tokens": sum(len(run.tokens) for run in method),
-        **speedup(records, "vanilla", "speedup"),
-        **speedup(records, "hf", "hf_speedup"),
-        "spec_bench_speedup": spec_bench_speedup(records),
-        "compression_rate": ratio(
-            sum(sum(run.emitted) for run in method), sum(len(run.emitted) for run in method)
-        ),
-        "ctar": ctar(method),
-        "acceptance_rate": ratio(sum(sum(run.accepted) for run in method), drafted),
-        "tokens_per_second": tokens_per_second(method),
-        "vanilla_tokens_per_second": tokens_per_second(runs(records, "vanilla")),
-        "hf_tokens_per_second": tokens_per_second(runs(records, "hf")),
-        "prefill_seconds": sum(prefill_seconds(run) for run in method),
-        "draft_seconds": sum(sum(run.draft_seconds) for run in method),
-        "verify_seconds": sum(sum(run.verify_seconds) for run in method),
-        "host_seconds": sum(sum(run.host_seconds) for run in method),
-    }
+
+    name: str
+    of: Callable[[Sequence[Record]], Any]
+    heading: str = ""
+    places: Place = Place.pages
+    show: Callable[[Any], str] = number
+    meaning: str = ""
 
 
-def speedup(records: Sequence[Record], baseline: str, name: str) -> dict[str, Any]:
-    """The ratio of total seconds and its interval; None where the baseline did not run."""
-    paired = [record for record in records if has(record, baseline)]
-    pairs_Q2 = np.array([paired_seconds(record, baseline) for record in paired])
-    return {
-        name: ratio(*pairs_Q2.sum(0)) if paired else None,
-        f"{name}_ci95": interval(pairs_Q2) if paired else None,
-    }
+def metrics(records: Sequence[Record]) -> Results:
+    """All metrics over some questions."""
+    return {metric.name: metric.of(records) for metric in METRICS}
+
+
+def scalars(results: Results) -> dict[str, float]:
+    """Those that are one number, and apply."""
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def cells(results: Results, place: Place) -> Row:
+    """The part of a table's row that metrics fill."""
+    shown = [metric for metric in METRICS if metric.heading and place in metric.places]
+    return {metric.heading: metric.show(results[metric.name]) for metric in shown}
+
+
+def definitions() -> list[str]:
+    """What the metrics mean, by heading and name, in Markdown."""
+    told = [metric for metric in METRICS if metric.meaning]
+    return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in told]
 
 
 def runs(records: Iterable[Record], name: str) -> list[Run]:
+    """All turns' answers by a method or a baseline, in order."""
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 
-def has(record: Record, name: str) -> bool:
-    return name in record.turns[0].runs
+def total(records: Sequence[Record], of: Callable[[Run], Sequence[float]]) -> float:
+    """The sum over all rounds of the method."""
+    return sum(sum(of(run)) for run in runs(records, METHOD))
+
+
+def rounds(records: Sequence[Record]) -> int:
+    return sum(len(run.emitted) for run in runs(records, METHOD))
 
 
 def ratio(over: float, under: float) -> float | None:
@@ -81,51 +101,6 @@ def ratio(over: float, under: float) -> float | None:
 
 def tokens_per_second(some: Sequence[Run]) -> float | None:
     return ratio(sum(len(run.tokens) for run in some), sum(run.seconds for run in some))
-
-
-def round_seconds(run: Run) -> np.ndarray:
-    return np.add(np.add(run.draft_seconds, run.verify_seconds), run.host_seconds)
-
-
-def prefill_seconds(run: Run) -> float:
-    """Time outside rounds: the cache's allocation, the prefill, the way into the engine and out."""
-    return run.seconds - float(round_seconds(run).sum())
-
-
-def seconds_until(run: Run, count: int) -> float:
-    """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
-
-    hf tells no rounds: it is charged its mean time a token. Its prefill is spread over the whole
-    text with that, so of a text that is cut it is charged too little, if anything.
-    """
-    if not run.emitted:
-        return run.seconds * count / len(run.tokens)
-    tokens = np.cumsum([0, *run.emitted])
-    seconds = prefill_seconds(run) + np.cumsum([0.0, *round_seconds(run)])
-    return float(np.interp(count, tokens, seconds))
-
-
-def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, float]:
-    """Seconds of a baseline and of the method for the same number of tokens.
-
-    In each turn both get as many tokens as the shorter of the two texts has, so that a text which
-    ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
-    """
-    theirs = method = 0.0
-    for turn in record.turns:
-        a, b = turn.runs[baseline], turn.runs[METHOD]
-        count = min(len(a.tokens), len(b.tokens))
-        theirs += seconds_until(a, count)
-        method += seconds_until(b, count)
-    return theirs, method
-
-
-def interval(pairs_Q2: np.ndarray) -> list[float]:
-    """95% interval of the ratio of total seconds: percentile bootstrap over questions."""
-    rng = np.random.default_rng(0)
-    picked_RQ = rng.integers(len(pairs_Q2), size=(RESAMPLES, len(pairs_Q2)))
-    baseline_R, method_R = pairs_Q2[picked_RQ].sum(1).T
-    return np.percentile(baseline_R / method_R, [2.5, 97.5]).tolist()
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -156,3 +131,94 @@ def ctar(some: Sequence[Run]) -> list[float]:
     accepted = np.array([count for run in some for count in run.accepted])
     longest = int(accepted.max(initial=0))
     return [float((accepted >= w).mean()) for w in range(1, longest + 1)]
+
+
+def ends(found: Sequence[float] | None) -> str:
+    """An interval; of a single question there is none, since it cannot vary."""
+    return "-" if found is None or found[0] == found[1] else span(found, "-")
+
+
+def speed_of(name: str) -> Callable[[Sequence[Record]], Any]:
+    return lambda records: tokens_per_second(runs(records, name))
+
+
+tenths = partial(number, digits=1)
+
+METRICS = [
+    Metric("questions", len, "questions", Place.tasks, str),
+    Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records, METHOD))),
+    Metric(
+        "speedup",
+        partial(against, "vanilla", speedup),
+        "speedup",
+        Place.everywhere,
+        meaning="seconds of vanilla decoding (same engine, cache and kernels, a drafter that "
+        "proposes nothing) over seconds of the method, prefill included, summed over questions; in "
+        "each turn both are timed up to the same number of tokens.",
+    ),
+    Metric(
+        "speedup_ci95",
+        partial(against, "vanilla", interval),
+        "95%",
+        Place.everywhere,
+        ends,
+        "the interval of the speedup at 95%: a bootstrap over questions.",
+    ),
+    Metric(
+        "hf_speedup",
+        partial(against, "hf", speedup),
+        "vs hf",
+        Place.by_method,
+        meaning="the speedup against `generate` of transformers, which tells no rounds: a text of "
+        "its that is longer than the method's counts in proportion.",
+    ),
+    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", Place.methods, ends),
+    Metric(
+        "spec_bench_speedup",
+        spec_bench_speedup,
+        "Spec-Bench",
+        Place.by_task,
+        meaning="by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which "
+        "vanilla's tokens are its text tokenised again, EOS not counted. It favours the method on "
+        "short answers.",
+    ),
+    Metric(
+        "compression_rate",
+        lambda records: ratio(total(records, lambda run: run.emitted), rounds(records)),
+        "CR",
+        Place.everywhere,
+        meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
+    ),
+    Metric(
+        "ctar",
+        lambda records: ctar(runs(records, METHOD)),
+        meaning="CTAR(w) is the share of rounds whose first w draft tokens were all accepted, up "
+        "to the most that ever were. The compression rate is 1 + their sum, but for rounds that an "
+        "EOS or the limit cut, which have no bonus token.",
+    ),
+    Metric(
+        "acceptance_rate",
+        lambda records: ratio(
+            total(records, lambda run: run.accepted), total(records, lambda run: run.drafted)
+        ),
+        "accepted",
+        show=share,
+        meaning="accepted over drafted tokens; all nodes of a tree are drafted.",
+    ),
+    Metric(
+        "tokens_per_second",
+        speed_of(METHOD),
+        "tokens/s",
+        Place.pages | Place.tasks_terminal,
+        tenths,
+        "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
+        "hf is `generate` of transformers.",
+    ),
+    Metric("vanilla_tokens_per_second", speed_of("vanilla"), "vanilla", Place.by_task, tenths),
+    Metric("hf_tokens_per_second", speed_of("hf"), "hf", Place.by_task, tenths),
+    # these four add up to the method's time
+    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records, METHOD)))),
+    Metric("draft_seconds", lambda records: total(records, lambda run: run.draft_seconds)),
+    Metric("verify_seconds", lambda records: total(records, lambda run: run.verify_seconds)),
+    Metric("host_seconds", lambda records: total(records, lambda run: run.host_seconds)),
+]

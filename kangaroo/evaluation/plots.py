@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
 INK, FAINT = "#222222", "#dddddd"
 PARTS = {"prefill": "#c9ccd1", "draft": "#d9772b", "verify": "#3b6fb6", "host": "#7a5195"}
-NAMES = {
-    "mt_bench": "MT-bench", "translation": "translation", "summarization": "summarization",
-    "qa": "QA", "math_reasoning": "math", "rag": "RAG", "overall": "overall",
-}  # fmt: skip
+NAMES = {  # of tasks, where they are not their own
+    "mt_bench": "MT-bench",
+    "qa": "QA",
+    "math_reasoning": "math",
+    "rag": "RAG",
+}
 
 
 def speedup(summary: dict[str, Any]) -> Figure:
@@ -55,20 +57,15 @@ def ctar(summary: dict[str, Any]) -> Figure:
     shades = ["#4c78a8", "#72b7b2", "#54a24b", "#b79a20", "#b279a2", "#9d755d"]
     for i, (task, m) in enumerate(summary["by_task"].items()):
         positions = range(1, len(m["ctar"]) + 1)
-        axes.plot(
-            positions, m["ctar"], color=shades[i % len(shades)], linewidth=1.2, marker="o",
-            markersize=3, alpha=0.8, label=NAMES.get(task, task),
-        )  # fmt: skip
+        label = NAMES.get(task, task)
+        thin: dict[str, Any] = dict(linewidth=1.2, markersize=3, alpha=0.8, label=label)
+        axes.plot(positions, m["ctar"], color=shades[i % len(shades)], marker="o", **thin)
     overall = summary["overall"]["ctar"]
-    axes.plot(
-        range(1, len(overall) + 1), overall, color=METHOD, linewidth=2.6, marker="o", markersize=6,
-        label="overall",
-    )  # fmt: skip
+    bold: dict[str, Any] = dict(linewidth=2.6, markersize=6, label="overall")
+    axes.plot(range(1, len(overall) + 1), overall, color=METHOD, marker="o", **bold)
+    above: dict[str, Any] = dict(xytext=(0, 8), textcoords="offset points", ha="center")
     for w, value in enumerate(overall, start=1):
-        axes.annotate(
-            f"{value:.2f}", (w, value), xytext=(0, 8), textcoords="offset points", ha="center",
-            fontsize=9, color=INK,
-        )  # fmt: skip
+        axes.annotate(f"{value:.2f}", (w, value), fontsize=9, color=INK, **above)
     axes.set_xticks(range(1, len(overall) + 1))
     axes.set_xlim(0.7, len(overall) + 0.3)
     axes.set_xlabel("w, position in the draft", fontsize=9)
@@ -108,16 +105,15 @@ def about(summary: dict[str, Any]) -> str:
 
 
 def blank(subtitle: str, height: float, title: str) -> tuple[Figure, Axes]:
+    """A figure with one empty plot below its title."""
     figure = Figure(figsize=(7.6, height + 0.9), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9)
     axes.set_title(title, fontsize=11, loc="left", pad=18)
-    axes.annotate(
-        subtitle, (0, 1), xytext=(0, 4), xycoords="axes fraction", textcoords="offset points",
-        fontsize=8, color="#666666",
-    )  # fmt: skip
+    place: dict[str, Any] = dict(xycoords="axes fraction", textcoords="offset points")
+    axes.annotate(subtitle, (0, 1), (0, 4), fontsize=8, color="#666666", **place)
     return figure, axes
 
 

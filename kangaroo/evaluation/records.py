@@ -1,6 +1,6 @@
 """What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known.
 
-Every figure and file of a report follows from these lines, so a killed run loses the question at
+Every number and file of a report follows from these lines, so a killed run loses the question at
 hand and nothing else. Each rank writes a file of its own; reading takes them together.
 """
 

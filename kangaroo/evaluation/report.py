@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from kangaroo import tables
 from kangaroo.evaluation import plots
+from kangaroo.evaluation.metrics import Place, cells, definitions
+from kangaroo.tables import Row, number
 
 PLOTS = {"speedup": plots.speedup, "ctar": plots.ctar, "time": plots.time_split}
 
-DEFINITIONS = {
-    "Speedup": (
-        "seconds of vanilla decoding (same engine, cache and kernels, a drafter that proposes "
-        "nothing) over seconds of the method, prefill included, summed over questions; in each "
-        "turn both are timed up to the same number of tokens. The interval is a bootstrap over "
-        "questions."
-    ),
-    "Spec-Bench": (
-        "the speedup by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which "
-        "vanilla's tokens are its text tokenised again, EOS not counted."
-    ),
-    "CR": (
-        "compression rate: tokens emitted per forward of the target, bonus token included; "
-        "vanilla's is 1."
-    ),
-    "CTAR(w)": "share of rounds whose first w draft tokens were all accepted.",
-    "Accepted": "accepted over drafted tokens.",
-    "tokens/s": (
-        "all tokens over all seconds, prefill included, of each method's own texts; hf is "
-        "`generate` of transformers."
-    ),
-    "Fork": (
-        "the first token of a turn that is not vanilla's. The gap says how far below the best "
-        "score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
-        "rounding does."
-    ),
-}
+FORK = (
+    "**fork**: the first token of a turn that is not vanilla's. The gap says how far below the "
+    "best score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
+    "rounding does."
+)
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
@@ -51,26 +31,11 @@ def write(summary: dict[str, Any], folder: Path) -> None:
 
 def terminal_table(summary: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
-    heads, *rows = speeds(summary)
-    shown = [i for i, head in enumerate(heads) if head not in ("questions", "accepted")]
-    result = terminal(title(summary), verdict(summary), [heads[i] for i in shown])
-    for row in rows:
-        task, *rest = (row[i] for i in shown)
-        style = "bold" if task == "overall" else None
-        result.add_row(plots.NAMES.get(task, task), *rest, style=style)
-    return result
-
-
-def terminal(title: str, caption: str, heads: list[str]) -> Table:
-    """An empty table for a rich console; names in the first column fold where room is short."""
-    result = Table(
-        title=title, title_justify="left", caption=caption, caption_justify="left",
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    result.add_column(heads[0], overflow="fold")
-    for head in heads[1:]:
-        result.add_column(head, justify="right", no_wrap=True)
-    return result
+    rows = [
+        row | {"task": plots.NAMES.get(row["task"], row["task"])}
+        for row in by_task(summary, Place.tasks_terminal)
+    ]
+    return tables.terminal(rows, title(summary), verdict(summary), bold=("overall",))
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -79,22 +44,22 @@ def markdown(summary: dict[str, Any]) -> str:
     parts = [
         f"# {title(summary)}",
         headline(summary),
-        markdown_table(speeds(summary)),
+        tables.markdown(by_task(summary, Place.tasks)),
         "![speedup by task](speedup.png)",
         "## Losslessness",
         verdict(summary),
-        *([markdown_table(fork_rows(forks))] if forks else []),
+        *([tables.markdown(fork_rows(forks))] if forks else []),
         "## Acceptance by position",
-        markdown_table(ctars(summary)),
+        tables.markdown(ctars(summary)),
         "![CTAR by position](ctar.png)",
         "## Where the time goes",
         "Milliseconds per token of the method; vanilla's total beside it.",
-        markdown_table(times(summary)),
+        tables.markdown(times(summary)),
         "![time split](time.png)",
         "## How to read this",
-        defined(DEFINITIONS),
+        listed([*definitions(), FORK]),
         "## Provenance",
-        "\n".join(f"- {line}" for line in provenance_lines(summary)),
+        listed(provenance_lines(summary)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -104,12 +69,14 @@ def title(summary: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> str:
+    """The first sentence: the speedup, or tokens/s where vanilla did not run."""
     overall = summary["overall"]
     if overall["speedup"] is None:
         return f"{number(overall['tokens_per_second'], 1)} tokens/s. {asked(summary)}"
+    ends = cells(overall, Place.tasks)["95%"]
     return (
         f"**{overall['speedup']:.2f}x** the speed of vanilla decoding (95% interval "
-        f"{span(overall)}), {overall['compression_rate']:.2f} tokens per forward of the target. "
+        f"{ends}), {overall['compression_rate']:.2f} tokens per forward of the target. "
         f"{asked(summary)}"
     )
 
@@ -146,69 +113,42 @@ def verdict(summary: dict[str, Any]) -> str:
     return text + "."
 
 
-def speeds(summary: dict[str, Any]) -> list[list[str]]:
-    """Heads, then a row a task and one overall; so do the functions below."""
-    heads = [
-        "task", "questions", "speedup", "95%", "Spec-Bench", "CR", "accepted", "tokens/s",
-        "vanilla", "hf",
-    ]  # fmt: skip
-    rows = [
-        [
-            task,
-            str(m["questions"]),
-            number(m["speedup"]),
-            span(m),
-            number(m["spec_bench_speedup"]),
-            number(m["compression_rate"]),
-            share(m["acceptance_rate"]),
-            number(m["tokens_per_second"], 1),
-            number(m["vanilla_tokens_per_second"], 1),
-            number(m["hf_tokens_per_second"], 1),
-        ]
+def by_task(summary: dict[str, Any], place: Place) -> list[Row]:
+    """A row a task and one overall; so do the functions below."""
+    return [{"task": task} | cells(results, place) for task, results in groups(summary)]
+
+
+def ctars(summary: dict[str, Any]) -> list[Row]:
+    """CTAR by position, which `cells` does not show."""
+    positions = range(len(summary["overall"]["ctar"]))
+    return [
+        {"task": task}
+        | {f"w = {w + 1}": number(m["ctar"][w]) if w < len(m["ctar"]) else "-" for w in positions}
         for task, m in groups(summary)
     ]
-    return [heads, *rows]
 
 
-def ctars(summary: dict[str, Any]) -> list[list[str]]:
-    longest = len(summary["overall"]["ctar"])
-    rows = [
-        [task, *(number(value) for value in m["ctar"]), *["-"] * (longest - len(m["ctar"]))]
-        for task, m in groups(summary)
-    ]
-    return [["task", *(f"w = {w}" for w in range(1, longest + 1))], *rows]
-
-
-def times(summary: dict[str, Any]) -> list[list[str]]:
+def times(summary: dict[str, Any]) -> list[Row]:
+    """Milliseconds a token by part."""
     rows = []
     for task, m in groups(summary):
-        parts = [1e3 * m[f"{part}_seconds"] / m["tokens"] for part in plots.PARTS]
+        parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in plots.PARTS}
         vanilla = m["vanilla_tokens_per_second"]
-        rows.append(
-            [
-                task,
-                *(f"{part:.2f}" for part in parts),
-                f"{sum(parts):.2f}",
-                "-" if vanilla is None else f"{1e3 / vanilla:.2f}",
-            ]
-        )
-    return [["task", *plots.PARTS, "total", "vanilla"], *rows]
+        took = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
+        rows.append({"task": task} | {name: number(value) for name, value in took.items()})
+    return rows
 
 
-def fork_rows(forks: list[dict[str, Any]]) -> list[list[str]]:
-    heads = ["question", "turn", "position", "gap", "label"]
+def fork_rows(forks: list[dict[str, Any]]) -> list[Row]:
     return [
-        heads,
-        *(
-            [
-                str(f["question_id"]),
-                str(f["turn"]),
-                str(f["position"]),
-                number(f["gap"], 4),
-                f["label"],
-            ]
-            for f in forks
-        ),
+        {
+            "question": str(fork["question_id"]),
+            "turn": str(fork["turn"]),
+            "position": str(fork["position"]),
+            "gap": number(fork["gap"], 4),
+            "label": fork["label"],
+        }
+        for fork in forks
     ]
 
 
@@ -217,7 +157,7 @@ def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:
     yield f"`{about['command']}`"
     yield f"git {about['git_revision']}, {about['time']}"
     yield from circumstances(about)
-    yield listed(summary["settings"])
+    yield assigned(summary["settings"])
 
 
 def circumstances(about: dict[str, Any]) -> Iterator[str]:
@@ -227,35 +167,14 @@ def circumstances(about: dict[str, Any]) -> Iterator[str]:
     yield f"{hardware['cuda'] or hardware['cpu']}, CPU threads: {hardware['threads']}"
 
 
-def listed(settings: dict[str, Any]) -> str:
+def assigned(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def defined(terms: dict[str, str]) -> str:
-    """A Markdown list of terms."""
-    return "\n".join(f"- **{term}**: {meaning}" for term, meaning in terms.items())
+def listed(lines: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def groups(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [*summary["by_task"].items(), ("overall", summary["overall"])]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def span(m: dict[str, Any], name: str = "speedup") -> str:
-    """A confidence interval; of a single question there is none."""
-    if m[f"{name}_ci95"] is None or m["questions"] < 2:
-        return "-"
-    return "{:.2f}-{:.2f}".format(*m[f"{name}_ci95"])
-
-
-def markdown_table(rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    lines = [rows[0], rule, *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

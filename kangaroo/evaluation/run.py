@@ -27,7 +27,7 @@ from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_q
 from kangaroo.evaluation.footprint import footprint
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import Method, by_engine, by_transformers
-from kangaroo.evaluation.metrics import metrics
+from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
@@ -52,8 +52,7 @@ class EvaluateConfig:
         output: folder of records and artefacts; a run that was stopped goes on from there.
         question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
             flags of these names); None is the end of the list.
-        question_every: of these, every so manieth: Spec-Bench is sorted by task, so that 20 takes 4
-            of each.
+        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
         max_new_tokens: a turn; None takes the bench's own.
         seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
         baselines: each answers every turn from the same prompt as the method.
@@ -75,43 +74,36 @@ class EvaluateConfig:
 
 
 def evaluate(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig, *,
-    model_name: str, drafter_name: str, settings: dict[str, Any] | None = None,
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: Drafter,
+    config: EvaluateConfig,
+    *,
+    model_name: str,
+    drafter_name: str,
+    settings: dict[str, Any] | None = None,
     made_by: dict[str, Any] | None = None,
-    log: Callable[[dict[str, float]], None] | None = None, ranks: Ranks | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    log: Callable[[dict[str, float]], None] | None = None,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:
     """Answer the bench and write the artefacts to `config.output`; returns the summary.
 
     Args:
         settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
             an adapter's weights); a run is resumed under the same settings only.
         made_by: what it took to make the drafter (`DrafterConfig.made_by`).
-        log: called with the running figures after each question.
+        log: called after each question with the metrics of all that are answered.
         ranks: the processes that share the questions out, of which the first writes the artefacts.
             None: there is only this one.
 
     Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
     rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
-    output = Path(config.output)
-    all_questions = load_questions(config.bench)
-    if config.question_every < 1:
-        raise ConfigError(f"question_every must be 1 or more, not {config.question_every}.")
-    questions = all_questions[config.question_begin : config.question_end : config.question_every]
-    if not questions:
-        raise ConfigError(
-            f"question_begin={config.question_begin}, question_end={config.question_end} select "
-            f"none of the {len(all_questions)} questions of {config.bench.name}."
-        )
-    limit = config.max_new_tokens
-    if limit is None:
-        limit = config.bench.max_new_tokens
-    if limit < 1:
-        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
+    output, ranks = Path(config.output), ranks or Ranks()
+    questions, limit = asked(config)
     names = {"model": model_name, "drafter": drafter_name}
     about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
     cost = {"parameters": footprint(drafter, [lm]).parameters, "training": made_by or {}}
-    ranks = ranks or Ranks()
     if ranks.is_first:
         store.enter(output, about, cost, config.resume)
     ranks.wait()  # no rank reads before the folder is this run's
@@ -132,24 +124,57 @@ def evaluate(
         summary.write(found, result, output)
         report.write(result, output)
     ranks.wait()
+    if ranks.is_first:  # the others wait while it reports
+        check_lossless(result, output)
+    return result
+
+
+def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
+    """The questions of a run, and the most new tokens of a turn.
+
+    Errors: `ConfigError` for settings that leave nothing to ask or to write; those of
+    `load_questions`.
+    """
+    all_questions = load_questions(config.bench)
+    if config.question_every < 1:
+        raise ConfigError(f"question_every must be 1 or more, not {config.question_every}.")
+    questions = all_questions[config.question_begin : config.question_end : config.question_every]
+    if not questions:
+        raise ConfigError(
+            f"question_begin={config.question_begin}, question_end={config.question_end} select "
+            f"none of the {len(all_questions)} questions of {config.bench.name}."
+        )
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = config.bench.max_new_tokens
+    if limit < 1:
+        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
+    return questions, limit
+
+
+def check_lossless(result: dict[str, Any], output: Path) -> None:
+    """Raise `NotLossless` where a fork of a summary is a bug."""
     bugs = [fork for fork in result["lossless"]["forks"] if fork["label"] == "bug"]
-    if bugs and ranks.is_first:  # the others wait while it reports
+    if bugs:
         raise NotLossless(
             f"{len(bugs)} of {result['lossless']['turns']} turns leave vanilla's text where "
             f"rounding does not explain it, the first at question {bugs[0]['question_id']}, turn "
             f"{bugs[0]['turn']}, token {bugs[0]['position']} (gap {bugs[0]['gap']}). The drafter "
             f"or the engine has a bug; all forks are in {output / 'summary.json'}."
         )
-    return result
 
 
 class Examiner:
     """Asks questions of the method and its baselines."""
 
     def __init__(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, config: EvaluateConfig,
+        self,
+        lm: LM,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter,
+        config: EvaluateConfig,
         limit: int,
-    ):  # fmt: skip
+    ):
         self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
         sampling = config.sampling
         self.engine = Engine(lm, drafter)
@@ -162,9 +187,13 @@ class Examiner:
         self.compares = comparable and "vanilla" in self.methods
 
     def share(
-        self, questions: list[Question], done: list[Record], output: Path, ranks: Ranks,
+        self,
+        questions: list[Question],
+        done: list[Record],
+        output: Path,
+        ranks: Ranks,
         log: Callable[[dict[str, float]], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Answer this rank's share of the questions, those aside that are answered already."""
         known = {record.question_id for record in done}
         own = list(enumerate(questions[ranks.rank :: ranks.world]))
@@ -174,23 +203,19 @@ class Examiner:
         for _ in range(self.config.warmup):
             self.ask(questions[0])
         writer = store.Writer(output, ranks.rank)
+        answered = len(own) - len(todo)
         bar = tqdm(
-            total=len(own), initial=len(own) - len(todo), unit="question",
-            disable=not ranks.is_first,
-        )  # fmt: skip
-        for i, question in todo:
+            todo, "", len(own), initial=answered, unit="question", disable=not ranks.is_first
+        )
+        for i, question in bar:
             # who goes first alternates, so that a machine that slows down favours nobody
             record = self.ask(question, reverse=i % 2 == 1)
             writer.append(record)
             done = [*done, record]
-            figures = {k: v for k, v in metrics(done).items() if isinstance(v, int | float)}
+            so_far = scalars(metrics(done))
             if log is not None:
-                log(figures)
-            bar.set_postfix(
-                {k: figures[k] for k in ("speedup", "compression_rate") if k in figures}
-            )
-            bar.update()
-        bar.close()
+                log(so_far)
+            bar.set_postfix({k: so_far[k] for k in ("speedup", "compression_rate") if k in so_far})
         writer.close()
 
     def ask(self, question: Question, reverse: bool = False) -> Record:
@@ -207,6 +232,10 @@ class Examiner:
         )
 
     def turn(self, question: Question, number: int, messages: list[Message], reverse: bool) -> Turn:
+        """One turn by all methods.
+
+        Errors: `PromptError` where the conversation fills the model's context.
+        """
         prompt = prompt_ids(self.tokenizer, messages)
         room = self.lm.context - len(prompt)
         if room < 1:
@@ -222,10 +251,8 @@ class Examiner:
         runs = {name: runs[name] for name in self.methods}
         forked = None
         if self.compares:
-            forked = fork(
-                self.lm, prompt, runs[METHOD].tokens, runs["vanilla"].tokens, self.config.sampling,
-                seed,
-            )  # fmt: skip
+            texts = runs[METHOD].tokens, runs["vanilla"].tokens
+            forked = fork(self.lm, prompt, *texts, self.config.sampling, seed)
         return Turn(len(prompt), limit, runs, forked)
 
 

@@ -15,7 +15,7 @@ from kangaroo.sampling import Rule
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run.
+    """All metrics of a run, overall and by task.
 
     Args:
         about: what `records.begun` returns; its settings name model, drafter, bench, dtype, device.
@@ -46,6 +46,7 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
+    """How many texts are vanilla's, and every fork."""
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
@@ -69,6 +70,7 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 
 def equal(some: Sequence[Run], others: Sequence[Run]) -> int:
+    """How many turns have the same tokens."""
     return sum(a.tokens == b.tokens for a, b in zip(some, others, strict=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kangaroo import tables
 from kangaroo.errors import CorruptFile
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
@@ -98,19 +99,23 @@ def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table, the best decoding compression rate first."""
-    heads = ["adapter", "exit", "M parameters", "loss", "k positions", "agreement"]
-    heads += ["expected acceptance", "CR", *(f"CTAR({w})" for w in range(1, STEPS + 1))]
-    heads += ["decoded: CR", "CTAR(1)", "acceptance"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in sorted(rows, key=lambda row: -row["decoded"]["compression_rate"]):
-        held_out, decoded = row["held_out"], row["decoded"]
-        cells = [row["adapter"], str(row["exit_layer"]), f"{row['parameters'] / 1e6:.2f}"]
-        cells += [row["loss"], f"{row['positions'] / 1e3:.0f}"]
-        cells += [f"{held_out[name]:.3f}" for name in ("agreement", "expected_acceptance")]
-        cells += [f"{held_out['compression_rate']:.2f}"]
-        cells += [f"{held_out[f'ctar{w}']:.3f}" for w in range(1, STEPS + 1)]
-        cells += [f"{decoded['compression_rate']:.2f}", f"{decoded['ctar1']:.3f}"]
-        sampled = decoded.get("sampled_acceptance")  # Medusa's heads have none
-        cells += ["-" if sampled is None else f"{sampled:.3f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    ordered = sorted(rows, key=lambda row: -row["decoded"]["compression_rate"])
+    return tables.markdown([_cells(row) for row in ordered]) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> tables.Row:
+    held_out, decoded = row["held_out"], row["decoded"]
+    return {
+        "adapter": row["adapter"],
+        "exit": str(row["exit_layer"]),
+        "M parameters": f"{row['parameters'] / 1e6:.2f}",
+        "loss": row["loss"],
+        "k positions": f"{row['positions'] / 1e3:.0f}",
+        "agreement": tables.number(held_out["agreement"], 3),
+        "expected acceptance": tables.number(held_out["expected_acceptance"], 3),
+        "CR": tables.number(held_out["compression_rate"]),
+        **{f"CTAR({w})": tables.number(held_out[f"ctar{w}"], 3) for w in range(1, STEPS + 1)},
+        "decoded: CR": tables.number(decoded["compression_rate"]),
+        "decoded: CTAR(1)": tables.number(decoded["ctar1"], 3),
+        "acceptance": tables.number(decoded.get("sampled_acceptance"), 3),  # not of Medusa's heads
+    }

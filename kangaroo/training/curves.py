@@ -31,7 +31,7 @@ def write(folder: Path) -> None:
     rows = read(folder)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with (folder / TABLE).open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)  # empty where a step has no such figure
+        writer = csv.DictWriter(file, columns)  # empty where a step has no such metric
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, folder.name).savefig(folder / PLOT, dpi=150)
@@ -48,14 +48,14 @@ def read(folder: Path) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
-    """Every adapter's results over optimizer steps: training as lines, held-out text as dots."""
+    """Every adapter's metrics over optimizer steps: training as lines, held-out text as dots."""
     names = adapters(rows)
     # twenty that can be told apart; the tenth and the eleventh are unlike, unlike tab20's pairs
     shades = [*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Set2"]]
     figure = Figure(figsize=(11.5, 6.6), layout="constrained")
     figure.suptitle(f"Training of {title}", fontsize=12, x=0.01, ha="left")
     panels = iter(figure.subplots(2, 3).flat)
-    for figure_name, heading in (
+    for metric, heading in (
         ("loss", "Loss a position"),
         ("agreement", "Top-1 agreement"),
         ("expected_acceptance", "Expected acceptance, sampled"),
@@ -65,12 +65,12 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         axes = _panel(next(panels), heading, last=rows[-1]["step"])
         for i, name in enumerate(names):
             color = shades[i % len(shades)]
-            trained = smooth(*series(rows, f"train/{name}/{figure_name}"))
+            trained = smooth(*series(rows, f"train/{name}/{metric}"))
             axes.plot(*trained, color=color, lw=1.2, alpha=0.5)
-            held_out = series(rows, f"held_out/{name}/{figure_name}")
+            held_out = series(rows, f"held_out/{name}/{metric}")
             axes.plot(*held_out, "o-", color=color, lw=1.2, ms=4.5, mec="white", mew=0.6)
             # another name, since what one expects the other counts
-            measured = figure_name.replace("expected", "sampled")
+            measured = metric.replace("expected", "sampled")
             decoded = series(rows, f"decode/{name}/{measured}")
             axes.plot(*decoded, "D", color=color, ms=6, mec=INK, mew=0.8)
     _legend(next(panels), [(name, shades[i % len(shades)]) for i, name in enumerate(names)])
@@ -84,7 +84,7 @@ def adapters(rows: Sequence[Row]) -> list[str]:
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a figure, where it is known."""
+    """Steps and values of a metric, where it is known."""
     known = [(row["step"], row[name]) for row in rows if name in row]
     steps, values = np.array(known, dtype=float).reshape(-1, 2).T
     return steps, values

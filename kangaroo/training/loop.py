@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kangaroo import memory
 from kangaroo.clock import running
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -206,7 +207,7 @@ def _step(run: Run) -> dict[str, float]:
     metrics = results.named("train", results.step_names(run.trained), sums_SF) | {
         "tokens": progress.tokens,
         "tokens_per_second": tokens / seconds,
-        "peak_memory_gib": results.peak_memory(run.lm.device),
+        "peak_memory_gib": memory.peak(run.lm.device) / 2**30,
     }
     for trainee, rate in zip(run.trained, rates, strict=True):
         metrics[f"train/{trainee.name}/learning_rate"] = share * rate

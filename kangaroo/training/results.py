@@ -5,8 +5,6 @@ Shapes: B rows, T tokens, M assistant positions, W draft tokens, F results.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -96,16 +94,3 @@ def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, fl
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
     found = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
     return found | {f"{prefix}/compression_rate": rate}
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most memory that this process has held so far, in GiB.
-
-    On a GPU what torch allocated on the fullest one; else the resident set, the target's weights
-    included.
-    """
-    if device.type == "cuda":
-        held = max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-        return held / 2**30
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere

@@ -1,0 +1,63 @@
+"""The memory that a process holds and has held, on its GPUs or on the CPU; all in bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+# psutil does not tell the peak of a Linux process. getrusage does, but begins with the parent's.
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak(device: torch.device) -> int:
+    """The most that this process has held so far.
+
+    On a GPU what torch allocated on the fullest one; else the resident memory, the libraries
+    included.
+    """
+    if device.type == "cuda":
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    status = _STATUS.read_text() if _STATUS.exists() else ""
+    if "VmHWM:" in status:
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else 1024 * held
+
+
+def begin_peak(device: torch.device) -> bool:
+    """Let the peak begin anew with what is held now; False where the system cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR.exists():
+        _CLEAR.write_text("5")
+    else:
+        return False
+    return True
+
+
+def resident() -> int:
+    """What this process holds of the CPU's memory now."""
+    return psutil.Process().memory_info().rss
+
+
+def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns in a process of its own, in which nothing was held before.
+
+    It has this one's number of threads. A fork would hold the parent's memory, so it is spawned.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        return pool.apply(work, arguments)
+
+
+def weights(*modules: nn.Module) -> int:
+    """The size of the modules' parameters."""
+    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())

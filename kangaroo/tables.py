@@ -1,0 +1,72 @@
+"""The one table writer: rows of named cells, in Markdown and for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.table import Table
+
+# A cell by its heading. All rows of a table have the headings of the first.
+Row = dict[str, str]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, numbers to the right of the first column."""
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    lines = [list(rows[0]), rule, *(list(row.values()) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def terminal(
+    rows: Sequence[Row],
+    title: str | None = None,
+    caption: str | None = None,
+    bold: Collection[str] = (),
+) -> Table:
+    """The same for a rich console: where room is short, the widest columns fold.
+
+    Args:
+        bold: first cells of rows that sum up those above.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    first, *others = rows[0]
+    table.add_column(first, overflow="fold")
+    for heading in others:
+        table.add_column(heading, justify="right", overflow="fold")
+    for row in rows:
+        sums_up = row[first] in bold
+        style = "bold" if sums_up else None
+        table.add_row(*row.values(), style=style, end_section=sums_up)
+    return table
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def span(ends: Sequence[float], between: str = " to ") -> str:
+    """An interval or a range."""
+    return between.join(f"{end:.2f}" for end in ends)
+
+
+def short(value: float) -> str:
+    """Three digits and a prefix: 1.27M."""
+    prefix = ""
+    for larger in "kMG":
+        if value < 999.5:
+            break
+        value, prefix = value / 1000, larger
+    return f"{value:.3g}{prefix}"

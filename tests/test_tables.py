@@ -1,0 +1,45 @@
+"""The one table writer."""
+
+import io
+
+from rich.console import Console
+
+from kangaroo import tables
+
+ROWS = [
+    {"method": "vanilla", "speedup": "1.00", "95%": "-"},
+    {"method": "kangaroo", "speedup": "1.25", "95%": "1.20-1.31"},
+]
+
+
+def printed(table, width):
+    text = io.StringIO()
+    Console(width=width, file=text).print(table)
+    return text.getvalue()
+
+
+def test_a_page_and_a_terminal_have_the_same_rows():
+    assert tables.markdown(ROWS).splitlines() == [
+        "| method | speedup | 95% |",
+        "| --- | ---: | ---: |",
+        "| vanilla | 1.00 | - |",
+        "| kangaroo | 1.25 | 1.20-1.31 |",
+    ]
+    lines = printed(tables.terminal(ROWS, "Title", "Caption", bold=["kangaroo"]), 80).splitlines()
+    words = [line.split() for line in lines]
+    assert words[0] == ["Title"] and words[-1] == ["Caption"]
+    assert list(ROWS[0]) in words and all(list(row.values()) in words for row in ROWS)
+
+
+def test_where_room_is_short_nothing_is_cut_off():
+    text = printed(tables.terminal([{"a": "x" * 30, "b": "y" * 9}] * 2), 20)
+    assert text.count("x") == 60 and text.count("y") == 18 and "…" not in text
+
+
+def test_a_value_that_does_not_apply_is_a_dash():
+    assert tables.number(None) == tables.share(None) == "-"
+    assert (tables.number(2.345, 1), tables.share(0.256), tables.span([1, 2.5])) == (
+        "2.3",
+        "26%",
+        "1.00 to 2.50",
+    )
