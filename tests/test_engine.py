@@ -189,12 +189,18 @@ def test_eos_in_a_draft_beyond_the_limit_is_not_written(case, ends_with):
     assert done.finish == "length"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_an_eos_in_the_prompt_ends_nothing(case, ends_with, name):
-    """The end of the user's turn, as a chat template writes it just before the answer."""
+@pytest.fixture(scope="module")
+def after_eos(case) -> tuple[int, list[list[int]], list[list[int]]]:
+    """A token, prompts that end with it, and vanilla's texts."""
     unused = next(t for t in range(VOCABULARY) if t not in continuations(case)[0])
     prompts = [[*PROMPTS[0], unused], [unused]]
-    texts = vanilla_texts(case.lm, prompts, NEW_TOKENS, HOT)
+    return unused, prompts, vanilla_texts(case.lm, prompts, NEW_TOKENS, HOT)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_eos_in_the_prompt_ends_nothing(case, after_eos, ends_with, name):
+    """The end of the user's turn, as a chat template writes it just before the answer."""
+    unused, prompts, texts = after_eos
     ends_with(unused)
     engine = Engine(case.lm, DRAFTERS[name](replace(case, texts=texts)))
     for prompt, text, generation in zip(

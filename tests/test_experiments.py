@@ -62,7 +62,7 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
         for layer in recipe.exit_layers:
             folder = f"{recipe.name}-exit{layer}"
             assert math.isfinite(metrics[-1][f"train/{folder}/loss"])
-            assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture()
+            assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture
 
 
 LARGE = ("vicuna-7b", "vicuna-13b", "vicuna-33b", "llama-3.1-8b")
