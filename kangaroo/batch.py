@@ -74,6 +74,7 @@ class Batch:
 
     @property
     def size(self) -> int:
+        """Rows."""
         return self.cache.batch_size
 
     @property

@@ -41,6 +41,7 @@ class Clock:
         self.device = device
 
     def mark(self) -> Mark:
+        """This moment."""
         if self.device.type != "cuda":
             return Mark(running(), recording=0.0)
         event = torch.cuda.Event(enable_timing=True)

@@ -60,6 +60,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
+        """Of the whole step."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
 
@@ -79,6 +80,7 @@ class Generation:
 
     @property
     def seconds(self) -> float:
+        """Of prefill and all steps."""
         return self.prefill_seconds + sum(step.seconds for step in self.steps)
 
 

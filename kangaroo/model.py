@@ -95,6 +95,7 @@ class LM(nn.Module):
         return self
 
     def is_native_kind(self) -> bool:
+        """Whether native code can run this model as it lies."""
         return (
             {str(device) for device in (*self.layer_devices, self.head.weight.device)} == {"cpu"}
             and self.dtype in native.DTYPES
@@ -117,6 +118,7 @@ class LM(nn.Module):
 
     @property
     def n_layers(self) -> int:
+        """Layers of the whole model."""
         return len(self.layers)
 
     @property
@@ -160,6 +162,7 @@ class LM(nn.Module):
         return norm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
+        """A cache for all layers, each on its layer's device."""
         return self.cache_like(batch_size, n_slots, self.layer_devices)
 
     def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
@@ -237,6 +240,7 @@ class LM(nn.Module):
         return cos_SC[positions_BN], sin_SC[positions_BN]
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
+        """The tokens' embeddings, `[B, N, D]`."""
         return self.hf.model.embed_tokens(tokens_BN)
 
     def run(
@@ -345,4 +349,5 @@ def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
 
 
 def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
+    """What native code reads of a feed-forward part."""
     return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}

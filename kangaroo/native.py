@@ -102,6 +102,7 @@ READ_OUT = [*3 * [ctypes.c_int64], ctypes.c_double, ctypes.c_int64, *4 * [ctypes
 
 
 def pointer(tensor: Tensor | None) -> int | None:
+    """A tensor's address; None for none."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -178,6 +179,7 @@ class Head:
         self.call.argtypes = READ_OUT
 
     def takes(self, x_MD: Tensor) -> bool:
+        """Whether these are few tokens, and no gradients are wanted."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:

@@ -50,10 +50,12 @@ def terminal(
 
 
 def number(value: float | None, digits: int = 2) -> str:
+    """With so many decimals; a dash for none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def share(value: float | None) -> str:
+    """In per cent; a dash for none."""
     return "-" if value is None else f"{value:.0%}"
 
 

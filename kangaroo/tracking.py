@@ -50,9 +50,12 @@ class NoTracker:
 
 @dataclass
 class NoTrackerConfig:
+    """Tracks nothing."""
+
     name: str = "none"
 
     def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
+        """What takes metrics and keeps none."""
         return NoTracker()
 
 
@@ -81,6 +84,8 @@ class WandbConfig:
 
 
 class Wandb:
+    """A run of Weights & Biases."""
+
     def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
         try:
             import wandb

@@ -75,9 +75,13 @@ def adapter_for(
 
 def eagle_for(lm: LM) -> EagleHead:
     """Untrained: it goes on with the state it was given, changed a little by all its parts."""
-    head = EagleHead(lm).start_from(lm)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head, size = EagleHead(lm), lm.config.hidden_size
+    head.copy_layer(lm.layers[-1])
+    head.join.weight.data = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     generator = torch.Generator().manual_seed(3)
-    for name in ("join", "attention.o_proj", "feed_forward.down_proj"):  # each adds something
+    for name in ("join", "attention.o_proj", "feed_forward.down_proj"):
         weight = head.get_parameter(f"{name}.weight").data
         weight += 0.1 * torch.randn(weight.shape, generator=generator)
     return head.to(lm.device, lm.dtype).requires_grad_(False)

@@ -28,8 +28,9 @@ from kangaroo.trained.export import draft_model
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
-# but vanilla, and draft models from the hub
-SHIPPED = [name for name in DRAFTERS if name != "vanilla" and not name.startswith("draft_model-")]
+# but vanilla, draft models from the hub, and EAGLE, for which nothing trained is shipped
+OTHERS = {"vanilla", "eagle", *(name for name in DRAFTERS if name.startswith("draft_model-"))}
+SHIPPED = sorted(set(DRAFTERS) - OTHERS)
 SPEC_BENCH = Path(
     os.environ.get("SPEC_BENCH", ROOT.parent / "shared/spec_bench/question.jsonl")
 )  # not ours to ship

@@ -93,6 +93,7 @@ class Reads:
         return self.deep + self.norm + self.head + above * self.kv * (length + drafted)
 
     def round(self, length: int, drafted: int) -> int:
+        """Of a draft of so many tokens and its verification, after `length` tokens."""
         return self.draft(length, drafted) + self.verify(length, drafted)
 
 

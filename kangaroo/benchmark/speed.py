@@ -230,7 +230,7 @@ def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
         "model": lm.config.name_or_path,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": lm.device.type,
-        "compiled": lm.native is not None,
+        "compiled": lm.acceleration.library is not None,
         "drafter": {
             "exit_layer": drafter.exit_layer,
             "steps": drafter.steps,

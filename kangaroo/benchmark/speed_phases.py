@@ -105,41 +105,50 @@ class PhaseTimer:
         self.generator = torch.Generator(lm.device).manual_seed(0)
 
     def median(self, work: Callable[[], Any]) -> float:
+        """Milliseconds of a phase, by the median of many."""
         return 1e3 * median_seconds(work, self.lm.device, REPEATS)
 
     def states(self, width: int) -> torch.Tensor:
+        """Hidden states `[1, N, D]`, any."""
         shape = (1, width, self.lm.config.hidden_size)
         return torch.randn(shape, generator=self.generator, device=self.lm.device).to(self.lm.dtype)
 
     def block(self, width: int) -> Any:
+        """Where so many tokens after the context lie."""
         start_B = torch.tensor([self.length - 1], device=self.lm.device)
         tree = Tree.chain(width, self.lm.device)
         return self.lm.block(tree, start_B, self.length + width, self.n_slots)
 
     def embed(self) -> float:
+        """Of one token's embedding."""
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
         return self.median(lambda: self.lm.embed(token_11))
 
     def layers(self, layers: range, width: int) -> float:
+        """Of some of the target's layers on so many tokens."""
         x_1ND, block = self.states(width), self.block(width)
         return self.median(lambda: self.lm.run(x_1ND, self.cache, block, layers))
 
     def head(self, width: int) -> float:
+        """Of the target's norm and head on so many tokens."""
         x_1ND = self.states(width)
         return self.median(lambda: self.lm.logits(x_1ND))
 
     def sampling(self, width: int) -> float:
+        """Of the target's choice after so many tokens."""
         logits_1NV, at = self.lm.logits(self.states(width)), self.block(width).positions_RT
         seeds_B = torch.zeros(1, dtype=torch.long, device=self.lm.device)
         return self.median(lambda: pick(logits_1NV, at, Sampling(), seeds_B))
 
     def adapter(self) -> float:
+        """Of the drafter's layer on one token."""
         f_1ND, block = self.states(1), self.block(1)
         deep_1ND = self.states(1) if self.drafter.reads_deep else None
         past = self.own_cache.at(block)
         return self.median(lambda: self.drafter.adapter(f_1ND, deep_1ND, block, past))
 
     def draft_head(self) -> float:
+        """Of the head that drafts."""
         x_1D = self.states(1)[0]
         return self.median(lambda: self.drafter.head(x_1D))
 

@@ -56,14 +56,17 @@ class Trial:
 
     @property
     def decoded(self) -> int:
+        """Tokens written after the first round."""
         return sum(written for written, _ in self.rounds)
 
     @property
     def drafted(self) -> int:
+        """Tokens drafted after the first round."""
         return sum(drafted for _, drafted in self.rounds)
 
     @property
     def seconds_per_token(self) -> float:
+        """Of decoding, the first round left out."""
         return self.decode_seconds / self.decoded
 
     def lengths(self) -> list[int]:
@@ -85,11 +88,12 @@ class Stopwatch(BaseStreamer):
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
+        """Tokens have come."""
         self.marks.append(running())
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        pass
+        """Nothing is left to note."""
 
 
 def timed_generate(lm: LM, **speculation: Any) -> Method:

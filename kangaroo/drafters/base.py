@@ -120,17 +120,17 @@ class Stateless:
     taps: tuple[int, ...] = ()
 
     def begin(self, batch: Batch) -> None:
-        pass
+        """Nothing is kept."""
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        pass
+        """Nothing is kept."""
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
-        pass
+        """Nothing is kept."""
 
 
 def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:

@@ -72,6 +72,7 @@ class Chain(ABC):
         return draft
 
     def propose(self, batch: Batch) -> Draft:
+        """A chain below each row's pending token."""
         rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
         pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
         block = chain_block(self.lm, batch, self.window, self.steps)

@@ -116,6 +116,7 @@ class EarlyExit:
         self.proposed: Draft | None = None
 
     def begin(self, batch: Batch) -> None:
+        """Make the layer's cache, unless the last one will do, and empty windows."""
         device = self.adapter.home(self.lm)
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
@@ -134,6 +135,7 @@ class EarlyExit:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
+        """Write the layer's keys of the prompt, and keep its last states."""
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block, before_1TD = block.to(f_1TD.device), None
         if self.reads_deep:
@@ -146,6 +148,7 @@ class EarlyExit:
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
+        """Bring the windows, and where another draft was verified the cache, up to the text."""
         new_BPD = along(draft, verdict, taps[self.exit_layer])
         deep_BPD = along(draft, verdict, self._deep(taps)) if self.reads_deep else None
         if draft is not self.proposed or not draft.tree.is_chain:

@@ -133,9 +133,11 @@ class Tried:
         file.write_text("\n".join(kept) + "\n")
 
     def get(self, subset: Subset) -> float | None:
+        """The subset's agreement if it is known."""
         return self.known.get(subset)
 
     def add(self, subset: Subset, agreement: float) -> None:
+        """Note a subset's agreement, on disk at once."""
         with self.file.open("a") as stream:
             stream.write(self._line(subset, agreement) + "\n")
 

@@ -41,6 +41,7 @@ def runs(skip: Collection[int], n_layers: int) -> list[range]:
 
 
 def write(subset: LayerSubset, file: Path) -> None:
+    """Write the file that `read` and `found` read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(subset), indent=2) + "\n")
 

@@ -21,6 +21,8 @@ class VanillaConfig(DrafterConfig):
 
 
 class Vanilla(Stateless):
+    """Proposes nothing."""
+
     max_nodes = 0
 
     def propose(self, batch: Batch) -> Draft:

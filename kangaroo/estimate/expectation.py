@@ -53,6 +53,7 @@ class Text:
 
     @staticmethod
     def of(samples: Sequence[Sample], max_length: int) -> Text:
+        """What these samples are, each cut at `max_length` tokens."""
         lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
         written = sum(sum(sample["loss_mask"][:max_length]) for sample in samples)
         return Text(len(samples), sum(lengths), written, max(lengths))

@@ -129,10 +129,12 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def title(found: dict[str, Any]) -> str:
+    """The table's title."""
     return "{model} on {bench}: methods compared".format(**found)
 
 
 def asked(found: dict[str, Any]) -> str:
+    """What the questions were, in words."""
     return report.asked(found | {"lossless": {"turns": found["turns"]}})
 
 

@@ -19,10 +19,12 @@ def speedup(found: dict[str, Any]) -> Figure:
 
 
 def speedup_by_task(found: dict[str, Any]) -> Figure:
+    """Bars of the speedup with their intervals, by task and method."""
     return _map(found, "speedup", "Speedup over vanilla decoding, by task")
 
 
 def cr_by_task(found: dict[str, Any]) -> Figure:
+    """Bars of the compression rate, by task and method."""
     return _map(found, "compression_rate", "Compression rate, by task")
 
 
@@ -40,6 +42,7 @@ def value_of(method: dict[str, Any], task: str, metric: str) -> float | None:
 
 
 def about(found: dict[str, Any]) -> str:
+    """What the plots are of, in words."""
     return "{model} on {bench}, {dtype}, {device}".format(**found)
 
 

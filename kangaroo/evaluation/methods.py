@@ -83,6 +83,7 @@ def as_run(
     seconds: float,
     steps: list[StepRecord],
 ) -> Run:
+    """A text and its times as records keep them."""
     text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
     return Run(
         tokens=tokens,

@@ -91,6 +91,7 @@ def total(records: Sequence[Record], of: Callable[[Run], Sequence[float]]) -> fl
 
 
 def rounds(records: Sequence[Record]) -> int:
+    """All rounds of some runs."""
     return sum(len(run.emitted) for run in runs(records, METHOD))
 
 
@@ -100,6 +101,7 @@ def ratio(over: float, under: float) -> float | None:
 
 
 def tokens_per_second(some: Sequence[Run]) -> float | None:
+    """All tokens over all seconds."""
     return ratio(sum(len(run.tokens) for run in some), sum(run.seconds for run in some))
 
 
@@ -139,6 +141,7 @@ def ends(found: Sequence[float] | None) -> str:
 
 
 def speed_of(name: str) -> Callable[[Sequence[Record]], Any]:
+    """Tokens a second of one of the methods, or None if it did not run."""
     return lambda records: tokens_per_second(runs(records, name))
 
 

@@ -101,6 +101,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def about(summary: dict[str, Any]) -> str:
+    """What the plots are of, in words."""
     return "{model} with {drafter} on {bench}, {dtype}, {device}".format(**summary)
 
 

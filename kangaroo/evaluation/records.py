@@ -104,11 +104,13 @@ class Writer:
         self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
 
     def append(self, record: Record) -> None:
+        """Write one record, whole or not at all."""
         self.stream.write(json.dumps(asdict(record)).encode() + b"\n")
         self.stream.flush()
         os.fsync(self.stream.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self.stream.close()
 
 

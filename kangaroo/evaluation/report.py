@@ -65,6 +65,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def title(summary: dict[str, Any]) -> str:
+    """The report's title."""
     return "{model} with {drafter} on {bench}".format(**summary)
 
 
@@ -140,6 +141,7 @@ def times(summary: dict[str, Any]) -> list[Row]:
 
 
 def fork_rows(forks: list[dict[str, Any]]) -> list[Row]:
+    """A row for each place where the text leaves vanilla's."""
     return [
         {
             "question": str(fork["question_id"]),
@@ -153,6 +155,7 @@ def fork_rows(forks: list[dict[str, Any]]) -> list[Row]:
 
 
 def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """What the result stands beside, a line each."""
     about = summary["provenance"]
     yield f"`{about['command']}`"
     yield f"git {about['git_revision']}, {about['time']}"
@@ -168,6 +171,7 @@ def circumstances(about: dict[str, Any]) -> Iterator[str]:
 
 
 def assigned(settings: dict[str, Any]) -> str:
+    """Settings as they are written on the command line."""
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
@@ -177,4 +181,5 @@ def listed(lines: Iterable[str]) -> str:
 
 
 def groups(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The metrics of each task and of all, by name."""
     return [*summary["by_task"].items(), ("overall", summary["overall"])]

@@ -13,10 +13,12 @@ RESAMPLES = 2000
 
 
 def has(record: Record, name: str) -> bool:
+    """Whether that method answered the question."""
     return name in record.turns[0].runs
 
 
 def round_seconds(run: Run) -> np.ndarray:
+    """Of each round, its parts together."""
     return np.add(np.add(run.draft_seconds, run.verify_seconds), run.host_seconds)
 
 

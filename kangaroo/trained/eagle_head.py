@@ -67,21 +67,12 @@ class EagleHead(Layer):
         self.middle_norm = lm.new_norm()
         self.feed_forward = type(last.mlp)(lm.config)
 
-    @torch.no_grad()
     def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> EagleHead:
-        """The state of the token before, as it is: the target's last layer, copied, adds nothing
-        yet.
+        """As it is: like the paper's it begins at random.
 
-        On these states, which are normed and of another size than that layer's own, its output
-        would be far off: on SmolLM2 the loss on tokens was still 86 nats after 18 steps.
+        Begun as what leaves the state as it is, it is surely wrong: on SmolLM2 the loss on tokens
+        was 7.9 nats after 18 steps then, against 3.5.
         """
-        self.copy_layer(lm.layers[-1])
-        for part in ("attention.o_proj", "feed_forward.down_proj"):
-            self.get_parameter(f"{part}.weight").zero_()
-        size = lm.config.hidden_size
-        self.join.weight.zero_()
-        self.join.weight[:, size:].copy_(torch.eye(size))
-        self.join.bias.zero_()
         return self
 
     def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:

@@ -81,6 +81,7 @@ class Checkpoint:
         os.replace(part, self.path)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append a step's metrics as a line of JSON."""
         with (self.folder / METRICS).open("a") as file:
             file.write(json.dumps({"step": step} | metrics) + "\n")
 

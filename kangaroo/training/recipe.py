@@ -84,6 +84,7 @@ class Trainee:
 
     @property
     def vocabulary_K(self) -> Tensor | None:
+        """The tokens to draft from, ascending; None is all of them."""
         return self.targets.vocabulary_K
 
     def settings(self) -> dict[str, Any]:
