@@ -66,9 +66,13 @@ def state_of(lm: LM, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
 
 def test_an_adapter_for_vicuna_7b_has_the_papers_number_of_parameters():
     shape = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+    )
     with torch.device("meta"):
         adapter = Adapter(LM(LlamaForCausalLM(shape)), exit_layer=2)
     assert sum(parameter.numel() for parameter in adapter.parameters()) == 67_117_056
@@ -399,5 +403,7 @@ def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path)
     adapter = adapter_for(lm)
     folder = save(adapter, describe(lm, adapter, told), torch.tensor([7]), tmp_path / "told")
     assert KangarooConfig(adapter=str(folder)).made_by() == {
-        "trained_positions": 1200, "epochs": 2, "start": "adapters/other",
-    }  # fmt: skip
+        "trained_positions": 1200,
+        "epochs": 2,
+        "start": "adapters/other",
+    }

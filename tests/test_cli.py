@@ -166,14 +166,23 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
     # the data of experiment=debug, which is for train.py
     data = [
-        "data.shards=4", "data.shard_size=16", "data.max_question_tokens=16",
-        "data.max_answer_tokens=160", "data.keep_unfinished_questions=true",
-    ]  # fmt: skip
+        "data.shards=4",
+        "data.shard_size=16",
+        "data.max_question_tokens=16",
+        "data.max_answer_tokens=160",
+        "data.keep_unfinished_questions=true",
+    ]
     compared = run(
-        "scripts/compare.py", "model=tiny", "output=compared", "compare.holdout=8",
-        "compare.adapters=[outputs/train/tiny/attention-exit2]", "compare.prompts=2",
-        "compare.new_tokens=8", *data, cwd=whole,
-    )  # fmt: skip
+        "scripts/compare.py",
+        "model=tiny",
+        "output=compared",
+        "compare.holdout=8",
+        "compare.adapters=[outputs/train/tiny/attention-exit2]",
+        "compare.prompts=2",
+        "compare.new_tokens=8",
+        *data,
+        cwd=whole,
+    )
     assert compared.returncode == 0, compared.stderr
     rows = json.loads((whole / "compared/compare.json").read_text())["rows"]
     assert [row["adapter"] for row in rows] == ["attention-exit2"]
@@ -181,19 +190,32 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
 
 def test_training_on_conversations_from_a_file(tmp_path):
     talks = [
-        {"conversations": [{"from": "human", "value": f"What is {i} and {i}?"},
-                           {"from": "gpt", "value": f"It is {2 * i}."}]}
+        {
+            "conversations": [
+                {"from": "human", "value": f"What is {i} and {i}?"},
+                {"from": "gpt", "value": f"It is {2 * i}."},
+            ]
+        }
         for i in range(100, 124)
-    ]  # fmt: skip
+    ]
     (tmp_path / "talks.json").write_text(json.dumps(talks))
     for regenerate in ("true", "false"):
         result = run(
-            "train.py", "model=tiny", "data=conversations", "data.source=talks.json",
-            f"data.regenerate={regenerate}", f"data.path=data-{regenerate}",
-            "data.max_answer_tokens=16", "data.filters.near_duplicate=1", "adapter.exit_layers=[2]",
-            "trainer.epochs=1", "trainer.holdout=4", "trainer.packing=true",
-            f"output=out-{regenerate}", cwd=tmp_path,
-        )  # fmt: skip
+            "train.py",
+            "model=tiny",
+            "data=conversations",
+            "data.source=talks.json",
+            f"data.regenerate={regenerate}",
+            f"data.path=data-{regenerate}",
+            "data.max_answer_tokens=16",
+            "data.filters.near_duplicate=1",
+            "adapter.exit_layers=[2]",
+            "trainer.epochs=1",
+            "trainer.holdout=4",
+            "trainer.packing=true",
+            f"output=out-{regenerate}",
+            cwd=tmp_path,
+        )
         assert result.returncode == 0, result.stderr
         saved = json.loads((tmp_path / f"out-{regenerate}/attention-exit2/config.json").read_text())
         assert saved["training"]["data"]["settings"]["source"] == "talks.json"
@@ -202,9 +224,12 @@ def test_training_on_conversations_from_a_file(tmp_path):
 def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.")
     settings = [
-        "data.shards=1", "data.shard_size=16", "data.max_question_tokens=16",
-        "data.max_answer_tokens=48", "data.keep_unfinished_questions=true",
-    ]  # fmt: skip
+        "data.shards=1",
+        "data.shard_size=16",
+        "data.max_question_tokens=16",
+        "data.max_answer_tokens=48",
+        "data.keep_unfinished_questions=true",
+    ]
     for source, documents in (settings, 17), (["~data"], 1):
         built = run(
             "scripts/datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
@@ -215,9 +240,14 @@ def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
         assert about["target"] == "random:tiny" and about["versions"]["torch"]
         assert (about["dataset"] is None) == (documents == 1)
     evaluated = run(
-        "evaluate.py", "model=tiny", "drafter=rest", "question_end=1", "max_new_tokens=4",
-        "warmup=0", cwd=tmp_path,
-    )  # fmt: skip
+        "evaluate.py",
+        "model=tiny",
+        "drafter=rest",
+        "question_end=1",
+        "max_new_tokens=4",
+        "warmup=0",
+        cwd=tmp_path,
+    )
     assert evaluated.returncode == 0, evaluated.stderr
 
 
@@ -227,9 +257,15 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
     train = run("train.py", "experiment=debug", *logger, cwd=tmp_path)
     assert train.returncode == 0, train.stderr
     evaluate = run(
-        "evaluate.py", "model=tiny", "drafter=kangaroo_tree", "question_end=1",
-        "max_new_tokens=4", "warmup=0", *logger, cwd=tmp_path,
-    )  # fmt: skip
+        "evaluate.py",
+        "model=tiny",
+        "drafter=kangaroo_tree",
+        "question_end=1",
+        "max_new_tokens=4",
+        "warmup=0",
+        *logger,
+        cwd=tmp_path,
+    )
     assert evaluate.returncode == 0, evaluate.stderr
     assert "'adapters/tiny' is that in outputs/train/tiny/attention-exit2" in evaluate.stdout
     (summary,) = (tmp_path / "outputs/evaluate").rglob("summary.json")
@@ -249,9 +285,16 @@ def test_offline_wandb_runs_of_training_and_evaluation(tmp_path):
 def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path):
     def sweep(*more):
         return run(
-            "evaluate.py", "-m", "model=tiny", "drafter=kangaroo,vanilla", "max_new_tokens=6",
-            "question_every=40", "warmup=0", *more, cwd=tmp_path,
-        )  # fmt: skip
+            "evaluate.py",
+            "-m",
+            "model=tiny",
+            "drafter=kangaroo,vanilla",
+            "max_new_tokens=6",
+            "question_every=40",
+            "warmup=0",
+            *more,
+            cwd=tmp_path,
+        )
 
     def compared():
         found = json.loads((folder / "comparison.json").read_text())
@@ -291,7 +334,7 @@ def test_any_two_drafters_make_a_cascade():
     assert isinstance(cascade, CascadeConfig) and cascade.extend
     assert isinstance(cascade.first, RestConfig) and cascade.first.num_draft == 7
     assert isinstance(cascade.second, MedusaConfig)
-    assert cascade.second.heads == "adapters/smollm2-135m-medusa"
+    assert cascade.second.adapter == "adapters/smollm2-135m-medusa"
     assert cascade.settings()["first"]["num_draft"] == 7
     with pytest.raises(Exception, match="num_drafts"):
         composed("evaluate", *asked, "drafter.first.num_drafts=7")

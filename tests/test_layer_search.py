@@ -53,8 +53,10 @@ def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, sk
             total += 1
     texts = [look(lm, sample, 512) for sample in samples]
     # each text's first answer token is judged there, and here its last is not reached
-    firsts = [look(lm, {**s, "loss_mask": mask_of(s, len(p))}, 512) for s, p in zip(
-        samples, PROMPTS, strict=True)]  # fmt: skip
+    firsts = [
+        look(lm, {**s, "loss_mask": mask_of(s, len(p))}, 512)
+        for s, p in zip(samples, PROMPTS, strict=True)
+    ]
     whole, first = (agreement_of(lm, some, skip) * count(some) for some in (texts, firsts))
     assert round(whole - first) == right and count(texts) - count(firsts) == total
     assert 0 < right < total

@@ -111,8 +111,9 @@ def test_the_sparse_tree_is_the_best_of_its_size():
             if all(len(path) == 1 or path[:-1] in tree for path in tree)
         ]
         found = sparse_tree(guesses, size)
-        assert len(found) == size and tuple(found) in {tuple(sorted(t, key=lambda p: (len(p), p)))
-                                                       for t in trees}  # fmt: skip
+        assert len(found) == size and tuple(found) in {
+            tuple(sorted(t, key=lambda p: (len(p), p))) for t in trees
+        }
         assert worth(found) == pytest.approx(max(map(worth, trees)))
     assert sparse_tree(guesses, 99) == sorted(nodes, key=lambda path: (len(path), path))
     assert sparse_tree([right[:1] for right in guesses], 9) == [(0,), (0, 0)]

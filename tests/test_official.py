@@ -54,11 +54,16 @@ def random_state(lm: LM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
 def config_of(lm: LM, **changes: object) -> dict[str, object]:
     """As data/vicuna_7B_config.json of the authors' repository."""
     fields = {
-        "model_type": "llama", "hidden_size": lm.config.hidden_size, "num_hidden_layers": 1,
-        "num_attention_heads": lm.config.num_attention_heads, "pad_token_id": 0,
-        "num_key_value_heads": lm.config.num_key_value_heads, "vocab_size": lm.config.vocab_size,
-        "rms_norm_eps": lm.config.rms_norm_eps, "torch_dtype": "float16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": lm.config.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": lm.config.num_attention_heads,
+        "pad_token_id": 0,
+        "num_key_value_heads": lm.config.num_key_value_heads,
+        "vocab_size": lm.config.vocab_size,
+        "rms_norm_eps": lm.config.rms_norm_eps,
+        "torch_dtype": "float16",
+    }
     return fields | changes
 
 
@@ -297,11 +302,12 @@ OTHER_ADAPTERS = {
     "a head": ({"lm_head.weight": (VOCABULARY, 32)}, r"head of its own, lm_head\.weight"),
     "the head's other name": ({"head_model.weight": (VOCABULARY, 32)}, r"own, head_model\.weight"),
     "feed-forward": (
-        {"layers.0.mlp.up_proj.weight": (64, 32)}, r"also holds layers\.0\.mlp\.up_proj\.weight",
+        {"layers.0.mlp.up_proj.weight": (64, 32)},
+        r"also holds layers\.0\.mlp\.up_proj\.weight",
     ),
     "embeddings": ({"embed_tokens.weight": (VOCABULARY, 32)}, r"holds embed_tokens\.weight"),
     "biases": ({f"{ATTENTION}q_proj.bias": (32,)}, r"holds layers\.0\.self_attn\.q_proj\.bias"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", OTHER_ADAPTERS)
@@ -339,7 +345,7 @@ def test_a_shape_that_does_not_fit_the_target_is_named_with_the_one_that_would(l
 @pytest.mark.parametrize(
     "field, value",
     [("num_attention_heads", 8), ("rms_norm_eps", 1e-5), ("vocab_size", 65)],
-)  # fmt: skip
+)
 def test_a_setting_that_no_shape_shows_has_to_be_the_targets(lm, tmp_path, field, value):
     read = official.read(checkpoint(tmp_path, random_state(lm), config_of(lm, **{field: value})))
     own = getattr(lm.config, field)

@@ -46,10 +46,15 @@ def samples(count, length=20):
 
 def config(**changes):
     settings = {
-        "epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7,
-        "evaluate_every": 3, "save_every": 2, "warmup_steps": 2,
+        "epochs": 2,
+        "batch_tokens": 64,
+        "holdout": 2,
+        "loss_chunk": 7,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "warmup_steps": 2,
         "decode_prompts": 0,  # see test_observability.py
-    }  # fmt: skip
+    }
     return TrainerConfig(**(settings | changes))
 
 
@@ -278,8 +283,11 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
     together = [recipe(exit_layers=[1, 2]), layers, fused]
     folders = train(tiny(), samples(8), config(vocabulary=40), tmp_path / "all", recipes=together)
     assert [f.name for f in folders] == [
-        "attention-exit1", "attention-exit2", "layer-exit1", f"fused-exit{EXIT}"
-    ]  # fmt: skip
+        "attention-exit1",
+        "attention-exit2",
+        "layer-exit1",
+        f"fused-exit{EXIT}",
+    ]
     for folder, alone in zip(
         folders, [recipe(exit_layers=[1]), recipe(exit_layers=[2]), layers, fused], strict=True
     ):

@@ -119,7 +119,7 @@ def test_a_command_writes_below_the_working_folder(installed):
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert adapter_files.find(str(ADAPTER)) == ROOT / ADAPTER
-    assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.medusa_heads
+    assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.kind() == "medusa_heads"
     assert datastore.read_about(f"{ADAPTER}-datastore")["tokens"]
     assert layer_subset.found(f"{ADAPTER}-draft_verify.json").skip
 
