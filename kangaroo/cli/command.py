@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import hydra
 import transformers
 from hydra.core.hydra_config import HydraConfig
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 register()
 
+# read when `datasets` is imported, which only commands that need it wait for
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+
 
 def command(
     config_name: str, shared: bool = False
@@ -47,7 +50,6 @@ def command(
         def main(config: DictConfig) -> None:
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            datasets.disable_progress_bars()
             failure, in_sweep = None, sweep_folder() is not None
             try:
                 if not shared:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 
 from kangaroo.errors import DataError
@@ -94,6 +92,9 @@ def _records(source: Source) -> Iterator[Any]:
         return _from_json(path)
     if not path.exists() and (path.suffix in (".json", ".jsonl", *LOADERS) or path.is_absolute()):
         raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
+    # imported where it is used: it takes seconds, which other commands need not wait for
+    from datasets.exceptions import DatasetsError
+
     try:
         return iter(_from_datasets(source, path))
     except (OSError, ValueError, DatasetsError) as error:
@@ -119,7 +120,9 @@ def _unreadable(source: Source, error: Exception) -> DataError:
     )
 
 
-def _from_datasets(source: Source, path: Path) -> Dataset:
+def _from_datasets(source: Source, path: Path) -> Iterable[Any]:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
     if path.is_file():
         if path.suffix not in LOADERS:
             raise ValueError(f"nothing reads files that end in '{path.suffix}'.")

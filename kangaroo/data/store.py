@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_from_disk
-
 from kangaroo.errors import DataError
 from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
@@ -27,6 +25,8 @@ def save(
         facts: what else is known about it, as JSON values.
     """
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
+    from datasets import Dataset  # here, since it takes seconds to import
+
     Dataset.from_list(samples).save_to_disk(path)
     recorded = {
         "settings": settings,
@@ -66,6 +66,8 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
     provenance describes.
     """
+    from datasets import load_from_disk
+
     recorded = about(path)
     try:
         samples = load_from_disk(path).to_list()
