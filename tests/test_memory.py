@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kangaroo import memory
-from kangaroo.benchmark.memory import measure_memory
+from kangaroo.benchmark.peak import measure_memory
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.models import ModelConfig
 

@@ -3,7 +3,7 @@
 from kangaroo.benchmark import cost_report
 from kangaroo.benchmark.cost import measure
 from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
-from kangaroo.benchmark.memory import memory_of_part
+from kangaroo.benchmark.peak import memory_of_part
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
 from kangaroo.training.config import TrainerConfig

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, Work, micro_batches, parts, worker
-from kangaroo.benchmark.memory import memory_of_part
+from kangaroo.benchmark.peak import memory_of_part
 from kangaroo.clock import now
 from kangaroo.data import store
 from kangaroo.errors import ConfigError

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.benchmark import speed_report
-from kangaroo.benchmark.memory import measure_memory
+from kangaroo.benchmark.peak import measure_memory
 from kangaroo.benchmark.speed import measure
 from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.chat import chat as talk
