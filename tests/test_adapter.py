@@ -277,6 +277,14 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
         load(str(saved), lm, Adapter)
 
 
+def test_a_kind_of_adapter_that_is_not_known_is_named(lm, saved):
+    config = json.loads((saved / CONFIG).read_text())
+    config["architecture"]["kind"] = "os"
+    (saved / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(CorruptFile, match="its kind is os, not one of adapter, eagle_head"):
+        load(str(saved), lm, Adapter)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[1]", "{}", '{"target": "x", "surprise": 1}', b"\xff\xfe\x00"],

@@ -315,7 +315,9 @@ def read_config(path: str) -> AdapterConfig:
     try:
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
-        architecture = kinds()[parts.pop("kind")](**parts)
+        if (kind := parts.pop("kind", None)) not in kinds():
+            raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
+        architecture = kinds()[kind](**parts)
         return AdapterConfig(**fields, architecture=architecture)
     except (ValueError, TypeError, AttributeError, KeyError) as error:  # no JSON, wrong fields
         raise _unreadable(folder, error) from error
