@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+from helpers import adapter_for
 from test_architecture import NAMES
 from test_conformance import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -58,6 +66,31 @@ def test_the_shown_drafter_finds_what_repeats(bigram):
 
 # Files that a reader of a page is told to write.
 TO_WRITE = {"bigram", "mine", "X"}
+
+
+@pytest.mark.slow
+def test_the_shown_files_are_all_that_the_shown_commands_need(tmp_path):
+    """In a copy of the project, to which a reader adds them."""
+    for folder in ("kangaroo", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "evaluate.py", tmp_path)
+    (tmp_path / "kangaroo/drafters/bigram.py").write_text(CODE)
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
+    (tmp_path / "configs/drafter/bigram.yaml").write_text(yaml)
+    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {})
+    adapter_files.save(adapter, about, None, tmp_path / "adapters/tiny")
+    lines = re.findall(r"^python (evaluate\.py .*bigram\S*)", PAGE, flags=re.M)
+    assert len(lines) == 2
+    for line in lines:
+        options = "model=tiny question_every=33 max_new_tokens=4 warmup=1"
+        command = [sys.executable, *line.split(), *options.split()]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

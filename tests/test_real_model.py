@@ -64,7 +64,9 @@ def by_vanilla(target):
 
 
 # in turn; the whole demo bench, a slow test, is decoded both ways by every method
-@pytest.mark.parametrize("name, sampling", zip(SHIPPED, itertools.cycle(SAMPLINGS), strict=False))
+@pytest.mark.parametrize(
+    "name, sampling", list(zip(SHIPPED, itertools.cycle(SAMPLINGS), strict=False))
+)
 def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
     target, by_vanilla, monkeypatch, name, sampling
 ):
@@ -95,12 +97,12 @@ def test_rounds_are_those_of_transformers(target, method):
         speculation = {"assistant_model": model}
     accepted = 0
     for prompt in prompts(tokenizer, BenchConfig(), 3):
-        theirs = timed_generate(lm, **speculation)(prompt, 32)
-        ours = timed_engine(Engine(lm, drafter))(prompt, 32)
+        theirs = timed_generate(lm, **speculation)(prompt, 20)
+        ours = timed_engine(Engine(lm, drafter))(prompt, 20)
         assert ours.tokens == theirs.tokens
         assert [count for count, _ in ours.rounds] == [count for count, _ in theirs.rounds]
-        accepted += 32 - len(ours.rounds)
-    assert accepted > 10
+        accepted += 20 - len(ours.rounds)
+    assert accepted > 6
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
