@@ -6,6 +6,7 @@ Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.tree import Draft, Tree
@@ -147,7 +149,7 @@ def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
     return lm.block(tree, start_B, batch.used + length, batch.n_slots, below)
 
 
-class FromText(Stateless, ABC):
+class FromText(Stateless, NativeDrafter):
     """Drafts chains by reading the text alone, on the host."""
 
     @abstractmethod
@@ -162,3 +164,7 @@ class FromText(Stateless, ABC):
     def propose(self, batch: Batch) -> Draft:
         found = [self.continuation(row, text) for row, text in enumerate(batch.texts)]
         return Draft.listed(batch.last(1), found)
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        for row in rows:
+            rounds.add(row, self.continuation(row, rounds.batch.texts[row]))
