@@ -322,7 +322,7 @@ def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
 
 def steps_of(drafter: Drafter, case: Case) -> list[StepRecord]:
     done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLINGS["sampled"])
-    return [step for generation in done for step in generation.steps]
+    return [step for generation in done for step in generation.steps[1:]]  # without the prefill
 
 
 def accepted_share(steps: list[StepRecord]) -> float:
@@ -356,4 +356,4 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
     assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}
     tree = DRAFTERS["tree"](case)
     assert 0.05 < accepted_share(steps_of(tree, case)) < 0.9
-    assert tree.moved > 15  # accepted on branches that are not the first
+    assert tree.moved > 10  # accepted on branches that are not the first
