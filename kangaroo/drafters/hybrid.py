@@ -20,7 +20,7 @@ from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
 from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.odds import Odds
+from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -30,7 +30,6 @@ from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft
 
 REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched for
-CHOICES = 3  # for the first token of the chain
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class HybridConfig(EarlyExitConfig):
         """The odds that were counted for the adapter; None where none were."""
         if self._untrained() is not None:
             return None
-        folder = adapter_files.find(self.adapter)
+        folder = adapter_files.find(self.adapter, (odds.FILE,))
         return odds.read(folder, adapter_files.weights_hash(self.adapter))
 
     def _counted_or_assumed(self) -> Odds:
@@ -140,7 +139,10 @@ class Lookup:
         if self.reference is not None and length < REFERENCE_SPAN:
             span, places = self.reference.longest(self.text, REFERENCE_SPAN, length + 1)
             if places:
-                start = int(self.reference.suffixes_L[places.start]) + span
+                # places lie in the order of what follows: what follows at most of them is in the
+                # middle
+                middle = places[len(places) // 2]
+                start = int(self.reference.suffixes_L[middle]) + span
                 return span, self.reference.after(start, count)
         return length, self.automaton.continuation(count)
 

@@ -17,6 +17,7 @@ from typing import Any
 from kangaroo.errors import AdapterMismatch, CorruptFile
 
 FILE = "calibration.json"
+CHOICES = 3  # for the first token of the chain: the best, and two further ones
 LENGTHS = [1, 2, 3, 5, 9, 17, 33]
 PROBABILITIES = [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9]
 
@@ -89,10 +90,10 @@ def write(odds: Odds, weights: str, about: dict[str, Any], folder: Path) -> Path
         weights: hash of the adapter's weights.
         about: where the numbers come from, as JSON values.
     """
-    tables = ",\n  ".join(f'"{name}": {_lines(value)}' for name, value in asdict(odds).items())
+    tables = ",\n    ".join(f'"{name}": {_lines(value)}' for name, value in asdict(odds).items())
     rest = json.dumps({"weights": weights} | about, indent=2).removeprefix("{")
     file = folder / FILE
-    file.write_text('{\n  "odds": {\n  ' + tables + "\n  }," + rest + "\n")
+    file.write_text('{\n  "odds": {\n    ' + tables + "\n  }," + rest + "\n")
     return file
 
 
@@ -100,7 +101,7 @@ def _lines(table: list[Any]) -> str:
     """A list as JSON, each row of a matrix in a line of its own."""
     if not isinstance(table[0], list):
         return json.dumps(table)
-    return "[\n    " + ",\n    ".join(map(json.dumps, table)) + "\n  ]"
+    return "[\n      " + ",\n      ".join(map(json.dumps, table)) + "\n    ]"
 
 
 def read(folder: Path, weights: str) -> Odds | None:
