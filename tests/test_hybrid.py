@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import adapter_for, tiny
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
+from test_engine import Syncs
 from test_suffix import found
 
 from kangaroo.drafters.datastore import index, save
@@ -107,6 +108,29 @@ def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
     monkeypatch.setattr(drafter, "tokens", fail)
     (record,) = engine.step(batch)
     assert record.drafted == NODES
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
+    monkeypatch, rows
+):
+    lm = tiny()
+    drafter = Hybrid(lm, adapter_for(lm), STEPS, odds=ODDS, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, SAMPLED)
+    for row in range(rows):
+        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            draft = drafter.propose(batch)
+        monkeypatch.undo()
+        drafted = syncs.total - 1
+        assert 1 <= drafted <= STEPS and syncs.seen["tolist"] == syncs.total
+        monkeypatch.setattr(drafter, "propose", lambda batch, draft=draft: draft)
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1
 
 
 def test_a_draft_ends_with_what_ends_the_text():
