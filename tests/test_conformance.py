@@ -33,12 +33,15 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.expected_gain import Costs
+from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
+from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -91,6 +94,17 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
+def hybrid(case: Case, *, nodes: int, cost: float, reference: bool = False) -> Hybrid:
+    """
+    Args:
+        cost: of a node or a drafted token.
+    """
+    costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
+    store = datastore_of(case) if reference else None
+    options = {"odds": assumed(), "costs": costs, "nodes": nodes, "reference": store}
+    return Hybrid(case.lm, case.adapter, 4, **options)
+
+
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
@@ -128,6 +142,13 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "cascade-draft-model": lambda case: Cascade(
         case.lm, Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3), extend=True
+    ),
+    "hybrid-tree": lambda case: hybrid(case, nodes=7, cost=0.001),
+    "hybrid-tree-stops": lambda case: hybrid(case, nodes=15, cost=0.08, reference=True),
+    "hybrid-tree-fused": lambda case: Hybrid(
+        case.lm,
+        adapter_for(case.lm, architecture=Architecture(fused=True)),
+        **{"odds": assumed(), "costs": Costs([1, 1, 1, 1, 1, 1], 0, 1), "nodes": 5},
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
