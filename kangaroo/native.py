@@ -39,6 +39,7 @@ SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # more are a prompt's: arithmetic then takes the time, at which PyTorch is better
 WIDEST_HEAD = 1024  # of `attention.h`
+CHOICES = 3  # of `choice.h`
 
 
 @dataclass
@@ -114,8 +115,8 @@ NativeDrafting = struct(
 NativeRows = struct(
     "NativeRows",
     """
-    batch capacity hidden most_unread exit base seed count known asking token parent place top
-    states unread unread_states accepted written
+    batch capacity hidden most_unread exit base seed count asking end token parent place has_state
+    choices chances states unread unread_states accepted written
     """,
     "temperature",
 )
@@ -226,7 +227,7 @@ class Head:
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
-DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, ctypes.c_bool]
+DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float]
 VERIFY = 3 * [POINTER]
 
 

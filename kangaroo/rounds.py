@@ -4,18 +4,19 @@ What `Engine.step` does with tensors is done here by `cpp/rounds.h`, on a CPU, f
 fill in nodes (`NativeDrafter`). The tensors are the definition: they are what runs everywhere else,
 and the tests hold both to the same text.
 
-Shapes: B rows of the batch, N nodes of a row, U states that a drafter has not read, D hidden size.
+Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
+not read, D hidden size, S slots.
 """
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import Structure, byref
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kangaroo import native
 from kangaroo.batch import Batch
@@ -44,7 +45,12 @@ class NativeDrafter(ABC):
         """Whether it can, with its settings and its parts."""
         return True
 
-    def native_drafting(self, target: LM) -> ctypes.Structure | None:
+    @property
+    def native_nodes(self) -> int:
+        """The most places that its nodes take in a round."""
+        return self.max_nodes
+
+    def native_drafting(self) -> Structure | None:
         """The layer that drafts, once its cache is there; None for a drafter that has none."""
         return None
 
@@ -58,28 +64,29 @@ class Rounds:
 
     Attributes:
         count: nodes of each row, `[B]`; 0 for one that takes no part.
-        token, parent, place: of each node, `[B, N]`; node 0 is the pending token.
-        top: the probability that the drafting layer gave it, `[B, N]`.
+        token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
+        choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
+        chances: the probabilities of as many likeliest tokens, before temperature and noise.
     """
 
     def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch):
-        assert lm.native_layers is not None and lm.native_head is not None
-        assert lm.acceleration.library is not None
         self.batch, self.drafter = batch, drafter
-        size, capacity, hidden = batch.size, 1 + drafter.max_nodes, lm.config.hidden_size
+        size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
         unread = UNREAD + 2 * capacity
-        self.base, self.seed, self.count, self.known, self.asking, self.unread, self.accepted = (
-            np.zeros((7, size), np.int64)
-        )
-        self.token, self.parent, self.place, self.written = np.zeros(
-            (4, size, capacity), np.int64
-        )
-        self.top = np.zeros((size, capacity), np.float32)
+        self.base, self.seed, self.count, self.asking = np.zeros((4, size), np.int64)
+        self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
+        of_nodes = np.zeros((5, size, capacity), np.int64)
+        self.token, self.parent, self.place, self.has_state, self.written = of_nodes
+        self.choices = np.zeros((size, native.CHOICES), np.int64)
+        self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.zeros(size, unread, hidden, dtype=lm.dtype)
         self.texts: list[list[int] | None] = [None] * size
-        names = "base seed count known asking token parent place top unread accepted written"
-        self.rows = native.NativeRows(
+        arrays = """
+            base seed count asking end token parent place has_state choices chances unread accepted
+            written
+        """
+        rows = native.NativeRows(
             batch=size,
             capacity=capacity,
             hidden=hidden,
@@ -88,27 +95,15 @@ class Rounds:
             temperature=batch.sampling.temperature,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
-            **{name: getattr(self, name).ctypes.data for name in names.split()},
+            **{name: getattr(self, name).ctypes.data for name in arrays.split()},
         )
-        stack, head = lm.native_layers, lm.native_head
-        lm.rope_within(batch.n_slots, torch.zeros(1, 1, dtype=torch.long))
-        assert lm.rope_table is not None
-        self.rope_table = lm.rope_table  # kept, since native code has its address
-        embedding, cos_SC, sin_SC = lm.hf.model.embed_tokens.weight, *self.rope_table
-        self.target = native.NativeTarget(
-            sizes=lm.sizes().native(),
-            stack=stack.native(batch.cache, range(lm.n_layers)),
-            head=head.native(lm.hf.model.norm.weight),
-            embedding=embedding.data_ptr(),
-            cos=cos_SC.data_ptr(),
-            sin=sin_SC.data_ptr(),
-        )
-        self.drafting = drafter.native_drafting(lm)
+        target, self.held = native_target(lm, batch)
+        drafting = drafter.native_drafting()
+        self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         library = lm.acceleration.library
+        assert library is not None
         self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
         self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
-        drafting = None if self.drafting is None else byref(self.drafting)
-        self.pointers = byref(self.target), drafting, byref(self.rows)
 
     @staticmethod
     def can_run(lm: LM, drafter: object, sampling: Sampling) -> bool:
@@ -144,14 +139,14 @@ class Rounds:
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""
-        self.count[:] = self.known[:] = self.asking[:] = 0
+        self.count[:] = self.end[:] = 0
         for row in active:
             text = self.batch.texts[row]
             if text is not self.texts[row]:  # another prompt has taken the row
                 self.texts[row] = text
                 self.unread[row], self.seed[row] = 0, self.batch.seeds[row]
             self.base[row], self.token[row, 0] = len(text) - 1, text[-1]
-            self.count[row] = 1
+            self.count[row], self.has_state[row, 0] = 1, 0
 
     def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Nodes below the pending token of a row that has no others.
@@ -163,12 +158,47 @@ class Rounds:
         self.token[row, 1:end] = tokens
         self.parent[row, 1:end] = range(end - 1) if parents is None else parents
         self.place[row, 1:end] = range(1, end)
+        self.has_state[row, 1:end] = 0
         self.count[row] = end
 
-    def draft(
-        self, rows: Sequence[int], steps: int, threshold: float, runner_up: bool = False
+    def plant(
+        self, row: int, tokens: Sequence[int], parents: Sequence[int], chain: Sequence[int]
     ) -> None:
-        """Chains by the drafting layer below the pending tokens of these rows; see `rounds.h`."""
-        for row in rows:
-            self.asking[row] = 1
-        self._draft(*self.pointers, steps, threshold, runner_up)
+        """A tree in place of a row's nodes, which were this chain; what of it is in the tree stays
+        where it is.
+        """
+        depths, free = {0: 0}, 1 + len(chain)  # of the tree's nodes that are the chain's
+        known = [1, *self.has_state[row, 1 : 1 + len(chain)].tolist()] if chain else [0]
+        self.add(row, tokens, parents)
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            depth = depths.get(parent, len(chain))
+            if depth < len(chain) and chain[depth] == token:
+                depths[node] = depth + 1
+                self.place[row, node], self.has_state[row, node] = depth + 1, known[depth + 1]
+            else:
+                self.place[row, node] = free
+                free += 1
+
+    def draft(self, rows: Sequence[int], steps: int, threshold: float) -> None:
+        """The chains of these rows grow by up to so many tokens; see `rounds.h`."""
+        self.asking[:] = 0
+        self.asking[list(rows)] = 1
+        self._draft(*self.pointers, steps, threshold)
+
+
+def native_target(lm: LM, batch: Batch) -> tuple[Structure, tuple[Tensor, ...]]:
+    """The target for native code, and what has to be kept as long as it is used."""
+    stack, head = lm.native_layers, lm.native_head
+    assert stack is not None and head is not None
+    lm.rope_within(batch.n_slots, torch.zeros(1, 1, dtype=torch.long))
+    assert lm.rope_table is not None
+    cos_SC, sin_SC = lm.rope_table
+    target = native.NativeTarget(
+        sizes=lm.sizes().native(),
+        stack=stack.native(batch.cache, range(lm.n_layers)),
+        head=head.native(lm.hf.model.norm.weight),
+        embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
+        cos=cos_SC.data_ptr(),
+        sin=sin_SC.data_ptr(),
+    )
+    return target, lm.rope_table

@@ -57,69 +57,77 @@ Floats race16(Words tokens, Words key) {  // the logarithm of exponentially dist
   return log16(race);
 }
 
+constexpr i64 CHOICES = 3;
+
+// The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
 struct Choice {
-  i64 token, runner_up;         // the best and the second best
-  float top = 0, second = 0;    // probabilities of the two likeliest, before temperature and noise
+  i64 tokens[CHOICES];
+  float chances[CHOICES] = {};
 };
 
-// The first of the largest among [first, last).
-i64 largest_of(const float* x, i64 first, i64 last) {
-  Floats most = Floats{} + NEVER;
-  for (i64 i = first; i < last; i += LANES) {
-    Floats part = get(x + i, last - i);
-    for (i64 j = last - i; j < LANES; j++) part[j] = NEVER;
-    most = larger(part, most);
+// The largest numbers seen, in their order; of equals the first.
+struct Best {
+  float values[CHOICES];
+  i64 places[CHOICES] = {};
+  i64 count;
+
+  explicit Best(i64 count) : count(count) { std::fill(values, values + CHOICES, NEVER); }
+  float least() const { return values[count - 1]; }
+
+  void see(float value, i64 place) {
+    if (!(value > least())) return;
+    i64 i = count - 1;
+    for (; i > 0 && value > values[i - 1]; i--) {
+      values[i] = values[i - 1];
+      places[i] = places[i - 1];
+    }
+    values[i] = value, places[i] = place;
   }
-  return std::find(x + first, x + last, fold(most, larger)) - x;
+
+  // Sixteen numbers, the first of which lies at `place`.
+  void see(Floats part, i64 place) {
+    if (fold(part, larger) > least())
+      for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
+  }
+};
+
+// Sixteen numbers or what is left of them, and so small ones that none is chosen.
+Floats get_or_never(const float* from, i64 count) {
+  Floats part = get(from, count);
+  for (i64 j = count; j < LANES; j++) part[j] = NEVER;
+  return part;
 }
 
-i64 second_largest_of(const float* x, i64 count, i64 largest) {
-  i64 below = largest_of(x, 0, largest), above = largest_of(x, largest + 1, count);
-  return above == count || (below < largest && x[below] >= x[above]) ? below : above;
-}
-
-// Of one row of logits; of equals the first. A `temperature` of 0 is greedy.
-//   grade: the probabilities and the second best are wanted too; there are two outputs or more.
+// Of one row of logits. A `temperature` of 0 is greedy.
+//   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
 template <class T>
 Choice choose(const Head<T>& head, const float* logits, double temperature, i64 seed, i64 position,
-              bool grade) {
-  i64 n = head.outputs, best = largest_of(logits, 0, n), second = best;
+              i64 graded) {
+  i64 n = head.outputs;
+  Best likeliest(std::max<i64>(graded, 1));
+  for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
   Choice choice;
-  if (grade) {
-    second = second_largest_of(logits, n, best);
+  if (graded) {
     Floats total{};
-    for (i64 i = 0; i < n; i += LANES) {
-      Floats part = get(logits + i, n - i) - logits[best];
-      for (i64 j = n - i; j < LANES; j++) part[j] = NEVER;
-      total += exp16(part);
-    }
-    choice.top = 1.0f / sum_of(total);
-    choice.second = choice.top * std::exp(logits[second] - logits[best]);
+    for (i64 i = 0; i < n; i += LANES)
+      total += exp16(get_or_never(logits + i, n - i) - likeliest.values[0]);
+    for (i64 j = 0; j < graded; j++)
+      choice.chances[j] = std::exp(likeliest.values[j] - likeliest.values[0]) / sum_of(total);
   }
+  Best best = likeliest;
   if (temperature > 0) {
     constexpr float MOST_NOISE = 24;  // none exceeds 22.9
     Words key = noise_key(seed, position);
-    float reached = NEVER, beaten = NEVER;
+    best = Best(best.count);
     for (i64 i = 0; i < n; i += LANES) {
-      i64 count = std::min<i64>(LANES, n - i);
-      Floats warped = get(logits + i, count) / float(temperature);
-      for (i64 j = count; j < LANES; j++) warped[j] = NEVER;
-      if (fold(warped, larger) + MOST_NOISE < (grade ? beaten : reached)) continue;
+      Floats warped = get_or_never(logits + i, n - i) / float(temperature);
+      if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
       Words tokens;
       for (i64 j = 0; j < LANES; j++) tokens[j] = head.token(std::min(i + j, n - 1));
-      Floats score = warped - race16(tokens, key);
-      for (i64 j = 0; j < count; j++) {
-        if (score[j] > reached) {
-          beaten = reached, second = best;
-          reached = score[j], best = i + j;
-        } else if (score[j] > beaten) {
-          beaten = score[j], second = i + j;
-        }
-      }
+      best.see(warped - race16(tokens, key), i);
     }
   }
-  choice.token = head.token(best);
-  choice.runner_up = head.token(second);
+  for (i64 j = 0; j < best.count; j++) choice.tokens[j] = head.token(best.places[j]);
   return choice;
 }
 

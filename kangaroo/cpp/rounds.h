@@ -1,8 +1,8 @@
 // Rounds of speculative decoding on plain arrays: a draft is one call, a verification is one.
 //
-// The nodes of row b are its pending token, node 0, and the drafted ones, each after its parent. Node i may
-// be found in slot base + place[i], and its state, the output of the layer below the exit, in row place[i]
-// of the states. The text itself is below base.
+// The nodes of row b are its pending token, node 0, and the drafted ones, each after its parent. The keys of
+// node i lie in slot base + place[i], and its state, the output of the layer below the exit, in row place[i]
+// of the states. Places ascend along a path, from 0. The text itself is below base.
 
 #pragma once
 
@@ -27,12 +27,13 @@ template <class T> struct Drafting {
 template <class T> struct Rows {
   i64 batch, capacity, hidden, most_unread;
   i64 exit;  // layers below this give the states; 0 where no drafter reads any
-  // of each row: the pending token's position, and the text's seed; how many nodes there are, of which
-  // the first `known` have states; whether a draft is wanted
-  i64 *base, *seed, *count, *known, *asking;
+  // of each row: the pending token's position, and the text's seed; how many nodes there are; whether a
+  // draft is wanted; the node where the chain ends
+  i64 *base, *seed, *count, *asking, *end;
   // of each node, `capacity` a row
-  i64 *token, *parent, *place;
-  float *top;      // the drafter's confidence in it
+  i64 *token, *parent, *place, *has_state;
+  i64* choices;    // for the chain's last token, [batch, CHOICES], and
+  float* chances;  // the probabilities of as many likeliest tokens
   T* states;       // [batch, capacity, D]
   // states of the last tokens before the pending one, which the drafting layer has not read:
   // [batch, most_unread, D]
@@ -100,24 +101,27 @@ template <class T> class Round {
   Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
       : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
 
-  // Chains below the pending tokens of the rows that ask, until the confidence is no more than the
-  // threshold. A node that is there already is gone on from.
-  //   runner_up: a second node below the pending token, for the second best choice.
-  void draft(i64 steps, float threshold, bool runner_up) {
-    std::vector<i64> active, ends(r.batch, 0);
+  // The chains of the rows that ask grow by up to `steps` tokens, until the confidence is no more than the
+  // threshold.
+  void draft(i64 steps, float threshold) {
+    std::vector<i64> active;
     for (i64 row = 0; row < r.batch; row++)
       if (r.count[row] && r.asking[row]) active.push_back(row);
-    find_states();
-    for (i64 step = 1; step <= steps && !active.empty(); step++) {
-      std::vector<Choice> choices = grade(active, ends, step == 1);
+    for (i64 step = 0; step < steps && !active.empty(); step++) {
+      find_states();
+      std::vector<Choice> choices = grade(active);
       std::vector<i64> going_on;
       for (i64 i = 0; i < i64(active.size()); i++) {
-        i64 row = active[i], from = ends[row];
-        ends[row] = below(row, from, choices[i].token, choices[i].top);
-        if (runner_up && step == 1) below(row, from, choices[i].runner_up, choices[i].second);
-        if (choices[i].top > threshold) going_on.push_back(row);
+        i64 row = active[i], node = r.count[row]++, at = r.at(row, node);
+        std::copy_n(choices[i].tokens, CHOICES, r.choices + row * CHOICES);
+        std::copy_n(choices[i].chances, CHOICES, r.chances + row * CHOICES);
+        r.token[at] = choices[i].tokens[0];
+        r.parent[at] = r.end[row];
+        r.place[at] = node;
+        r.has_state[at] = 0;
+        r.end[row] = node;
+        if (choices[i].chances[0] > threshold) going_on.push_back(row);
       }
-      find_states();
       active = going_on;
     }
   }
@@ -136,7 +140,7 @@ template <class T> class Round {
       std::copy(from, from + D, pass.x.data() + m * D);
     }
     pass.run(t.sizes, t.stack.range(r.exit, t.stack.count), t);
-    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, false);
+    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
       if (r.count[row]) accept(row, choices.data() + m);
   }
@@ -152,25 +156,14 @@ template <class T> class Round {
  private:
   void clear() { pass.clear(r.batch * (r.capacity + r.most_unread), r.capacity); }
 
-  // The node with this token, a new one where there is none.
-  i64 below(i64 row, i64 parent, i64 token, float top) {
-    i64 node = r.child(row, parent, token);
-    if (node < 0) {
-      node = r.count[row]++;
-      r.token[r.at(row, node)] = token;
-      r.parent[r.at(row, node)] = parent;
-      r.place[r.at(row, node)] = node;
-    }
-    r.top[r.at(row, node)] = top;
-    return node;
-  }
-
   // States of the nodes that have none yet, by the layers below the exit.
   void find_states() {
     if (!r.exit) return;
     clear();
     for (i64 row = 0; row < r.batch; row++)
-      for (i64 node = r.known[row]; node < r.count[row]; node++) {
+      for (i64 node = 0; node < r.count[row]; node++) {
+        if (r.has_state[r.at(row, node)]) continue;
+        r.has_state[r.at(row, node)] = 1;
         pass.add_node(r, row, node);
         const T* from = t.embedding + r.token[r.at(row, node)] * D;
         pass.x.insert(pass.x.end(), from, from + D);
@@ -178,17 +171,16 @@ template <class T> class Round {
     pass.run(t.sizes, t.stack.range(0, r.exit), t);
     for (i64 m = 0; m < i64(pass.rows.size()); m++)
       std::copy_n(pass.x.data() + m * D, D, r.state(pass.rows[m], pass.nodes[m]));
-    for (i64 row = 0; row < r.batch; row++) r.known[row] = r.count[row];
   }
 
   // What the drafting layer would write after the ends of these rows' chains.
-  std::vector<Choice> grade(const std::vector<i64>& active, const std::vector<i64>& ends, bool first) {
+  std::vector<Choice> grade(const std::vector<i64>& active) {
     clear();
     std::vector<i64> last;
     for (i64 row : active) {
-      if (first) add_unread(row);
-      pass.add_node(r, row, ends[row]);
-      const T* from = r.state(row, ends[row]);
+      add_unread(row);
+      pass.add_node(r, row, r.end[row]);
+      const T* from = r.state(row, r.end[row]);
       pass.x.insert(pass.x.end(), from, from + D);
       last.push_back(pass.rows.size() - 1);
     }
@@ -198,7 +190,7 @@ template <class T> class Round {
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
-    return chosen(d->head, pass.x.data(), last.size(), true);
+    return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs));
   }
 
   void add_unread(i64 row) {
@@ -208,7 +200,7 @@ template <class T> class Round {
     r.unread[row] = 0;
   }
 
-  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, bool graded) {
+  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded) {
     static thread_local std::vector<float> logits;
     if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
     float* scores = logits.data();
@@ -227,8 +219,8 @@ template <class T> class Round {
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
       if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
-      written[depth] = choices[node].token;
-      node = r.child(row, node, choices[node].token);
+      written[depth] = choices[node].tokens[0];
+      node = r.child(row, node, choices[node].tokens[0]);
       if (node < 0) break;
       move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
     }

@@ -104,9 +104,14 @@ class Cascade(NativeDrafter):
             and not self.extend
         )
 
-    def native_drafting(self, target: LM) -> Structure | None:
+    @property
+    def native_nodes(self) -> int:
         assert isinstance(self.second, NativeDrafter)
-        return self.second.native_drafting(target)
+        return max(self.first.max_nodes, self.second.native_nodes)
+
+    def native_drafting(self) -> Structure | None:
+        assert isinstance(self.second, NativeDrafter)
+        return self.second.native_drafting()
 
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
         assert isinstance(self.first, FromText) and isinstance(self.second, NativeDrafter)

@@ -24,6 +24,7 @@ from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.rounds import Rounds
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
@@ -194,6 +195,29 @@ class Hybrid(LayerChain):
         chains = all(own == list(range(len(own))) for own in parents)
         return Draft.listed(batch.last(1), tokens, None if chains else parents)
 
+    @property
+    def native_nodes(self) -> int:
+        return self.steps + self.nodes
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        self.read_prompts()
+        sources = {row: self.looked_up(rounds.batch, row) for row in rows}
+        growing = [row for row, own in sources.items() if self._pays(own)]
+        for step in range(self.steps):
+            if not growing:
+                break
+            rounds.draft(growing, 1, self.threshold)
+            for row in growing:
+                choices = rounds.choices[row].tolist(), rounds.chances[row].tolist()
+                (best, confidence), *further = zip(*choices, strict=True)
+                own = sources[row]
+                own.chain.append(best)
+                own.confidence.append(confidence)
+                own.further += [] if step else further[: self.head.size - 1]
+            growing = [row for row in growing if self._goes_on(sources[row])]
+        for row, own in sources.items():
+            rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes), own.chain)
+
     def looked_up(self, batch: Batch, row: int) -> Sources:
         """What the lookup says of a row, up to where its text would end."""
         text = batch.texts[row]
@@ -216,17 +240,16 @@ class Hybrid(LayerChain):
                 own.chain.append(best)
                 own.confidence.append(confidence)
                 own.further += further
-            growing = {
-                row: own
-                for row, own in growing.items()
-                if own.confidence[-1] > self.threshold and self._pays(own)
-            }
+            growing = {row: own for row, own in growing.items() if self._goes_on(own)}
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
     def _pays(self, sources: Sources) -> bool:
         return drafting_pays(self.odds, self.costs, sources)
+
+    def _goes_on(self, sources: Sources) -> bool:
+        return sources.confidence[-1] > self.threshold and self._pays(sources)
 
     def _choices(self, batch: Batch, token: Token, count: int) -> list[list[tuple[int, float]]]:
         """The best choices for each row's next token, and the probabilities of their ranks, which

@@ -48,7 +48,7 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
     def is_native(self) -> bool:
         return not self.reads_deep
 
-    def native_drafting(self, target: LM) -> Structure | None:
+    def native_drafting(self) -> Structure | None:
         layer, head = self.adapter.native_layer, self.head.native
         assert layer is not None and head is not None
         return native.NativeDrafting(
