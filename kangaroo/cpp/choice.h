@@ -23,7 +23,10 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
     std::vector<float> block(tokens * LANES);
     for (i64 m = 0; head.norm && m < tokens; m++)
       rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
-    Matrix<T> in{head.norm ? normed.data() : x, tokens, s.hidden}, w{head.weight, head.outputs, s.hidden};
+    TileUse tiles;
+    std::vector<Words> room;
+    Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
+    Matrix<T> w{head.weight, head.outputs, s.hidden};
     Part mine(blocks(head.outputs));
     for (i64 i = mine.first; i < mine.last; i++) {
       i64 n = i * LANES;

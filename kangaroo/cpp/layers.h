@@ -96,15 +96,15 @@ template <class T> class Pass {
 
   // Every thread norms all tokens for itself: that is less than a barrier costs. Without a weight
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
-  Matrix<T> norm(const T* weight) {
+  Input<T> norm(const T* weight) {
     if (!weight) std::copy(x, x + tokens.total * s.hidden, normed.data());
     for (i64 m = 0; weight && m < tokens.total; m++)
       rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
-    return {normed.data(), tokens.total, s.hidden};
+    return input(Matrix<T>{normed.data(), tokens.total, s.hidden}, room);
   }
 
   void project(const Layer<T>& layer) {
-    Matrix<T> in = norm(layer.attention_norm);
+    Input<T> in = norm(layer.attention_norm);
     i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size, all = of_q + 2 * of_k;
     struct { Matrix<T> w; const T* bias; i64 before, first; } parts[] = {
         {{layer.q, of_q, s.hidden}, layer.q_bias, 0, 0},
@@ -158,7 +158,7 @@ template <class T> class Pass {
   }
 
   void activate(const Layer<T>& layer) {
-    Matrix<T> in = norm(layer.feed_forward_norm);
+    Input<T> in = norm(layer.feed_forward_norm);
     Matrix<T> gate{layer.gate, s.feed_forward, s.hidden}, up{layer.up, s.feed_forward, s.hidden};
     float *gates = block.data(), *ups = gates + tokens.total * LANES;
     Part mine(blocks(s.feed_forward));
@@ -177,8 +177,9 @@ template <class T> class Pass {
   }
 
   // x += in . weight
-  void add(const Matrix<T>& in, const T* weight, const T* bias, const T* after) {
-    Matrix<T> w{weight, s.hidden, in.width};
+  void add(const Matrix<T>& x_in, const T* weight, const T* bias, const T* after) {
+    Input<T> in = input(x_in, room);
+    Matrix<T> w{weight, s.hidden, x_in.width};
     Part mine(blocks(s.hidden));
     for (i64 i = mine.first; i < mine.last; i++) {
       i64 n = i * LANES, width = s.hidden - n;
@@ -200,6 +201,8 @@ template <class T> class Pass {
   Attention<T> attention;
   std::vector<float> block;
   std::vector<T> normed;
+  std::vector<Words> room;
+  TileUse tiles;
 };
 
 // x [M, D] through some layers, normed at the end where a norm is given.

@@ -12,7 +12,10 @@
 #include <immintrin.h>
 #endif
 
+#include <vector>
+
 #include "numbers.h"
+#include "tiles.h"
 
 namespace {
 
@@ -158,11 +161,38 @@ void times_group(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
   }
 }
 
+// Some tokens as products read them: as they are, and for tiles with 16 of them side by side.
+template <class T> struct Input {
+  Matrix<T> x;
+  const Words* tiles;  // [groups, width / 2, 16 tokens], a word being two numbers; null without tiles
+};
+
+template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
+  if (!has_tiles<T>() || x.width % 32) return {x, nullptr};
+  i64 groups = blocks(x.rows), words = x.width / 2;
+  room.resize(groups * words);
+  for (i64 group = 0; group < groups; group++)
+    for (i64 k = 0; k < words; k += LANES) {
+      Words* part = &room[group * words + k];
+      i64 count = std::min<i64>(LANES, x.rows - group * LANES);
+      std::fill(part, part + LANES, Words{});
+      for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
+      transpose(part);
+    }
+  return {x, room.data()};
+}
+
 // out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
 // the block in the cache.
-template <class T> void products(const Matrix<T>& x, const Block<T>& block, float* out) {
-  times_group<T, true>(x, 0, block, out);
-  for (i64 m = GROUP; m < x.rows; m += GROUP) times_group<T, false>(x, m, block, out + m * LANES);
+template <class T> void products(const Input<T>& in, const Block<T>& block, float* out) {
+  if (in.tiles && block.w->rows % LANES == 0) {
+    for (i64 m = 0; m < in.x.rows; m += LANES)
+      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, block.w->row(block.n),
+                  m ? nullptr : (const char*)block.next, std::min<i64>(LANES, in.x.rows - m), out + m * LANES);
+    return;
+  }
+  times_group<T, true>(in.x, 0, block, out);
+  for (i64 m = GROUP; m < in.x.rows; m += GROUP) times_group<T, false>(in.x, m, block, out + m * LANES);
 }
 
 // Where this thread's share of a matrix begins.
