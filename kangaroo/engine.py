@@ -141,7 +141,9 @@ class Engine:
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
-            self.batch = self.cache = self.rounds = None  # their memory may be needed for the new ones
+            self.batch = self.cache = self.rounds = (
+                None  # their memory may be needed for the new ones
+            )
             self.cache = self.lm.new_cache(batch_size, n_slots)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device)
         self.drafter.begin(batch)

@@ -109,9 +109,7 @@ NativeTarget = struct(
     head=NativeHead,
     **dict.fromkeys(("embedding", "cos", "sin"), ctypes.c_int64),
 )
-NativeDrafting = struct(
-    "NativeDrafting", stack=NativeStack, norm=ctypes.c_int64, head=NativeHead
-)
+NativeDrafting = struct("NativeDrafting", stack=NativeStack, norm=ctypes.c_int64, head=NativeHead)
 NativeRows = struct(
     "NativeRows",
     """
@@ -227,7 +225,7 @@ class Head:
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
-DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float]
+DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
 VERIFY = 3 * [POINTER]
 
 
@@ -255,6 +253,12 @@ def compiler() -> str:
     if not found:
         raise OSError("there is no C++ compiler; install g++, or name one in CXX")
     return found
+
+
+def build_name() -> str:
+    """Tells the native code of this version, compiler and processor from any other."""
+    found = library()
+    return "" if found is None else Path(found._name).stem
 
 
 def build(compiler: str, target: list[str]) -> Path:

@@ -21,10 +21,13 @@ from torch import Tensor
 from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.clock import running
+from kangaroo.costs import measured
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 
 UNREAD = 64  # states of committed tokens that wait for the drafting layer
+PACE = 1.25  # tokens that the time of a vanilla step has to gain, in a batch
+PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
 
 
 class NativeDrafter(ABC):
@@ -50,6 +53,11 @@ class NativeDrafter(ABC):
         """The most places that its nodes take in a round."""
         return self.max_nodes
 
+    @property
+    def needs_costs(self) -> bool:
+        """Whether it asks for costs even where a text is decoded alone."""
+        return False
+
     def native_drafting(self) -> Structure | None:
         """The layer that drafts, once its cache is there; None for a drafter that has none."""
         return None
@@ -70,7 +78,8 @@ class Rounds:
     """
 
     def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch):
-        self.batch, self.drafter = batch, drafter
+        self.lm, self.batch, self.drafter = lm, batch, drafter
+        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
         unread = UNREAD + 2 * capacity
         self.base, self.seed, self.count, self.asking = np.zeros((4, size), np.int64)
@@ -99,6 +108,8 @@ class Rounds:
         )
         target, self.held = native_target(lm, batch)
         drafting = drafter.native_drafting()
+        if drafter.needs_costs or (size > 1 and drafter.max_nodes):
+            measured(lm)  # now, since it may take a second
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         library = lm.acceleration.library
         assert library is not None
@@ -134,6 +145,8 @@ class Rounds:
             accepted = int(self.accepted[row])
             tokens = batch.cut(row, self.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
+            self.first_tried += self.count[row] > 1
+            self.first_right += accepted > 0
             wrote[row] = tokens, min(accepted, len(tokens)), int(self.count[row]) - 1
         return wrote, drafted - started, verified - drafted
 
@@ -179,11 +192,43 @@ class Rounds:
                 self.place[row, node] = free
                 free += 1
 
-    def draft(self, rows: Sequence[int], steps: int, threshold: float) -> None:
-        """The chains of these rows grow by up to so many tokens; see `rounds.h`."""
+    def draft(
+        self,
+        rows: Sequence[int],
+        steps: int,
+        threshold: float,
+        least: Sequence[float] | None = None,
+    ) -> None:
+        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
+
+        Args:
+            least: a row's chain of n tokens grows if the product of their probabilities is more
+                than the n-th of these; None is 0 throughout.
+        """
+        if not rows:
+            return
         self.asking[:] = 0
         self.asking[list(rows)] = 1
-        self._draft(*self.pointers, steps, threshold)
+        limits = np.zeros(steps, np.float32) if least is None else np.float32(least)
+        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+    def cost(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        return measured(self.lm).curve(rows, nodes)
+
+    def least_gain(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
+        """What the first n nodes of a chain have to be worth, as the chance that all are right, for
+        one more to pay, for n from 0 on. One text alone is drafted by the drafter's own rule.
+
+        Args:
+            rows: that take part.
+            drafting: the time of a token of the chain, in vanilla steps.
+        """
+        if rows <= 1:
+            return [0.0] * nodes
+        costs = self.cost(rows, nodes)
+        right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
+        return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
 
 def native_target(lm: LM, batch: Batch) -> tuple[Structure, tuple[Tensor, ...]]:

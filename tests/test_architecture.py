@@ -21,9 +21,11 @@ ORDER = [
     {"errors", "discovery"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "prompts"},
+    {"tree", "graphs", "native", "huge_pages", "prompts"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
+    {"costs"},
+    {"rounds"},
     {"embedded", "shapes", "models", "blueprint"},
     {"trained"},
     {"drafters"},

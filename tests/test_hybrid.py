@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import adapter_for, tiny
+from helpers import adapter_for, admit_text, tiny
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 from test_engine import Syncs
 from test_suffix import found
@@ -100,7 +100,7 @@ def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
     drafter = Hybrid(case.lm, case.adapter, odds=SURE, costs=COSTS, nodes=NODES)
     engine = Engine(case.lm, drafter)
     batch = engine.open(1, 60, Sampling())
-    engine.admit(batch, 0, Request([1, 2, 3, 4, 1, 2, 3], 10))
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
 
     def fail(*_):
         raise AssertionError("it drafted")
@@ -140,7 +140,7 @@ def test_a_draft_ends_with_what_ends_the_text():
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
-        engine.admit(batch, 0, Request([1, 2, 3, 5, 4, 1, 2], 10, ignore_eos=ignored))
+        admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
         assert drafter.looked_up(batch, 0).lookup == expected
 
 
@@ -150,8 +150,8 @@ def test_a_chain_stays_a_chain():
     sure = replace(ODDS, lookup=[0.9] * 7, adds=[0.0] * 8)
     engine = Engine(case.lm, Hybrid(case.lm, case.adapter, odds=sure, costs=COSTS, nodes=NODES))
     batch = engine.open(2, 60, Sampling())
-    engine.admit(batch, 0, Request([1, 2, 3, 1], 10))
-    engine.admit(batch, 1, Request([1, 2, 3, 4], 10))
+    admit_text(engine, batch, 0, [1, 2, 3, 1])
+    admit_text(engine, batch, 1, [1, 2, 3, 4])
     draft = engine.drafter.propose(batch)
     assert draft.tree.is_chain and draft.valid_BN.sum(1).tolist() == [1 + NODES, 1]
 
@@ -176,7 +176,7 @@ def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
 
 def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
     config = HybridConfig(adapter="untrained:2")
-    assert config.build(case.lm).max_nodes == 7
+    assert config.build(case.lm).max_nodes == 15
     assert config.settings()["odds"] is None
     with pytest.raises(ConfigError, match=r"nodes=0"):
         replace(config, nodes=0).build(case.lm)

@@ -38,8 +38,8 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
     read_out<T>(*s, *head, x, tokens, logits);                                                           \
   }                                                                                                      \
   extern "C" void draft_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows,    \
-                                 i64 steps, float threshold) {                                           \
-    Round<T>(*target, drafting, *rows).draft(steps, threshold);                                          \
+                                 i64 steps, float threshold, const float* least) {                       \
+    Round<T>(*target, drafting, *rows).draft(steps, threshold, least);                                   \
   }                                                                                                      \
   extern "C" void verify_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows) { \
     Round<T> round(*target, drafting, *rows);                                                            \

@@ -101,12 +101,13 @@ template <class T> class Round {
   Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
       : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
 
-  // The chains of the rows that ask grow by up to `steps` tokens, until the confidence is no more than the
-  // threshold.
-  void draft(i64 steps, float threshold) {
+  // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
+  // than the threshold, or the chance that the first n are all right no more than least[n].
+  void draft(i64 steps, float threshold, const float* least) {
     std::vector<i64> active;
+    std::vector<float> gain(r.batch, 1.0f);
     for (i64 row = 0; row < r.batch; row++)
-      if (r.count[row] && r.asking[row]) active.push_back(row);
+      if (r.count[row] && r.asking[row] && gain[row] > least[0]) active.push_back(row);
     for (i64 step = 0; step < steps && !active.empty(); step++) {
       find_states();
       std::vector<Choice> choices = grade(active);
@@ -120,7 +121,9 @@ template <class T> class Round {
         r.place[at] = node;
         r.has_state[at] = 0;
         r.end[row] = node;
-        if (choices[i].chances[0] > threshold) going_on.push_back(row);
+        gain[row] *= choices[i].chances[0];
+        bool pays = step + 1 < steps && gain[row] > least[step + 1];
+        if (choices[i].chances[0] > threshold && pays) going_on.push_back(row);
       }
       active = going_on;
     }

@@ -149,6 +149,11 @@ def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
     return lm.block(tree, start_B, batch.used + length, batch.n_slots, below)
 
 
+# The chance of a token that was looked up, where those before it are right. The first may be wrong
+# more often, which the rounds count.
+LOOKED_UP = 0.8
+
+
 class FromText(Stateless, NativeDrafter):
     """Drafts chains by reading the text alone, on the host."""
 
@@ -166,5 +171,7 @@ class FromText(Stateless, NativeDrafter):
         return Draft.listed(batch.last(1), found)
 
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        least = rounds.least_gain(len(rows), self.max_nodes)
+        most = next((n for n, gain in enumerate(least) if gain >= LOOKED_UP**n), self.max_nodes)
         for row in rows:
-            rounds.add(row, self.continuation(row, rounds.batch.texts[row]))
+            rounds.add(row, self.continuation(row, rounds.batch.texts[row])[:most])

@@ -109,6 +109,11 @@ class Cascade(NativeDrafter):
         assert isinstance(self.second, NativeDrafter)
         return max(self.first.max_nodes, self.second.native_nodes)
 
+    @property
+    def needs_costs(self) -> bool:
+        assert isinstance(self.second, NativeDrafter)
+        return self.second.needs_costs
+
     def native_drafting(self) -> Structure | None:
         assert isinstance(self.second, NativeDrafter)
         return self.second.native_drafting()

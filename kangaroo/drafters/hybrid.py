@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,8 @@ from kangaroo.tree import Draft
 
 REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched for
 
+OF_A_CPU = [1.0, 1.03, 1.09, 1.2, 2.3]  # as `HybridConfig.verify_costs`
+
 log = logging.getLogger(__name__)
 
 
@@ -43,8 +45,9 @@ class HybridConfig(EarlyExitConfig):
         threshold: as of Kangaroo; 0 leaves it to the expected gain where the chain stops.
         nodes: of the tree that is verified, the pending token aside: at most this many.
         verify_costs: of verifying 1, 2, 4, 8, ... tokens, in vanilla steps; between two of them,
-            and beyond the last two, a straight line.
-        draft_cost: of a token of the chain, in vanilla steps.
+            and beyond the last two, a straight line. Null is measured, once for each machine and
+            number of threads, where decoding is native; elsewhere it is what a CPU was seen to need.
+        draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
         pace: tokens that decoding writes in the time of a vanilla step: what further work in a
             round has to be worth.
         reference: folder of a datastore (`scripts/datastore.py`) that is searched for longer
@@ -53,21 +56,21 @@ class HybridConfig(EarlyExitConfig):
 
     name: str = "hybrid"
     threshold: float = 0.0
-    nodes: int = 7
-    verify_costs: list[float] = field(default_factory=lambda: [1.0, 1.03, 1.09, 1.2, 2.3])
+    nodes: int = 15
+    verify_costs: list[float] | None = None
     draft_cost: float = 0.05
     pace: float = 1.5
     reference: str | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
         """Errors: `ConfigError`, and whatever `odds.read` and `datastore.load` raise."""
-        if self.nodes < 1 or len(self.verify_costs) < 2:
+        given = self.verify_costs
+        if self.nodes < 1 or (given is not None and len(given) < 2):
             raise ConfigError(
                 f"drafter.nodes={self.nodes} must be 1 or more, and drafter.verify_costs="
                 f"{self.verify_costs} must say what 1 token costs and what 2 do, at least."
             )
         reference = None if self.reference is None else datastore.load(self.reference, lm)
-        costs = Costs(verify_curve(self.verify_costs, self.nodes), self.draft_cost, self.pace)
         return Hybrid(
             lm,
             trained,
@@ -75,7 +78,8 @@ class HybridConfig(EarlyExitConfig):
             self.threshold,
             heads[0],
             odds=self._counted_or_assumed(),
-            costs=costs,
+            costs=given and Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace),
+            pace=self.pace,
             nodes=self.nodes,
             reference=reference,
         )
@@ -155,7 +159,8 @@ class Hybrid(LayerChain):
     Where the lookup is nearly sure, nothing is drafted.
 
     Args:
-        costs: of at least `nodes` nodes.
+        costs: of at least `nodes` nodes; None is measured, as `HybridConfig.verify_costs` says.
+        pace: as of `HybridConfig`, for costs that are measured.
         nodes: at most this many, the root aside.
     """
 
@@ -168,18 +173,24 @@ class Hybrid(LayerChain):
         head: DraftHead | None = None,
         *,
         odds: Odds,
-        costs: Costs,
-        nodes: int = 7,
+        costs: Costs | None = None,
+        pace: float = 1.5,
+        nodes: int = 15,
         reference: Datastore | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
-        self.odds, self.costs, self.nodes, self.reference = odds, costs, nodes, reference
+        self.odds, self.nodes, self.reference, self.pace = odds, nodes, reference, pace
+        self.measures = costs is None
+        self.costs = costs or self._costs(verify_curve(OF_A_CPU, nodes))
         self.max_nodes = max(nodes, steps)
         self.lookups: list[Lookup] = []
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.lookups = [Lookup(text, self.reference) for text in batch.texts]
+
+    def _costs(self, verify: Sequence[float]) -> Costs:
+        return Costs(verify, self.draft_cost, self.pace)
 
     def propose(self, batch: Batch) -> Draft:
         sources = [
@@ -199,8 +210,14 @@ class Hybrid(LayerChain):
     def native_nodes(self) -> int:
         return self.steps + self.nodes
 
+    @property
+    def needs_costs(self) -> bool:
+        return self.measures
+
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
         self.read_prompts()
+        if self.measures:
+            self.costs = self._costs(rounds.cost(len(rows), self.nodes))
         sources = {row: self.looked_up(rounds.batch, row) for row in rows}
         growing = [row for row, own in sources.items() if self._pays(own)]
         for step in range(self.steps):

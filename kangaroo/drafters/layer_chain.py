@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ctypes import Structure
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token
 from kangaroo.drafters.early_exit import EarlyExit, started
+from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
@@ -59,7 +61,16 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
 
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
         self.read_prompts()
-        rounds.draft(rows, self.steps, self.threshold)
+        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
+        rounds.draft(rows, self.steps, self.threshold, least)
+
+    @cached_property
+    def draft_cost(self) -> float:
+        """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
+        for it."""
+        drafting = weights(*self.lm.layers[: self.exit_layer], self.adapter)
+        head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
+        return (drafting + head) / weights(*self.lm.layers, self.lm.head)
 
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)
