@@ -43,8 +43,8 @@ class Batch:
     """Rows of different length in one cache.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
-    next draft. The first is the one that the prefill gave. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
-    growing, until another prompt takes it.
+    next draft. The first is the one that the prefill gave. Slots from `length - 1` up are scratch.
+    A row that is done keeps its place, without growing, until another prompt takes it.
 
     Args:
         longest: tokens of the longest text that there is room for, prompt included.

@@ -1,7 +1,7 @@
-"""Weights where they stream: in one piece of memory made of huge pages, in the order they are read.
+"""Weights where they stream: in one piece of memory of huge pages, in the order they are read.
 
-A page of 4 kB is a stop for the processor's prefetching, and its address takes time to find. On some
-processors a third of the memory's bandwidth is lost that way, on others nothing.
+A page of 4 kB is a stop for the processor's prefetching, and its address takes time to find. On
+some processors a third of the memory's bandwidth is lost that way, on others nothing.
 """
 
 from __future__ import annotations

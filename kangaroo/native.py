@@ -83,7 +83,7 @@ class Sizes:
     eps: float
     scaling: float
 
-    def native(self) -> NativeSizes:
+    def native(self) -> Structure:
         """The same for native code, with as many threads as torch has now."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return NativeSizes(threads=torch.get_num_threads(), **values)
@@ -91,7 +91,7 @@ class Sizes:
 
 def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> type[Structure]:
     """A structure of native code: `integers` and pointers, then `doubles`, then others."""
-    parts = [(part, ctypes.c_int64) for part in integers.split()]
+    parts: list[tuple[str, Any]] = [(part, ctypes.c_int64) for part in integers.split()]
     parts += [(part, ctypes.c_double) for part in doubles.split()]
     return type(name, (Structure,), {"_fields_": parts + list(others.items())})
 
@@ -107,7 +107,9 @@ NativeTarget = struct(
     sizes=NativeSizes,
     stack=NativeStack,
     head=NativeHead,
-    **dict.fromkeys(("embedding", "cos", "sin"), ctypes.c_int64),
+    embedding=ctypes.c_int64,
+    cos=ctypes.c_int64,
+    sin=ctypes.c_int64,
 )
 NativeDrafting = struct("NativeDrafting", stack=NativeStack, norm=ctypes.c_int64, head=NativeHead)
 NativeRows = struct(

@@ -209,7 +209,7 @@ class Rounds:
             return
         self.asking[:] = 0
         self.asking[list(rows)] = 1
-        limits = np.zeros(steps, np.float32) if least is None else np.float32(least)
+        limits = np.array(least or [0.0] * steps, np.float32)
         self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
 
     def cost(self, rows: int, nodes: int) -> list[float]:

@@ -137,7 +137,7 @@ class EarlyExit:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        """Keep the prompt's last states, and all for the layer to read when the first token is out."""
+        """Keep the prompt's states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block, before_1TD = block.to(f_1TD.device), None
         if self.reads_deep:

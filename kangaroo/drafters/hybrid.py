@@ -46,7 +46,7 @@ class HybridConfig(EarlyExitConfig):
         nodes: of the tree that is verified, the pending token aside: at most this many.
         verify_costs: of verifying 1, 2, 4, 8, ... tokens, in vanilla steps; between two of them,
             and beyond the last two, a straight line. Null is measured, once for each machine and
-            number of threads, where decoding is native; elsewhere it is what a CPU was seen to need.
+            number of threads, where decoding is native; elsewhere a CPU's are assumed.
         draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
         pace: tokens that decoding writes in the time of a vanilla step: what further work in a
             round has to be worth.
@@ -71,6 +71,9 @@ class HybridConfig(EarlyExitConfig):
                 f"{self.verify_costs} must say what 1 token costs and what 2 do, at least."
             )
         reference = None if self.reference is None else datastore.load(self.reference, lm)
+        costs = None
+        if given is not None:
+            costs = Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace)
         return Hybrid(
             lm,
             trained,
@@ -78,7 +81,7 @@ class HybridConfig(EarlyExitConfig):
             self.threshold,
             heads[0],
             odds=self._counted_or_assumed(),
-            costs=given and Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace),
+            costs=costs,
             pace=self.pace,
             nodes=self.nodes,
             reference=reference,
