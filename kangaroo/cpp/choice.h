@@ -17,6 +17,7 @@ template <class T> struct Head {
 // logits[m][n] = norm(x[m]) . weight[n]
 template <class T>
 void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
+  if (!tokens) return;
 #pragma omp parallel num_threads(s.threads)
   {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);

@@ -152,7 +152,8 @@ template <class T> class Round {
   void catch_up(i64 room) {
     clear();
     for (i64 row = 0; row < r.batch; row++)
-      if (r.most_unread - r.unread[row] < room) add_unread(row);
+      if (r.count[row] && r.most_unread - r.unread[row] < room)
+        add_unread(row, r.base[row] + r.accepted[row] + 1);
     pass.run(t.sizes, d->stack, t);
   }
 
@@ -181,7 +182,7 @@ template <class T> class Round {
     clear();
     std::vector<i64> last;
     for (i64 row : active) {
-      add_unread(row);
+      add_unread(row, r.base[row]);
       pass.add_node(r, row, r.end[row]);
       const T* from = r.state(row, r.end[row]);
       pass.x.insert(pass.x.end(), from, from + D);
@@ -196,9 +197,10 @@ template <class T> class Round {
     return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs));
   }
 
-  void add_unread(i64 row) {
+  // What was not read lies just below `end`.
+  void add_unread(i64 row, i64 end) {
     const T* from = r.unread_states + row * r.most_unread * D;
-    for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, r.base[row] - r.unread[row] + i);
+    for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, end - r.unread[row] + i);
     pass.x.insert(pass.x.end(), from, from + r.unread[row] * D);
     r.unread[row] = 0;
   }

@@ -1,0 +1,85 @@
+"""What a verification costs is measured once, and batches draft no more than pays."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+
+from kangaroo import costs
+from kangaroo.costs import VerifyCosts
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.engine import Engine
+from kangaroo.huge_pages import LINE, PAGE, settle
+from kangaroo.model import LM
+
+STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
+FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
+PROMPTS = random_prompts(9, 20, 14)
+
+
+def test_costs_between_and_beyond_the_measured_widths_lie_on_lines():
+    found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])
+    assert [found.at(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.5, 3.5, 5.5]
+    assert found.curve(rows=2, nodes=2) == [1.0, 3.5 / 1.5, 5.5 / 1.5]
+
+
+def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    lm = tiny().compile_for_decoding()
+    found = costs.measured(lm)
+    assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
+    (file,) = (tmp_path / "costs").iterdir()
+    assert VerifyCosts(**json.loads(file.read_text())) == found
+
+    def fail(lm):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(costs, "measure", fail)
+    assert costs.measured(lm) is found
+    assert costs.measured(tiny().compile_for_decoding()) == found
+    file.write_text("{")
+    with pytest.raises(AssertionError, match="measured again"):
+        costs.measured(tiny().compile_for_decoding())
+
+
+def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
+    monkeypatch.setitem(costs._known, lm, known)
+    done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
+    texts = vanilla_texts(lm, PROMPTS, 12)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
+    return [step.drafted for generation in done for step in generation.steps[1:]]
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup"])
+def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monkeypatch, name):
+    lm = tiny().compile_for_decoding()
+    kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
+    kangaroo.draft_cost = 0.05  # half a step in a model this small
+    drafter = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1)}[name]
+    assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
+    assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
+    assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
+
+
+def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
+    tensors = [torch.nn.Parameter(torch.randn(n, 7)) for n in (3, 100, 1)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    settle([*tensors, tensors[0]])
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    places = [tensor.data_ptr() for tensor in tensors]
+    assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
+    assert [b - a for a, b in zip(places, places[1:], strict=False)] == [128, 2816]
+
+
+def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
+    tensor = torch.zeros(3)
+    place = tensor.data_ptr()
+    with caplog.at_level(logging.WARNING):
+        settle([tensor])
+    assert tensor.data_ptr() == place and not caplog.text
