@@ -20,7 +20,8 @@ struct Sizes {  // what all layers share, as Python fills it in
 template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
-      : s(sizes), sight(sight), n_slots(n_slots), scores(4 * CHUNK) {}
+      : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
+        scores(LANES * CHUNK) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -31,26 +32,31 @@ template <class T> class Attention {
       const Piece& piece = sight.pieces[item / s.kv_heads];
       const i64 head = item % s.kv_heads, *slots = sight.slots(piece);
       i64 at = piece.row * n_slots * stride + head * size;
-      turn(keys + at, stride, piece, slots);
-      for (i64 i = 0; i < piece.n_members * group; i += 4) {
-        const T* asking[4];
-        float* out[4];
-        i64 width[4], count = std::min<i64>(4, piece.n_members * group - i);
-        for (i64 j = 0; j < 4; j++) {
+      if (!tiled) turn(keys + at, stride, piece, slots);
+      for (i64 i = 0; i < piece.n_members * group; i += LANES) {
+        const T* asking[LANES];
+        float* out[LANES];
+        i64 count = std::min<i64>(LANES, piece.n_members * group - i);
+        for (i64 j = 0; j < LANES; j++) {
           i64 query = i + std::min(j, count - 1);
           const Member& member = sight.members[piece.members + query / group];
           asking[j] = queries + (member.token * s.heads + head * group + query % group) * size;
           out[j] = partial + place(member.token, head, piece.first / CHUNK, query % group);
-          width[j] = member.width;
         }
-        score(asking);
-        for (i64 j = 0; j < count; j++) soften(&scores[j * CHUNK], width[j], out[j]);
+        if (tiled) score_tiles(asking, keys + at, stride, piece, slots);
+        else
+          for (i64 j = 0; j < count; j += 4) score(asking + j, &scores[j * CHUNK]);
+        for (i64 j = 0; j < count; j++)
+          soften(&scores[j * CHUNK], sight.members[piece.members + (i + j) / group].width, out[j]);
         // of the next chunk as much as is this key head's share, in one piece, which memory likes
         i64 next = at - head * size + (piece.first + CHUNK) * stride + CHUNK * head * size;
-        if (i == 0 && !slots)
-          weigh<true>(values + at, stride, piece, slots, count, out, keys + next, values + next);
-        else
-          weigh<false>(values + at, stride, piece, slots, count, out);
+        for (i64 j = 0; j < count; j += 4) {
+          i64 most = std::min<i64>(4, count - j);
+          if (i + j == 0 && !slots)
+            weigh<true>(values + at, stride, piece, slots, j, most, out, keys + next, values + next);
+          else
+            weigh<false>(values + at, stride, piece, slots, j, most, out);
+        }
       }
     }
   }
@@ -65,7 +71,8 @@ template <class T> class Attention {
       float largest = NEVER, sum = 0;
       for (i64 chunk = 0; chunk < chunks; chunk++)
         largest = std::max(largest, partial[place(m, head, chunk, query)]);
-      float total[WIDEST_HEAD + LANES] = {};
+      float total[WIDEST_HEAD + LANES];
+      std::fill(total, total + size + LANES, 0.0f);
       for (i64 chunk = 0; chunk < chunks; chunk++) {
         const float* from = partial + place(m, head, chunk, query);
         float scale = std::exp(from[0] - largest);
@@ -106,8 +113,29 @@ template <class T> class Attention {
       }
   }
 
+  // Products of sixteen queries with a chunk of keys, by tiles.
+  void score_tiles(const T* const* asking, const T* keys, i64 stride, const Piece& piece, const i64* slots) {
+    i64 size = s.head_size, words = size / 2;
+    turned_queries.resize(words);
+    for (i64 k = 0; k < words; k += LANES) {
+      for (i64 i = 0; i < LANES; i++) std::memcpy(&turned_queries[k + i], asking[i] + 2 * k, sizeof(Words));
+      transpose(&turned_queries[k]);
+    }
+    gathered.resize(LANES * size);
+    for (i64 n = 0; n < piece.width; n += LANES) {
+      const T* from = keys + (piece.first + n) * stride;
+      i64 step = stride, count = std::min<i64>(LANES, piece.width - n);
+      if (slots || count < LANES) {
+        for (i64 i = 0; i < count; i++)
+          std::copy_n(keys + slot_of(piece, slots, n + i) * stride, size, &gathered[i * size]);
+        from = gathered.data(), step = size;
+      }
+      times_tiles(turned_queries.data(), size, from, step, nullptr, LANES, &scores[n], CHUNK);
+    }
+  }
+
   // Products of four queries with a turned chunk of keys.
-  void score(const T* const* asking) {
+  void score(const T* const* asking, float* scores) {
     constexpr i64 per_word = 4 / sizeof(T);
     using Type = typename Vector<T>::Type;
     Floats sum[4][CHUNK / LANES] = {};
@@ -125,7 +153,7 @@ template <class T> class Attention {
       }
     }
     for (int i = 0; i < 4; i++)
-      for (i64 j = 0; j < CHUNK / LANES; j++) put(&scores[i * CHUNK + j * LANES], sum[i][j]);
+      for (i64 j = 0; j < CHUNK / LANES; j++) put(scores + i * CHUNK + j * LANES, sum[i][j]);
   }
 
   // Scores become weights, 0 from `width` on; out = (largest score, sum of weights).
@@ -151,9 +179,9 @@ template <class T> class Attention {
   // The weighted values of four queries, so that a value is read once for all; meanwhile what comes next
   // is fetched, line by line.
   template <bool fetch>
-  void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 count,
+  void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 first_query, i64 count,
              float* const* out, const T* next_keys = nullptr, const T* next_values = nullptr) const {
-    const float* weights = scores.data();
+    const float* weights = &scores[first_query * CHUNK];
     const T* first = values + piece.first * stride;
     for (i64 c = 0; c < s.head_size; c += 2 * LANES) {
       i64 left = s.head_size - c;
@@ -181,8 +209,9 @@ template <class T> class Attention {
       });
       for (i64 i = 0; i < count; i++) {
         Pair ordered = together(sum[i], T());
-        put(out[i] + 2 + c, ordered.a, left);
-        if (left > LANES) put(out[i] + 2 + c + LANES, ordered.b, left - LANES);
+        float* to = out[first_query + i] + 2 + c;
+        put(to, ordered.a, left);
+        if (left > LANES) put(to + LANES, ordered.b, left - LANES);
       }
     }
   }
@@ -190,8 +219,11 @@ template <class T> class Attention {
   const Sizes& s;
   const Sight& sight;
   i64 n_slots;
-  std::vector<float> scores;
+  bool tiled;
+  std::vector<float> scores;  // of sixteen queries
   std::vector<std::uint32_t> turned;
+  std::vector<Words> turned_queries;
+  std::vector<T> gathered;
 };
 
 }  // namespace

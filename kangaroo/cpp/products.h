@@ -187,8 +187,9 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 template <class T> void products(const Input<T>& in, const Block<T>& block, float* out) {
   if (in.tiles && block.w->rows % LANES == 0) {
     for (i64 m = 0; m < in.x.rows; m += LANES)
-      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, block.w->row(block.n),
-                  m ? nullptr : (const char*)block.next, std::min<i64>(LANES, in.x.rows - m), out + m * LANES);
+      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, block.w->row(block.n), in.x.width,
+                  m ? nullptr : (const char*)block.next, std::min<i64>(LANES, in.x.rows - m),
+                  out + m * LANES, LANES);
     return;
   }
   times_group<T, true>(in.x, 0, block, out);

@@ -46,9 +46,10 @@ struct TileUse {
 
 // out[i][j] = token i . row j of the weights, for the first `count` tokens; meanwhile the block at `next` is
 // fetched, if there is one.
-void times_tiles(const Words* tokens, i64 width, const bf16* weights, const char* next, i64 count,
-                 float* out) {
-  const i64 stride = width * sizeof(bf16);
+//   step, out_step: numbers from row to row.
+void times_tiles(const Words* tokens, i64 width, const bf16* weights, i64 step, const char* next, i64 count,
+                 float* out, i64 out_step) {
+  const i64 stride = step * sizeof(bf16);
   auto fetch = [&] {
     if (!next) return;
     for (int i = 0; i < 16; i++, next += 64) __builtin_prefetch(next);
@@ -72,7 +73,7 @@ void times_tiles(const Words* tokens, i64 width, const bf16* weights, const char
   Words sum[LANES];
   for (int j = 0; j < LANES; j++) sum[j] = (Words)(even[j] + odd[j]);
   transpose(sum);
-  for (i64 i = 0; i < count; i++) put(out + i * LANES, (Floats)sum[i]);
+  for (i64 i = 0; i < count; i++) put(out + i * out_step, (Floats)sum[i]);
 }
 
 template <class T> bool has_tiles() { return false; }
@@ -84,10 +85,10 @@ struct TileUse {
   ~TileUse() {}
 };
 template <class T> bool has_tiles() { return false; }
-void times_tiles(const Words*, i64, const bf16*, const char*, i64, float*) {}
+void times_tiles(const Words*, i64, const bf16*, i64, const char*, i64, float*, i64) {}
 
 #endif
 
-void times_tiles(const Words*, i64, const float*, const char*, i64, float*) {}  // has none
+void times_tiles(const Words*, i64, const float*, i64, const char*, i64, float*, i64) {}  // has none
 
 }  // namespace
