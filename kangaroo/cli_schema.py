@@ -87,6 +87,7 @@ class SpeedCommand:
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING

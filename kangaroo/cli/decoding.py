@@ -89,7 +89,8 @@ def _compare(sweep: Path) -> None:
 def speed(config: SpeedCommand) -> None:
     """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
-    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    more = {name: drafter.build(lm) for name, drafter in config.more.items()}
+    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
     prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
     memory = measure_memory(config.model, config.drafter, prompt, config.speed.context_tokens)
     result["memory"] = memory
