@@ -77,6 +77,7 @@ class EvaluateCommand(EvaluateConfig):
     output: str = MISSING
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
 

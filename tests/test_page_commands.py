@@ -37,7 +37,7 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=8 speed.context_tokens=8 speed.phase_context=40 speed.batches=[1,2] "
+    "speed.new_tokens=16 speed.context_tokens=16 speed.phase_context=40 speed.batches=[1,2] "
     "speed.bandwidth_megabytes=16"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"

@@ -8,6 +8,7 @@ ends with its input, so with whoever started it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 
@@ -40,6 +41,7 @@ def serve(gguf: str, threads: int, context: int, ngram: int, draft: int) -> None
     sys.stdout.write(f"{server.listening_address}\n")
     sys.stdout.flush()
     sys.stdin.read()
+    os._exit(0)  # no destructors: the server's own waits for connections that are still open
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def speedup_bars(rows: list[tuple[str, dict[str, Any]]], subtitle: str, accent: 
         low, high = m["speedup_ci95"]
         if m["questions"] > 1:
             axes.plot([low, high], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
-        axes.plot(m["compression_rate"], y, marker="D", markersize=5, color=VANILLA, linestyle="")
+        if m["compression_rate"] is not None:  # transformers tells no rounds
+            at = m["compression_rate"]
+            axes.plot(at, y, marker="D", markersize=5, color=VANILLA, linestyle="")
         axes.text(0.02, y, f" {m['speedup']:.2f}x", va="center", fontsize=9, color=INK)
     axes.axvline(1, color=INK, linewidth=1, linestyle=":")
     axes.plot([], [], color=INK, linewidth=1.4, label="95% interval")
