@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kangaroo.benchmark import llama_process
 from kangaroo.benchmark.llama_file import FORMATS, check_installed, gguf_file
 from kangaroo.benchmark.speed_trials import Method, Trial
 from kangaroo.clock import running
@@ -27,9 +28,9 @@ from kangaroo.embedded import EMBEDDED, embedded_gguf
 from kangaroo.errors import KangarooError, ProcessLost, UnsupportedModel
 from kangaroo.model import LM
 
-# Draft what followed the last tokens when they came before. With llama.cpp's own settings (the last
-# 12 tokens, drafts of 48) it hardly ever finds anything in a chat and is slower than without. Of five
-# others these gave the most tokens a round on 12 questions of the demo bench.
+# Draft what followed the last tokens when they came before. By llama.cpp's own settings (the last
+# 12 tokens, drafts of 48) it rarely finds anything in a chat, and was slower than without. Of five
+# pairs these gave the most tokens a round on 12 questions of the demo bench.
 LOOKUP = {"ngram": 2, "draft": 4}
 TIMEOUT = 600  # seconds until the next token
 
@@ -87,7 +88,7 @@ def server(gguf: Path, context: int, ngram: int = 0, draft: int = 0) -> Iterator
         "ngram": ngram,
         "draft": draft,
     }
-    command = [sys.executable, "-m", "kangaroo.benchmark.llama_process", json.dumps(settings)]
+    command = [sys.executable, llama_process.__file__, json.dumps(settings)]
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as told,

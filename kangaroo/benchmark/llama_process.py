@@ -1,4 +1,4 @@
-"""llama.cpp's server, in a process of its own: `python -m kangaroo.benchmark.llama_process JSON`.
+"""llama.cpp's server, in a process of its own: `python llama_process.py SETTINGS` (in JSON).
 
 In one process its threads and ours would share OpenMP's pool, which makes threads wait less
 patiently when there are more of them than cores: both would be slower. It prints its address and
