@@ -337,6 +337,9 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path, monkeypatch):
     assert result["provenance"]["versions"]["torch"] == version("torch")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
+    assert (
+        "Texts that are vanilla's up to its first EOS, of 2: hf 2, vanilla 2, Kangaroo 2" in saved
+    )
     assert "llama_q4_1 skipped: " in shown and "llama_q4_1 skipped: " in saved
     for title, rows in speed_report.sheets(result).items():
         assert all(list(row) == list(rows[0]) for row in rows)

@@ -14,14 +14,13 @@ from rich.console import Console
 
 from kangaroo import tables
 from kangaroo.benchmark.speed_batches import stops_paying
-from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
+from kangaroo.evaluation.plots import FAINT, FURTHER, HF, INK, METHOD, VANILLA
 from kangaroo.evaluation.speedup import interval, speedup
 from kangaroo.tables import Row, number, share, span
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
 LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
 COLORS = {"hf": HF, "vanilla": VANILLA, "kangaroo": METHOD}
-FURTHER = "#e9b184"  # our other drafters
 
 
 def write(result: dict[str, Any], output: Path, console: Console) -> None:
@@ -66,7 +65,6 @@ def _speeds(result: dict[str, Any]) -> list[Row]:
             "of limit": share(m["share_of_limit"] if name in NAMES else None),
             "first round, ms": number(m["first_ms"], 0),
             "tokens/s with prefill": number(m["whole_tokens_per_second"], 1),
-            "vanilla's text": f"{result['equal_texts'][name]} of {len(result['tasks'])}",
         }
         for name, m in result["methods"].items()
     ]
@@ -123,7 +121,7 @@ def _tasks(result: dict[str, Any]) -> list[Row]:
 
 def ratio(value: float, ends: Sequence[float]) -> str:
     """A speedup and its interval, which a single prompt has not."""
-    return number(value) if ends[0] == ends[1] else f"{number(value)} ({span(ends)})"
+    return number(value) if ends[0] == ends[1] else f"{number(value)} ({span(ends, '-')})"
 
 
 def _phases(result: dict[str, Any]) -> list[Row]:
@@ -200,12 +198,13 @@ def notes(result: dict[str, Any]) -> str:
     drafter, reads = result["drafter"], result["reads"]["vanilla"]
     end = stops_paying(result["batches"])
     weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
+    texts = ", ".join(f"{NAMES.get(m, m)} {n}" for m, n in result["equal_texts"].items())
     skipped = "".join(f"{name} skipped: {why}\n" for name, why in result["skipped"].items())
     return (
         f"hf is transformers' generate, hf_... its own ways to speculate; llama_... is llama.cpp, "
         f"with the same weights, with its n-gram speculation, and with the 4-bit weights that the "
-        f"embedded model was made from. CR is the compression rate: tokens a round. Texts are "
-        f"compared with vanilla's up to its first EOS.\n{skipped}"
+        f"embedded model was made from. CR is the compression rate: tokens a round.\n{skipped}"
+        f"Texts that are vanilla's up to its first EOS, of {len(result['tasks'])}: {texts}.\n"
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
         f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
         f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "

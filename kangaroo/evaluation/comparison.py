@@ -33,7 +33,7 @@ COST = (
     "**memory**: what the method held beyond the target and its KV cache, at the most, after any "
     "question: weights, copied rows of the head, its own caches, datastores.",
     "**lossless**: turns whose text is vanilla's token for token, of all turns. A **bug** is a "
-    "fork that rounding does not explain.",
+    "fork that rounding does not explain; transformers' own modules round differently.",
     "**training**: what it took to make the method for this target.",
 )
 
@@ -103,8 +103,8 @@ def write(found: dict[str, Any], folder: Path) -> None:
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
     rows = methods(found, Place.methods_terminal)
-    for row in rows:
-        del row["training"]
+    for row in rows:  # 80 columns have no room for them
+        del row["training"], row["params"]
     return tables.terminal(rows, title(found), asked(found))
 
 
