@@ -51,7 +51,10 @@ class Acceleration:
 
     def head(self, weight_OD: Tensor) -> Head | None:
         """The same for a matrix from hidden states to logits."""
-        return None if self.library is None else Head(self.library, weight_OD)
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Head(self.library, weight_OD, self.sizes)
 
     def hold(
         self,

@@ -43,8 +43,8 @@ class Batch:
     """Rows of different length in one cache.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
-    next draft. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
-    growing, until another prompt takes it.
+    next draft. The first is the one that the prefill gave. Slots from `length - 1` up are scratch.
+    A row that is done keeps its place, without growing, until another prompt takes it.
 
     Args:
         longest: tokens of the longest text that there is room for, prompt included.
@@ -69,8 +69,9 @@ class Batch:
         self.eos_ids_E = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
         self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
         self.heeds_eos_B = torch.ones(size, dtype=torch.bool, device=device)  # the same
-        # the host's copy, so that extents and drafters that read the text need no sync
+        # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
+        self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
 
     @property
     def size(self) -> int:
@@ -100,7 +101,7 @@ class Batch:
     def place(
         self, row: int, prompt: Tensor, max_new_tokens: int, seed: int, ignore_eos: bool = False
     ) -> None:
-        """Put a prompt into a row; its last token is pending."""
+        """Put a prompt into a row."""
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
@@ -109,6 +110,32 @@ class Batch:
         self.heeds_eos_B[row] = not ignore_eos
         self.ends[row] = frozenset() if ignore_eos else self.eos_ids
         self.done_B[row] = False
+        self.limits[row], self.seeds[row] = len(prompt) + max_new_tokens, seed
+        self.done[row] = False
+
+    def first(self, row: int, token: int) -> None:
+        """Append the token that the prefill of a row's prompt gave; it is pending."""
+        self.tokens_BS[row, len(self.texts[row])] = token
+        self.length_B[row] += 1
+        self.append(row, [token])
+        self.done_B[row] = self.done[row]
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        """What a step wrote, on the host."""
+        text = self.texts[row]
+        text += tokens
+        ended = bool(tokens) and tokens[-1] in self.ends[row]
+        self.done[row] = self.done[row] or ended or len(text) >= self.limits[row]
+
+    def stop(self, row: int) -> None:
+        """A row's text ends here, though neither EOS nor its limit was reached."""
+        self.done_B[row] = self.done[row] = True
+
+    def cut(self, row: int, tokens: list[int]) -> list[int]:
+        """What of them belongs to the row's text: nothing after an EOS or beyond its limit."""
+        ends, room = self.ends[row], self.limits[row] - len(self.texts[row])
+        last = next((i for i, token in enumerate(tokens) if token in ends), room)
+        return tokens[: min(last + 1, room)]
 
     def commit(self, draft: Draft, verdict: Verdict) -> Emitted:
         """Append the accepted path and the bonus token, cut at EOS and at the row's limit."""

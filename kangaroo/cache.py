@@ -6,12 +6,13 @@ heads, K key/value heads, C head size, R rows of a block (a contiguous range of 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -115,6 +116,13 @@ class Block:
         )
 
 
+class Addresses(NamedTuple):
+    """Of each layer's keys and values, as arrays of native code."""
+
+    keys: ctypes.Array
+    values: ctypes.Array
+
+
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
 
@@ -150,10 +158,11 @@ class KVCache:
         return BlockCache(self, block)
 
     @cached_property
-    def addresses(self) -> list[tuple[int, int]]:
+    def addresses(self) -> Addresses:
         """Where each layer's keys and values lie, for native code."""
-        pairs = zip(self.keys, self.values, strict=True)
-        return [(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
+        kind = ctypes.c_void_p * len(self.keys)
+        keys, values = ([x.data_ptr() for x in cached] for cached in (self.keys, self.values))
+        return Addresses(kind(*keys), kind(*values))
 
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""

@@ -21,6 +21,7 @@ from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.evaluation.bench import BenchConfig
@@ -115,6 +116,16 @@ class SearchCommand:
 
 
 @dataclass
+class CalibrateCommand:
+    """`python scripts/calibrate.py`: how often what a hybrid drafts from is right."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    drafter: Any = MISSING
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+
+
+@dataclass
 class DatastoreCommand:
     """`python scripts/datastore.py`: documents that drafters may search."""
 
@@ -187,6 +198,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
+    cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)
     cs.store(name="datastore_schema", node=DatastoreCommand)
     cs.store(name="import_adapter_schema", node=ImportAdapterCommand)

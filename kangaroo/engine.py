@@ -17,7 +17,8 @@ from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.rounds import NativeDrafter, Rounds
+from kangaroo.sampling import Sampling, pick
 from kangaroo.verify import decide
 
 
@@ -125,6 +126,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
+        self.rounds: Rounds | None = None  # of the batch, where these are native
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.clock = Clock(lm.device)
 
@@ -139,16 +141,22 @@ class Engine:
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
-            self.batch = self.cache = None  # their memory may be needed for the new ones
+            self.batch = self.cache = self.rounds = (
+                None  # their memory may be needed for the new ones
+            )
             self.cache = self.lm.new_cache(batch_size, n_slots)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device)
         self.drafter.begin(batch)
-        self.batch = batch
+        self.batch, self.rounds = batch, None
+        if Rounds.can_run(self.lm, self.drafter, sampling):
+            assert isinstance(self.drafter, NativeDrafter)
+            self.rounds = Rounds(self.lm, self.drafter, batch)
         return batch
 
     @torch.inference_mode()
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
-        """Let a request take a free row, between steps.
+        """Let a request take a free row, between steps. The prefill gives the first token, which is
+        a step of its own in the record, without further time.
 
         Errors: `PromptError` where it cannot be served, or not by a batch this small.
         """
@@ -158,7 +166,7 @@ class Engine:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        lm, end = self.lm, len(request.prompt) - 1
+        lm, end = self.lm, len(request.prompt)
         start = now(lm.device)
         prompt_T = torch.tensor(request.prompt, device=lm.device)
         batch.place(row, prompt_T, request.max_new_tokens, request.seed, request.ignore_eos)
@@ -166,11 +174,17 @@ class Engine:
             last = min(first + self.prefill_chunk, end)
             block = lm.chunk(first, last, row, batch.n_slots)
             tokens_1T = prompt_T[None, first:last]
-            _, taps = lm.run(
+            x_1TD, taps = lm.run(
                 lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
             )
             self.drafter.prefill(batch, tokens_1T, block, taps)
-        return Generation(prefill_seconds=now(lm.device) - start)
+        at_11 = torch.full((1, 1), end, device=lm.device)
+        seed_1 = batch.seeds_B[row : row + 1]
+        token = int(pick(lm.logits(x_1TD[:, -1:]), at_11, batch.sampling, seed_1))
+        batch.first(row, token)
+        generation = Generation(prefill_seconds=now(lm.device) - start)
+        self._record(batch, row, StepRecord([token], 0, 0, 0.0, 0.0, 0.0), request, generation)
+        return generation
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[StepRecord]:
@@ -184,8 +198,21 @@ class Engine:
                 "an engine decodes one batch, or one stream, at a time: finish this one before the "
                 "next, or make an Engine with a drafter of its own for each."
             )
+        entered = running()
+        if self.rounds is not None:
+            wrote, draft_seconds, verify_seconds = self.rounds.step()
+        else:
+            wrote, draft_seconds, verify_seconds = self._step(batch)
+        host_seconds = running() - entered - draft_seconds - verify_seconds
+        return [
+            StepRecord(tokens, accepted, drafted, draft_seconds, verify_seconds, host_seconds)
+            for tokens, accepted, drafted in wrote
+        ]
+
+    def _step(self, batch: Batch) -> tuple[list[tuple[list[int], int, int]], float, float]:
+        """By tensors; see `Rounds.step`."""
         lm, drafter, clock = self.lm, self.drafter, self.clock
-        entered, started = running(), clock.mark()
+        started = clock.mark()
         draft = drafter.propose(batch)
         proposed = clock.mark()
         block = draft.block = draft.block or lm.block(
@@ -206,15 +233,9 @@ class Engine:
         emitted = batch.commit(draft, verdict)
         drafter.observe(batch, draft, verdict, taps)
         rows = emitted.to_host()  # the step's one device-to-host copy
-        for text, (tokens, _, _) in zip(batch.texts, rows, strict=True):
-            text += tokens
-        draft_seconds = clock.between(started, proposed)
-        verify_seconds = clock.between(proposed, verified)
-        host_seconds = running() - entered - draft_seconds - verify_seconds
-        return [
-            StepRecord(tokens, accepted, drafted, draft_seconds, verify_seconds, host_seconds)
-            for tokens, accepted, drafted in rows
-        ]
+        for row, (tokens, _, _) in enumerate(rows):
+            batch.append(row, tokens)
+        return rows, clock.between(started, proposed), clock.between(proposed, verified)
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
@@ -252,7 +273,7 @@ class Engine:
                 del generation.tokens[kept:], record.tokens[kept - before :]
                 record.accepted = min(record.accepted, len(record.tokens))
                 generation.finish = "stop"
-                batch.done_B[row] = True
+                batch.stop(row)
                 return
         if generation.tokens[-1] in batch.ends[row]:
             generation.finish = "eos"
@@ -288,21 +309,22 @@ class Engine:
         batch = self.open(min(batch_size, len(requests)), longest, sampling)
         waiting = iter(range(len(requests)))
         running: dict[int, tuple[int, Generation]] = {}
-        for row in range(batch.size):
-            index = next(waiting)
-            running[row] = index, self.admit(batch, row, requests[index])
-        while running:
+        while True:
+            for row in range(batch.size):
+                while row not in running and (index := next(waiting, None)) is not None:
+                    generation = self.admit(batch, row, requests[index])
+                    if generation.finish:
+                        yield index, generation
+                    else:
+                        running[row] = index, generation
+            if not running:
+                return
             records = self.step(batch)
-            for row in list(running):
-                index, generation = running[row]
+            for row, (index, generation) in list(running.items()):
                 self._record(batch, row, records[row], requests[index], generation)
-                if not generation.finish:
-                    continue
-                del running[row]
-                yield index, generation
-                following = next(waiting, None)
-                if following is not None:
-                    running[row] = following, self.admit(batch, row, requests[following])
+                if generation.finish:
+                    del running[row]
+                    yield index, generation
 
     def generate(
         self,
@@ -347,6 +369,7 @@ class Engine:
         return Stream(generation, self._tokens(batch, request, generation))
 
     def _tokens(self, batch: Batch, request: Request, generation: Generation) -> Iterator[Token]:
+        yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
             (record,) = self.step(batch)
             self._record(batch, 0, record, request, generation)

@@ -24,6 +24,7 @@ from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
 from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
+from kangaroo.huge_pages import settle
 from kangaroo.native import LayerWeights, Sizes
 from kangaroo.tree import Tree
 
@@ -85,11 +86,11 @@ class LM(nn.Module):
         """
         kinds = {device.type for device in self.layer_devices}
         on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
-        self.acceleration = Acceleration(
-            native.library() if self.is_native_kind() else None,
-            self.sizes(),
-            Graphs(self.device) if on_one_gpu else None,
-        )
+        library = native.library() if self.is_native_kind() else None
+        if library is not None:
+            settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
+        graphs = Graphs(self.device) if on_one_gpu else None
+        self.acceleration = Acceleration(library, self.sizes(), graphs)
         self.native_layers = self.acceleration.stack(list(map(layer_weights, self.layers)))
         self.native_head = self.acceleration.head(self.head.weight)
         return self
@@ -301,8 +302,8 @@ class LM(nn.Module):
         """`[B, N, V]` from the output of the last layer; in float32 from native code."""
         x_MD = x_BND.flatten(0, 1)
         if self.native_head and self.native_head.takes(x_MD):
-            norm, eps = self.hf.model.norm.weight, self.config.rms_norm_eps
-            return self.native_head(x_MD, norm, eps).unflatten(0, x_BND.shape[:2])
+            logits_MV = self.native_head(x_MD, self.hf.model.norm.weight)
+            return logits_MV.unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
     def norm(self, x_BND: Tensor) -> Tensor:

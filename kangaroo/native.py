@@ -1,4 +1,4 @@
-"""Decoder layers in native code, for a CPU: builds `decode.cpp` and calls it.
+"""Decoder layers in native code, for a CPU: builds `cpp/decode.cpp` and calls it.
 
 A step of decoding has few tokens, and its time is that of reading the weights once. PyTorch's
 modules take several times as long: matrix products of one row do not stream, and between them the
@@ -17,10 +17,12 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, Structure, byref
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +32,19 @@ from kangaroo.folders import cache_folder
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("decode.cpp")
+SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
+MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
 SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # more are a prompt's: arithmetic then takes the time, at which PyTorch is better
-WIDEST_HEAD = 1024  # of `decode.cpp`
+WIDEST_HEAD = 1024  # of `attention.h`
+CHOICES = 3  # of `choice.h`
 
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer, in the order of `decode.cpp`'s `Layer`; None where it has none.
+    """The weights of one layer, in the order of `layers.h`'s `Layer`; None where it has none.
 
     A layer has attention, or a feed-forward part, or both, each after its norm if it has one.
     """
@@ -79,31 +83,48 @@ class Sizes:
     eps: float
     scaling: float
 
-
-class Shape(ctypes.Structure):
-    """`decode.cpp`'s `Shape`."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in """
-                rows tokens hidden heads kv_heads head_size feed_forward extent n_slots first_row
-                threads
-            """.split()
-        ),
-        ("eps", ctypes.c_double),
-        ("scaling", ctypes.c_double),
-    ]
+    def native(self) -> Structure:
+        """The same for native code, with as many threads as torch has now."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return NativeSizes(threads=torch.get_num_threads(), **values)
 
 
-# what the two functions of `decode.cpp` take
-RUN_LAYERS = [ctypes.POINTER(Shape), ctypes.c_void_p, ctypes.c_int64, *8 * [ctypes.c_void_p]]
-READ_OUT = [*3 * [ctypes.c_int64], ctypes.c_double, ctypes.c_int64, *4 * [ctypes.c_void_p]]
+def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> type[Structure]:
+    """A structure of native code: `integers` and pointers, then `doubles`, then others."""
+    parts: list[tuple[str, Any]] = [(part, ctypes.c_int64) for part in integers.split()]
+    parts += [(part, ctypes.c_double) for part in doubles.split()]
+    return type(name, (Structure,), {"_fields_": parts + list(others.items())})
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """A tensor's address; None for none."""
-    return None if tensor is None else tensor.data_ptr()
+# As in the files of `cpp/`: each as there, a pointer as an integer.
+NativeSizes = struct(
+    "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
+)
+NativeStack = struct("NativeStack", "layers count keys values n_slots")
+NativeHead = struct("NativeHead", "norm weight outputs ids")
+NativeTarget = struct(
+    "NativeTarget",
+    sizes=NativeSizes,
+    stack=NativeStack,
+    head=NativeHead,
+    embedding=ctypes.c_int64,
+    cos=ctypes.c_int64,
+    sin=ctypes.c_int64,
+)
+NativeDrafting = struct("NativeDrafting", stack=NativeStack, norm=ctypes.c_int64, head=NativeHead)
+NativeRows = struct(
+    "NativeRows",
+    """
+    batch capacity hidden most_unread exit base seed count asking end token parent place has_state
+    choices chances states unread unread_states accepted written
+    """,
+    "temperature",
+)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """A tensor's address; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Stack:
@@ -113,15 +134,14 @@ class Stack:
         layers: weights of one dtype, `float32` or `bfloat16`, on the CPU; they are not copied.
     """
 
-    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
+    def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
         weights = [getattr(w, part.name) for w in layers for part in fields(w)]
         assert all(w is None or w.is_contiguous() for w in weights)
         self.per_layer = len(weights) // len(layers) * ctypes.sizeof(ctypes.c_void_p)
-        self.table = (ctypes.c_void_p * len(weights))(*map(pointer, weights))
+        self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
         self.dtype = next(w.dtype for w in weights if w is not None)
-        self.call = getattr(library, f"run_layers_{DTYPES[self.dtype]}")
-        self.call.argtypes = RUN_LAYERS
+        self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
@@ -137,6 +157,18 @@ class Stack:
             and not torch.is_grad_enabled()
         )
 
+    def native(self, cache: KVCache, layers: range) -> Structure:
+        """Some of the layers with their keys and values; it holds as long as the cache."""
+        addresses = cache.addresses
+        step = ctypes.sizeof(ctypes.c_void_p)
+        return NativeStack(
+            layers=ctypes.addressof(self.table) + layers.start * self.per_layer,
+            count=len(layers),
+            keys=ctypes.addressof(addresses.keys) + layers.start * step,
+            values=ctypes.addressof(addresses.values) + layers.start * step,
+            n_slots=cache.n_slots,
+        )
+
     def __call__(
         self,
         x_RTD: Tensor,
@@ -150,21 +182,13 @@ class Stack:
         Keys and values are written at the block's slots.
         """
         assert block.bias_R1TE is not None
-        (rows, tokens, _), sizes = x_RTD.shape, self.sizes
-        of_layer = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.feed_forward
-        of_cache = block.extent, cache.n_slots, block.rows.start
-        threads = torch.get_num_threads()
-        shape = Shape(rows, tokens, *of_layer, *of_cache, threads, sizes.eps, sizes.scaling)
+        rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         held = [t.contiguous() for t in (block.bias_R1TE, *block.rope, block.slots_RT)]
-        keys, values = zip(*cache.addresses[layers.start : layers.stop], strict=True)
-        addresses = ctypes.c_void_p * len(layers)
         self.call(
-            ctypes.byref(shape),
-            ctypes.byref(self.table, layers.start * self.per_layer),
-            len(layers),
-            addresses(*keys),
-            addresses(*values),
+            byref(self.sizes.native()),
+            byref(self.native(cache, layers)),
+            *(rows, tokens, block.extent, block.rows.start),
             *map(pointer, (x_RTD, *held, final_norm)),
         )
         return x_RTD
@@ -173,30 +197,52 @@ class Stack:
 class Head:
     """A matrix from hidden states to logits."""
 
-    def __init__(self, library: ctypes.CDLL, weight_ND: Tensor):
-        self.weight_ND = weight_ND
-        self.call = getattr(library, f"read_out_{DTYPES[weight_ND.dtype]}")
-        self.call.argtypes = READ_OUT
+    def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes):
+        self.weight_ND, self.sizes = weight_ND, sizes
+        self.call = function(library, "read_out", weight_ND.dtype, READ_OUT)
 
     def takes(self, x_MD: Tensor) -> bool:
         """Whether these are few tokens, and no gradients are wanted."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def __call__(self, x_MD: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def native(self, norm: Tensor | None = None, ids_N: Tensor | None = None) -> Structure:
+        """The head for native code, after a norm if one is given.
+
+        Args:
+            ids_N: the tokens that it has outputs for; None is all.
+        """
+        weight, outputs = pointer(self.weight_ND), len(self.weight_ND)
+        return NativeHead(pointer(norm), weight, outputs, pointer(ids_N))
+
+    def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, N]` in float32, of the normed states where a norm is given."""
         x_MD = x_MD.contiguous()
-        outputs, hidden = self.weight_ND.shape
-        logits_MN = x_MD.new_empty(len(x_MD), outputs, dtype=torch.float32)
-        pointers = map(pointer, (x_MD, norm, self.weight_ND, logits_MN))
-        self.call(len(x_MD), hidden, outputs, eps, torch.get_num_threads(), *pointers)
+        logits_MN = x_MD.new_empty(len(x_MD), len(self.weight_ND), dtype=torch.float32)
+        head, sizes = self.native(norm), self.sizes.native()
+        self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MN))
         return logits_MN
 
 
+# what the functions of `decode.cpp` take
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
+READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
+DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
+VERIFY = 3 * [POINTER]
+
+
+def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> Callable[..., None]:
+    """A function of the library for numbers of this format."""
+    found = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
+    found.argtypes, found.restype = takes, None
+    return found
+
+
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> CDLL | None:
     """The native code; None, with a warning that says why, where it can't be built."""
     try:
-        return ctypes.CDLL(str(build(compiler(), ["-march=native"])))
+        return CDLL(str(build(compiler(), ["-march=native"])))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         log.warning("decoding stays eager, which is slower: %s", said.strip().splitlines()[0])
@@ -211,8 +257,14 @@ def compiler() -> str:
     return found
 
 
+def build_name() -> str:
+    """Tells the native code of this version, compiler and processor from any other."""
+    found = library()
+    return "" if found is None else Path(found._name).stem
+
+
 def build(compiler: str, target: list[str]) -> Path:
-    """Compile `decode.cpp`, once for each compiler, processor and version of the source."""
+    """Compile `decode.cpp`, once for each compiler, processor and version of the sources."""
     predefined = subprocess.run(
         [compiler, *target, "-dM", "-E", "-x", "c++", os.devnull],
         check=True,
@@ -220,12 +272,13 @@ def build(compiler: str, target: list[str]) -> Path:
         text=True,
     ).stdout
     flags = " ".join(FLAGS + target)
-    key = hashlib.sha256((SOURCE.read_text() + flags + predefined).encode()).hexdigest()[:16]
+    text = "".join(source.read_text("utf-8") for source in SOURCES)
+    key = hashlib.sha256((text + flags + predefined).encode()).hexdigest()[:16]
     file = cache_folder() / "native" / f"decode-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole: others may build too
-        command = [compiler, *FLAGS, *target, *SHARED, str(SOURCE), "-o", str(partial)]
+        command = [compiler, *FLAGS, *target, *SHARED, str(MAIN), "-o", str(partial)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(partial, file)
     return file

@@ -6,6 +6,7 @@ Shapes: B rows, N draft nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from strict_graphs import StrictGraphs
@@ -15,7 +16,7 @@ from kangaroo.acceleration import Acceleration
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine import Engine, Request
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling
@@ -99,6 +100,14 @@ def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **options: Any) -> None:
+    """Let a row begin as if its prefill had given the last token of this text."""
+    engine.admit(batch, row, Request(text[:-1], max_new_tokens=10, **options))
+    batch.texts[row][-1] = batch.tokens_BS[row, len(text) - 1] = text[-1]
+    batch.done[row] = batch.done_B[row] = False
 
 
 def vanilla_texts(

@@ -21,9 +21,11 @@ ORDER = [
     {"errors", "discovery"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "prompts"},
+    {"tree", "graphs", "native", "huge_pages", "prompts"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
+    {"costs"},
+    {"rounds"},
     {"embedded", "shapes", "models", "blueprint"},
     {"trained"},
     {"drafters"},
@@ -100,7 +102,8 @@ def test_the_core_imports_torch_alone(name):
 @pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "drafters"])
 def test_drafters_import_neither_the_engine_nor_each_other(name):
     in_common = {"base", "chain", "autoregressive", "early_exit", "layer_chain", "layer_tree"}
-    shared = in_common | {"datastore", "layer_subset"}  # and what some are made from
+    made_from = {"datastore", "layer_subset", "suffix", "odds", "expected_gain"}
+    shared = in_common | made_from  # and what some are made from
     allowed = {f"kangaroo.drafters.{other}" for other in shared} | {name}
     for imported in inside(name):
         assert part(imported) != "engine"

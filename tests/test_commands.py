@@ -67,6 +67,7 @@ FAST = "train.py model=vicuna-7b"
 
 # Commands that one process does.
 ALONE = [
+    cli.calibrate,
     cli.datastore,
     cli.chat,
     cli.compare,

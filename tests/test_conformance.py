@@ -33,19 +33,23 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.expected_gain import Costs
+from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
+from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, StepRecord
 from kangaroo.evaluation.lossless import fork
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.rounds import Rounds
+from kangaroo.sampling import Rule, Sampling
 from kangaroo.trained import medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.draft_head import DraftHead
@@ -56,6 +60,7 @@ NEW_TOKENS = 18
 CHUNK = 16
 # 40: several chunks; 1: nothing to prefill, in a row used before; 17: its prefill is one full chunk
 PROMPTS = random_prompts(5, 40, 1, 17)
+LONGER = random_prompts(5, 55, 1, 120)
 
 
 @dataclass
@@ -89,6 +94,17 @@ def datastore_of(case: Case) -> Datastore:
     """Some texts whole, others half, and rubbish: right here, wrong there, nothing elsewhere."""
     halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
+
+
+def hybrid(case: Case, *, nodes: int, cost: float, reference: bool = False) -> Hybrid:
+    """
+    Args:
+        cost: of a node or a drafted token.
+    """
+    costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
+    store = datastore_of(case) if reference else None
+    options = {"odds": assumed(), "costs": costs, "nodes": nodes, "reference": store}
+    return Hybrid(case.lm, case.adapter, 4, **options)
 
 
 # A new drafter adds its line here.
@@ -129,6 +145,13 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "cascade-draft-model": lambda case: Cascade(
         case.lm, Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3), extend=True
     ),
+    "hybrid-tree": lambda case: hybrid(case, nodes=7, cost=0.001),
+    "hybrid-tree-stops": lambda case: hybrid(case, nodes=15, cost=0.08, reference=True),
+    "hybrid-tree-fused": lambda case: Hybrid(
+        case.lm,
+        adapter_for(case.lm, architecture=Architecture(fused=True)),
+        **{"odds": assumed(), "costs": Costs([1, 1, 1, 1, 1, 1], 0, 1), "nodes": 5},
+    ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "eagle": lambda case: LayerChain(case.lm, eagle_for(case.lm), 4, threshold=0),
@@ -151,7 +174,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 }
 
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
-CHAINS = [name for name in DRAFTERS if name not in TREES]
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
 
 SAMPLINGS = {
@@ -243,17 +265,61 @@ def test_so_it_does_in_every_sampling_and_batch(drafter, family):
 @cache
 def bfloat16_case(sampling: str) -> Case:
     lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, SAMPLINGS[sampling]))
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("drafter", CHAINS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-def test_compiled_chains_are_exact_in_bfloat16_too(drafter, sampling):
-    """No rounding depends on what is computed together; a tree's nodes lie in other slots."""
+def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
+    """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
+    are longer than a chunk of attention, whose border their trees cross."""
     case = bfloat16_case(sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
-    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    done = engine.generate(LONGER, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+    assert [p + g.tokens for p, g in zip(LONGER, done, strict=True)] == case.texts
+
+
+NATIVE = {
+    name: DRAFTERS[name]
+    for name in (
+        *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
+        *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
+        *("hybrid-tree", "hybrid-tree-stops"),
+    )
+}
+LOOKUP_OR_CHAIN = "cascade of what native rounds know"
+NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
+    case.lm, PromptLookup(2, 4, datastore_of(case)), kangaroo(case.lm)
+)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, sampling, family):
+    """Round by round, in every row, where the batch does not stop it."""
+    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
+    of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
+    hf = tiny_model(family, **of_family)
+    found = {}
+    for kind, lm in {"tensors": LM(hf), "native": LM(hf).compile_for_decoding()}.items():
+        case = Case(lm, adapter_for(lm), case_of("llama", sampling).texts)
+        engine = Engine(lm, NATIVE[name](case))
+        done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+        assert (engine.rounds is not None) == (kind == "native")
+        found[kind] = [[(s.tokens, s.accepted, s.drafted) for s in g.steps] for g in done]
+    assert found["native"] == found["tensors"]
+
+
+def test_native_rounds_leave_filters_and_rejection_to_the_tensors():
+    lm = tiny().compile_for_decoding()
+    engine = Engine(lm, kangaroo(lm))
+    for sampling in (
+        *(SAMPLINGS["top-p"], SAMPLINGS["top-k"]),
+        Sampling(temperature=1.0, rule=Rule.rejection),
+    ):
+        engine.open(1, 20, sampling)
+        assert engine.rounds is None
 
 
 HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
@@ -322,7 +388,7 @@ def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
 
 def steps_of(drafter: Drafter, case: Case) -> list[StepRecord]:
     done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLINGS["sampled"])
-    return [step for generation in done for step in generation.steps]
+    return [step for generation in done for step in generation.steps[1:]]  # without the prefill
 
 
 def accepted_share(steps: list[StepRecord]) -> float:
@@ -356,4 +422,4 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
     assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}
     tree = DRAFTERS["tree"](case)
     assert 0.05 < accepted_share(steps_of(tree, case)) < 0.9
-    assert tree.moved > 15  # accepted on branches that are not the first
+    assert tree.moved > 10  # accepted on branches that are not the first

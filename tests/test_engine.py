@@ -165,18 +165,19 @@ def test_eos_inside_an_accepted_draft_cuts_the_rest(case, ends_with):
     engine = Engine(case.lm, oracle(case.texts, steps=place + 3))
     (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT)
     assert done.tokens == tokens[: place + 1]
-    (step,) = done.steps
-    assert (step.drafted, step.accepted) == (place + 3, place + 1)  # cut tokens do not count
+    prefill, step = done.steps
+    assert prefill.tokens == tokens[:1]
+    assert (step.drafted, step.accepted) == (place + 3, place)  # cut tokens do not count
 
 
 def test_eos_as_the_bonus_token_ends_the_text(case, ends_with):
     tokens = continuations(case)[0]
     place = fresh_place(tokens)
     ends_with(tokens[place])
-    engine = Engine(case.lm, oracle(case.texts, steps=place))
+    engine = Engine(case.lm, oracle(case.texts, steps=place - 1))
     (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT)
     assert done.tokens == tokens[: place + 1]
-    assert [step.accepted for step in done.steps] == [place]
+    assert [step.accepted for step in done.steps] == [0, place - 1]
 
 
 def test_eos_in_a_draft_beyond_the_limit_is_not_written(case, ends_with):
@@ -214,10 +215,11 @@ def test_a_row_that_has_ended_writes_nothing_more(case, ends_with, name):
     ends_with(continuations(case)[0][0])
     engine = Engine(case.lm, DRAFTERS[name](case))
     batch = engine.open(2, 60, HOT)
-    for row in range(2):
+    first, _ = (
         engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=HOT.seed + row))
-    first, _ = engine.step(batch)
-    assert first.tokens == continuations(case)[0][:1]
+        for row in range(2)
+    )
+    assert first.tokens == continuations(case)[0][:1] and first.finish == "eos"
     length = batch.lengths[0]
     for _ in range(3):
         after, _ = engine.step(batch)
@@ -270,7 +272,7 @@ def test_a_stop_string_inside_an_accepted_draft_cuts_the_rest(case):
     engine = Engine(case.lm, oracle(case.texts, steps=place + 3), Letters())
     (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT, stop=[f"<{tokens[place]}>"])
     assert done.tokens == tokens[: place + 1]
-    assert (done.steps[-1].accepted, len(done.steps[-1].tokens)) == (place + 1, place + 1)
+    assert (done.steps[-1].accepted, len(done.steps[-1].tokens)) == (place, place)
 
 
 def test_a_stop_character_may_be_made_of_several_tokens(case):
@@ -313,10 +315,12 @@ def test_a_row_that_stopped_drafts_and_writes_nothing_more(case, monkeypatch):
         return steps[-1]
 
     monkeypatch.setattr(engine, "step", spy)
-    stop = [f"<{continuations(case)[0][0]}>"]
+    tokens = continuations(case)[0]
+    stop = [f"<{tokens[fresh_place(tokens)]}>"]
     done = engine.generate(PROMPTS, NEW_TOKENS, HOT, stop=stop)
-    assert len(done[0].steps) == 1 < len(steps)
-    for first, *_ in steps[1:]:
+    taken = len(done[0].steps) - 1  # the first is the prefill
+    assert 0 < taken < len(steps)
+    for first, *_ in steps[taken:]:
         assert (first.tokens, first.accepted, first.drafted) == ([], 0, 0)
 
 
@@ -387,8 +391,7 @@ def test_no_prompts_give_no_generations(case):
 def test_a_row_decodes_alone_in_a_batch_whose_other_rows_were_never_taken(case, name):
     engine = Engine(case.lm, DRAFTERS[name](case))
     batch = engine.open(4, 60, HOT)
-    engine.admit(batch, 2, Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed))
-    tokens: list[int] = []
+    tokens = engine.admit(batch, 2, Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)).tokens
     while len(tokens) < NEW_TOKENS:
         records = engine.step(batch)
         tokens += records[2].tokens
@@ -406,11 +409,12 @@ def test_a_prompt_may_join_while_others_are_decoding(case, name):
     batch = engine.open(3, 60, HOT)
     written: list[list[int]] = [[], [], []]
     for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+        request = Request(prompt, NEW_TOKENS, seed=HOT.seed + row)
+        written[row] += engine.admit(batch, row, request).tokens
         for _ in range(2):
             for tokens, record in zip(written, engine.step(batch), strict=True):
                 tokens += record.tokens
-    while not batch.done_B.all():
+    while not all(batch.done):
         for tokens, record in zip(written, engine.step(batch), strict=True):
             tokens += record.tokens
     assert written == continuations(case)
@@ -435,8 +439,9 @@ def right_every_third_missing(position: int) -> bool:
 
 def expected_records(length: int, new_tokens: int, steps: int) -> list[tuple[int, int, int]]:
     """(tokens, accepted, drafted) of each step of a drafter that is right by position alone."""
-    records = []
+    records = [(1, 0, 0)]  # the prefill
     end = length + new_tokens
+    length += 1
     while length < end:
         drafted = min(steps, end - length)
         accepted = 0
@@ -465,15 +470,16 @@ def test_the_tokens_of_the_steps_are_the_text(case, name):
         assert all(s.accepted <= s.drafted for s in generation.steps)
         assert all(s.accepted <= len(s.tokens) <= s.accepted + 1 for s in generation.steps)
         assert 0 < generation.seconds < 60
+        assert generation.steps[0].seconds == 0 < generation.prefill_seconds
         assert min(s.draft_seconds for s in generation.steps) >= 0
-        assert min(s.verify_seconds for s in generation.steps) > 0
+        assert min(s.verify_seconds for s in generation.steps[1:]) > 0
 
 
 def test_wrong_drafts_cost_steps_and_right_ones_save_them(case):
     wrong = Engine(case.lm, adversary(case.texts)).generate(PROMPTS, NEW_TOKENS, HOT)
     right = Engine(case.lm, oracle(case.texts, steps=3)).generate(PROMPTS, NEW_TOKENS, HOT)
     assert [len(g.steps) for g in wrong] == [NEW_TOKENS] * 3
-    assert [len(g.steps) for g in right] == [NEW_TOKENS // 4] * 3
+    assert [len(g.steps) for g in right] == [1 + -(-(NEW_TOKENS - 1) // 4)] * 3
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -488,7 +494,7 @@ def test_a_stream_tells_drafted_tokens_from_the_targets_own(case):
     streamed = Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT)
     length = len(PROMPTS[0])
     for position, token in enumerate(streamed, start=length):
-        assert token.drafted == right_every_third_missing(position)
+        assert token.drafted == (position > length and right_every_third_missing(position))
 
 
 def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
@@ -658,7 +664,7 @@ def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
     first, second = (engine.stream(prompt, 8) for prompt in random_prompts(4, 9))
     assert len(list(second)) == 8
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
-        next(first.tokens)
+        list(first.tokens)
 
 
 def test_a_token_outside_the_vocabulary_is_refused():

@@ -65,7 +65,7 @@ APPENDED = {
         f"model=tiny {FEW} logger.mode=offline"
     ),
     "evaluate.py -m bench=demo drafter=vanilla,kangaroo,kangaroo_tree,draft_model,medusa,lookahead,"
-    "prompt_lookup,rest,draft_verify,cascade": f"model=tiny {FEW}",
+    "prompt_lookup,rest,draft_verify,cascade,hybrid": f"model=tiny {FEW}",
     "evaluate.py model=vicuna-7b": FEW,
     "evaluate.py model=llama-3.1-70b model.device_map=auto": FEW,
     "train.py model=smollm2-135m": f"{ONE} {BRIEF} {SHORT}",
@@ -95,6 +95,7 @@ APPENDED = {
     "speed.contexts=[256,1024,4096]": f"model=tiny speed.bench.path=questions.jsonl {SPEED}",
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
+    "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/estimate.py model=vicuna-7b": "",
     "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (

@@ -2,11 +2,19 @@
 
 from kangaroo.cli.command import CONFIGS
 from kangaroo.cli.decoding import chat, evaluate, speed
-from kangaroo.cli.making import compare, datastore, export, import_adapter, search_layers
+from kangaroo.cli.making import (
+    calibrate,
+    compare,
+    datastore,
+    export,
+    import_adapter,
+    search_layers,
+)
 from kangaroo.cli.training import cost, estimate, make_data, train
 
 __all__ = [
     "CONFIGS",
+    "calibrate",
     "chat",
     "compare",
     "cost",

@@ -11,6 +11,7 @@ from kangaroo.api import load_target
 from kangaroo.blueprint import blueprint
 from kangaroo.cli.command import command
 from kangaroo.cli_schema import (
+    CalibrateCommand,
     CompareCommand,
     DatastoreCommand,
     ExportCommand,
@@ -19,8 +20,9 @@ from kangaroo.cli_schema import (
 )
 from kangaroo.data import store
 from kangaroo.data.documents import documents
+from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
-from kangaroo.drafters import layer_search
+from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.errors import ConfigError
 from kangaroo.provenance import provenance
 from kangaroo.trained import adapter_files, official
@@ -56,6 +58,29 @@ def search_layers(config: SearchCommand) -> None:
     log.info(
         "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * agreement, config.output
     )
+
+
+@command("calibrate")
+def calibrate(config: CalibrateCommand) -> None:
+    """Count on the data's held-out part, and write the result beside the adapter."""
+    drafter = config.drafter
+    if not isinstance(drafter, HybridConfig):
+        raise ConfigError(
+            f"drafter={drafter.name} has nothing to calibrate; pass drafter=hybrid and "
+            "drafter.adapter= the adapter to count for."
+        )
+    lm, tokenizer = load_target(config.model)
+    layer, heads = drafter.load(lm)
+    folder = adapter_files.find(drafter.adapter)
+    config.data.make(lm, tokenizer)
+    samples, data = store.load(Path(config.data.path))
+    held_out = samples[-config.calibrate.holdout :]
+    most = config.calibrate.max_length
+    tally = calibration.count(lm, layer, heads[0], held_out, drafter.steps, most)
+    about = {"positions": tally.rounds, "settings": asdict(config.calibrate), "data": data}
+    weights = adapter_files.weights_hash(drafter.adapter)
+    file = odds.write(tally.odds(), weights, about | provenance(), folder)
+    log.info("%d positions of %d conversations: %s", tally.rounds, len(held_out), file)
 
 
 @command("datastore")

@@ -6,6 +6,7 @@ Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.tree import Draft, Tree
@@ -147,7 +149,12 @@ def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
     return lm.block(tree, start_B, batch.used + length, batch.n_slots, below)
 
 
-class FromText(Stateless, ABC):
+# The chance of a token that was looked up, where those before it are right. The first may be wrong
+# more often, which the rounds count.
+LOOKED_UP = 0.8
+
+
+class FromText(Stateless, NativeDrafter):
     """Drafts chains by reading the text alone, on the host."""
 
     @abstractmethod
@@ -162,3 +169,9 @@ class FromText(Stateless, ABC):
     def propose(self, batch: Batch) -> Draft:
         found = [self.continuation(row, text) for row, text in enumerate(batch.texts)]
         return Draft.listed(batch.last(1), found)
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        least = rounds.least_gain(len(rows), self.max_nodes)
+        most = next((n for n, gain in enumerate(least) if gain >= LOOKED_UP**n), self.max_nodes)
+        for row in rows:
+            rounds.add(row, self.continuation(row, rounds.batch.texts[row])[:most])

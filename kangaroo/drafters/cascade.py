@@ -5,6 +5,8 @@ Shapes: B rows, N draft nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from kangaroo.cache import Block
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -48,7 +51,7 @@ class CascadeConfig(DrafterConfig):
         return self.first.made_by() | self.second.made_by()
 
 
-class Cascade:
+class Cascade(NativeDrafter):
     """Each of the two sees every round, whoever drafted in it."""
 
     def __init__(self, lm: LM, first: Drafter, second: Drafter, extend: bool = False):
@@ -86,6 +89,39 @@ class Cascade:
     ) -> None:
         self.first.observe(batch, draft, verdict, taps)
         self.second.observe(batch, draft, verdict, taps)
+
+    @property
+    def native_exit(self) -> int:
+        assert isinstance(self.second, NativeDrafter)
+        return self.second.native_exit
+
+    def is_native(self) -> bool:
+        first, second = self.first, self.second
+        return (
+            isinstance(first, FromText)
+            and isinstance(second, NativeDrafter)
+            and second.is_native()
+            and not self.extend
+        )
+
+    @property
+    def native_nodes(self) -> int:
+        assert isinstance(self.second, NativeDrafter)
+        return max(self.first.max_nodes, self.second.native_nodes)
+
+    @property
+    def needs_costs(self) -> bool:
+        assert isinstance(self.second, NativeDrafter)
+        return self.second.needs_costs
+
+    def native_drafting(self) -> Structure | None:
+        assert isinstance(self.second, NativeDrafter)
+        return self.second.native_drafting()
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        assert isinstance(self.first, FromText) and isinstance(self.second, NativeDrafter)
+        self.first.fill(rounds, rows)
+        self.second.fill(rounds, [row for row in rows if rounds.count[row] == 1])
 
     def _extended(self, batch: Batch, draft: Draft) -> Draft:
         """A chain, gone on from by the first drafter."""

@@ -114,9 +114,11 @@ class EarlyExit:
         self.cache = lm.cache_like(0, 0, [])
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
+        self.prompts: list[tuple[Tensor, Tensor | None, Block]] = []  # not read yet
 
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
+        self.prompts.clear()
         device = self.adapter.home(self.lm)
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
@@ -135,15 +137,21 @@ class EarlyExit:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
-        """Write the layer's keys of the prompt, and keep its last states."""
+        """Keep the prompt's states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block, before_1TD = block.to(f_1TD.device), None
         if self.reads_deep:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
             before_1TD = known[:, window:-1] * started(block)
             self.deep_BUD[rows] = known[:, -window - 1 :]
-        self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
+        self.prompts.append((f_1TD, before_1TD, block))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
+
+    def read_prompts(self) -> None:
+        """Write the layer's keys of new prompts."""
+        for f_1TD, before_1TD, block in self.prompts:
+            self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
+        self.prompts.clear()
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
@@ -161,6 +169,7 @@ class EarlyExit:
 
     def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor, deep_BPD: Tensor | None) -> None:
         """Write the adapter's keys of the accepted path where its tokens now lie."""
+        self.read_prompts()
         block = path_block(self.lm, batch, draft, self.window).to(f_BPD.device)
         if deep_BPD is not None:
             deep_BPD = torch.cat([self.deep_BUD, deep_BPD[:, :-1]], 1) * started(block)

@@ -5,24 +5,29 @@ Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from ctypes import Structure
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token
 from kangaroo.drafters.early_exit import EarlyExit, started
+from kangaroo.memory import weights
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
 from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
+from kangaroo.trained.layer import Layer, weight
 from kangaroo.tree import Draft
 
 
-class LayerChain(EarlyExit, Chain):
+class LayerChain(EarlyExit, Chain, NativeDrafter):
     """Each token passes the target's layers below the exit, then the layer; verification starts
     from the shallow states of the whole draft.
     """
@@ -38,10 +43,40 @@ class LayerChain(EarlyExit, Chain):
         super().__init__(lm, adapter, steps, threshold, head)
         self.hidden: list[Tensor] = []  # shallow states of the round's nodes
 
+    @property
+    def native_exit(self) -> int:
+        return self.exit_layer
+
+    def is_native(self) -> bool:
+        return not self.reads_deep
+
+    def native_drafting(self) -> Structure | None:
+        layer, head = self.adapter.native_layer, self.head.native
+        assert layer is not None and head is not None
+        return native.NativeDrafting(
+            stack=layer.native(self.cache, range(1)),
+            norm=native.pointer(weight(self.adapter.norm)),
+            head=head.native(ids_N=self.head.vocabulary_K),
+        )
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        self.read_prompts()
+        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
+        rounds.draft(rows, self.steps, self.threshold, least)
+
+    @cached_property
+    def draft_cost(self) -> float:
+        """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
+        for it."""
+        drafting = weights(*self.lm.layers[: self.exit_layer], self.adapter)
+        head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
+        return (drafting + head) / weights(*self.lm.layers, self.lm.head)
+
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)
 
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
+        self.read_prompts()
         window = self.window
         f_B1D = self._shallow(batch.last(1), batch, block.narrow(window, 1))
         self.hidden = [f_B1D]

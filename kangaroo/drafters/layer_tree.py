@@ -72,6 +72,7 @@ class LayerTree(EarlyExit):
         self.max_nodes = top_k * steps
 
     def propose(self, batch: Batch) -> Draft:
+        self.read_prompts()
         active_B = ~batch.done_B
         root, at, f_BND, deep_BND = self._root(batch)
         levels = [root]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.tree import Draft
 
 
@@ -20,10 +22,13 @@ class VanillaConfig(DrafterConfig):
         return Vanilla()
 
 
-class Vanilla(Stateless):
+class Vanilla(Stateless, NativeDrafter):
     """Proposes nothing."""
 
     max_nodes = 0
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.nothing(batch.last(1))
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        """Nothing."""

@@ -1,0 +1,137 @@
+// The head, and the token that is chosen by its logits: the likeliest, or under noise that is a pure
+// function of (seed, position, token), as kangaroo/sampling.py defines it.
+
+#pragma once
+
+#include "layers.h"
+
+namespace {
+
+template <class T> struct Head {
+  const T *norm, *weight;  // without a norm where it is null
+  i64 outputs;
+  const i64* ids;  // the token of each output; null where they are all tokens, in order
+  i64 token(i64 output) const { return ids ? ids[output] : output; }
+};
+
+// logits[m][n] = norm(x[m]) . weight[n]
+template <class T>
+void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
+#pragma omp parallel num_threads(s.threads)
+  {
+    std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
+    std::vector<float> block(tokens * LANES);
+    for (i64 m = 0; head.norm && m < tokens; m++)
+      rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
+    TileUse tiles;
+    std::vector<Words> room;
+    Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
+    Matrix<T> w{head.weight, head.outputs, s.hidden};
+    Part mine(blocks(head.outputs));
+    for (i64 i = mine.first; i < mine.last; i++) {
+      i64 n = i * LANES;
+      products(in, Block<T>{&w, n, w.row(n + LANES)}, block.data());
+      for (i64 m = 0; m < tokens; m++)
+        put(logits + m * head.outputs + n, get(&block[m * LANES]), head.outputs - n);
+    }
+  }
+}
+
+Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// What the noise of one position is drawn from.
+Words noise_key(i64 seed, i64 position) {
+  Words low = Words{} + std::uint32_t(seed), high = mix(Words{} + std::uint32_t(seed >> 32));
+  return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
+}
+
+Floats race16(Words tokens, Words key) {  // the logarithm of exponentially distributed noise
+  Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
+  Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
+  const Floats largest = Floats{} + (1.0f - 0x1p-24f);
+  u = u > largest ? largest : u;
+  // -log1p(-u) by Kahan's correction of log(1 - u)
+  Floats rest = 1.0f - u, lost = rest - 1.0f;
+  Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
+  return log16(race);
+}
+
+constexpr i64 CHOICES = 3;
+
+// The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
+struct Choice {
+  i64 tokens[CHOICES];
+  float chances[CHOICES] = {};
+};
+
+// The largest numbers seen, in their order; of equals the first.
+struct Best {
+  float values[CHOICES];
+  i64 places[CHOICES] = {};
+  i64 count;
+
+  explicit Best(i64 count) : count(count) { std::fill(values, values + CHOICES, NEVER); }
+  float least() const { return values[count - 1]; }
+
+  void see(float value, i64 place) {
+    if (!(value > least())) return;
+    i64 i = count - 1;
+    for (; i > 0 && value > values[i - 1]; i--) {
+      values[i] = values[i - 1];
+      places[i] = places[i - 1];
+    }
+    values[i] = value, places[i] = place;
+  }
+
+  // Sixteen numbers, the first of which lies at `place`.
+  void see(Floats part, i64 place) {
+    if (fold(part, larger) > least())
+      for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
+  }
+};
+
+// Sixteen numbers or what is left of them, and so small ones that none is chosen.
+Floats get_or_never(const float* from, i64 count) {
+  Floats part = get(from, count);
+  for (i64 j = count; j < LANES; j++) part[j] = NEVER;
+  return part;
+}
+
+// Of one row of logits. A `temperature` of 0 is greedy.
+//   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
+template <class T>
+Choice choose(const Head<T>& head, const float* logits, double temperature, i64 seed, i64 position,
+              i64 graded) {
+  i64 n = head.outputs;
+  Best likeliest(std::max<i64>(graded, 1));
+  for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
+  Choice choice;
+  if (graded) {
+    Floats total{};
+    for (i64 i = 0; i < n; i += LANES)
+      total += exp16(get_or_never(logits + i, n - i) - likeliest.values[0]);
+    for (i64 j = 0; j < graded; j++)
+      choice.chances[j] = std::exp(likeliest.values[j] - likeliest.values[0]) / sum_of(total);
+  }
+  Best best = likeliest;
+  if (temperature > 0) {
+    constexpr float MOST_NOISE = 24;  // none exceeds 22.9
+    Words key = noise_key(seed, position);
+    best = Best(best.count);
+    for (i64 i = 0; i < n; i += LANES) {
+      Floats warped = get_or_never(logits + i, n - i) / float(temperature);
+      if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
+      Words tokens;
+      for (i64 j = 0; j < LANES; j++) tokens[j] = head.token(std::min(i + j, n - 1));
+      best.see(warped - race16(tokens, key), i);
+    }
+  }
+  for (i64 j = 0; j < best.count; j++) choice.tokens[j] = head.token(best.places[j]);
+  return choice;
+}
+
+}  // namespace

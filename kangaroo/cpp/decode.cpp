@@ -1,0 +1,51 @@
+// Decoding on a CPU: what Python calls, in float32 and bfloat16.
+//
+// At a few tokens the time is that of reading the weights, so the code is made to stream them: each weight
+// is read once whatever the number of tokens, ahead of its use, and nothing happens in between but a
+// barrier. What a token gets does not depend on how many others are computed beside it, nor on where in the
+// cache a draft lies: sums are always taken in the same order. The verification of a chain or a tree
+// therefore gives, bit by bit, what decoding token by token would have given, in bfloat16 too.
+//
+// Names: R rows of the batch, T tokens a row, M tokens together, D hidden size, H query heads, K key/value
+// heads, G = H / K, C head size, F feed-forward size, E slots that a mask covers, N outputs.
+
+#include "rounds.h"
+
+namespace {
+
+template <class T>
+void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 extent, i64 first_row,
+               T* x, const T* bias, const T* cos, const T* sin, const i64* slots, const T* final_norm) {
+  static thread_local Sight sight;
+  static thread_local Masks<T> masks;
+  static thread_local std::vector<i64> angles;
+  masks.read(bias, rows, tokens, extent, first_row, sight);
+  sight.arrange();
+  for (i64 m = angles.size(); m < rows * tokens; m++) angles.push_back(m);
+  run_layers(s, stack, Tokens<T>{rows * tokens, slots, angles.data(), cos, sin}, sight, x, final_norm);
+}
+
+}  // namespace
+
+#define EXPORT(suffix, T)                                                                                \
+  extern "C" void run_block_##suffix(const Sizes* s, const Stack<T>* stack, i64 rows, i64 tokens,        \
+                                     i64 extent, i64 first_row, T* x, const T* bias, const T* cos,       \
+                                     const T* sin, const i64* slots, const T* final_norm) {              \
+    run_block<T>(*s, *stack, rows, tokens, extent, first_row, x, bias, cos, sin, slots, final_norm);     \
+  }                                                                                                      \
+  extern "C" void read_out_##suffix(const Sizes* s, const Head<T>* head, const T* x, i64 tokens,         \
+                                    float* logits) {                                                     \
+    read_out<T>(*s, *head, x, tokens, logits);                                                           \
+  }                                                                                                      \
+  extern "C" void draft_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows,    \
+                                 i64 steps, float threshold, const float* least) {                       \
+    Round<T>(*target, drafting, *rows).draft(steps, threshold, least);                                   \
+  }                                                                                                      \
+  extern "C" void verify_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows) { \
+    Round<T> round(*target, drafting, *rows);                                                            \
+    round.verify();                                                                                      \
+    if (drafting) round.catch_up(rows->capacity);                                                        \
+  }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, bf16)

@@ -1,0 +1,232 @@
+// Decoder layers for the few tokens of a decoding step: all layers of a range in one parallel region.
+
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// As Python fills it in; null where a layer lacks the part.
+template <class T> struct Layer {
+  const T *attention_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
+  const T *feed_forward_norm, *gate, *up, *down;
+};
+
+// Layers, and where each keeps keys and values: [rows * n_slots, K, C].
+template <class T> struct Stack {
+  const Layer<T>* layers;
+  i64 count;
+  T *const *keys, *const *values;
+  i64 n_slots;
+
+  Stack range(i64 first, i64 last) const {
+    return {layers + first, last - first, keys + first, values + first, n_slots};
+  }
+};
+
+// The tokens of a pass: where their keys go, and which rows of the tables of cosines and sines are theirs.
+template <class T> struct Tokens {
+  i64 total;
+  const i64 *slots, *angles;
+  const T *cos, *sin;
+};
+
+template <class T> void rms_norm(const T* x, const T* weight, i64 size, double eps, T* out) {
+  Floats squares{};
+  for (i64 i = 0; i < size; i += LANES) {
+    Floats part = get(x + i, size - i);
+    squares += part * part;
+  }
+  float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + float(eps));
+  for (i64 i = 0; i < size; i += LANES)
+    put(out + i, get(weight + i, size - i) * stored<T>(get(x + i, size - i) * scale), size - i);
+}
+
+// Memory that all threads share, kept for the next pass.
+template <class T> struct Scratch {
+  std::vector<T> qkv, queries, attended, activated;  // [M, H + 2K, C], [M, H, C] twice, [M, F]
+  std::vector<float> partial;
+};
+
+template <class T> class Pass {
+ public:
+  Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
+       T* x)
+      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), x(x),
+        attention(sizes, sight, n_slots) {
+    block.resize(2 * tokens.total * LANES);
+    normed.resize(tokens.total * s.hidden);
+  }
+
+  // `next` has the layer after this one, or this one again.
+  void run(const Layer<T>& layer, const Layer<T>& next, T* keys, T* values) {
+    if (layer.q) {
+      project(layer);
+#pragma omp barrier
+      rotate(layer, keys, values);
+#pragma omp barrier
+      attention.attend(scratch.queries.data(), keys, values, scratch.partial.data());
+#pragma omp barrier
+      attention.merge(scratch.partial.data(), scratch.attended.data());
+#pragma omp barrier
+      i64 width = s.heads * s.head_size;
+      add({scratch.attended.data(), tokens.total, width}, layer.o, layer.o_bias,
+          layer.gate ? share_of(layer.gate, s.feed_forward, s.hidden) : first_of(next));
+#pragma omp barrier
+    }
+    if (layer.gate) {
+      activate(layer);
+#pragma omp barrier
+      add({scratch.activated.data(), tokens.total, s.feed_forward}, layer.down, nullptr, first_of(next));
+#pragma omp barrier
+    }
+  }
+
+  void finish(const T* weight) {
+    Part mine(tokens.total);
+    for (i64 m = mine.first; m < mine.last; m++)
+      rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, x + m * s.hidden);
+  }
+
+ private:
+  const T* first_of(const Layer<T>& layer) const {
+    return layer.q ? share_of(layer.q, s.heads * s.head_size, s.hidden)
+                   : share_of(layer.gate, s.feed_forward, s.hidden);
+  }
+
+  // Every thread norms all tokens for itself: that is less than a barrier costs. Without a weight
+  // there is no norm; the copy stands, since x itself changes before all threads have read it.
+  Input<T> norm(const T* weight) {
+    if (!weight) std::copy(x, x + tokens.total * s.hidden, normed.data());
+    for (i64 m = 0; weight && m < tokens.total; m++)
+      rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
+    return input(Matrix<T>{normed.data(), tokens.total, s.hidden}, room);
+  }
+
+  void project(const Layer<T>& layer) {
+    Input<T> in = norm(layer.attention_norm);
+    i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size, all = of_q + 2 * of_k;
+    struct { Matrix<T> w; const T* bias; i64 before, first; } parts[] = {
+        {{layer.q, of_q, s.hidden}, layer.q_bias, 0, 0},
+        {{layer.k, of_k, s.hidden}, layer.k_bias, blocks(of_q), of_q},
+        {{layer.v, of_k, s.hidden}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
+    auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
+    Part mine(blocks(of_q) + 2 * blocks(of_k));
+    for (i64 i = mine.first; i < mine.last; i++) {
+      auto &part = part_of(i), &then = part_of(i + 1);
+      i64 n = (i - part.before) * LANES, width = part.w.rows - n;
+      const T* next = i + 1 < mine.last ? then.w.row((i + 1 - then.before) * LANES)
+                                        : share_of(layer.o, s.hidden, of_q);
+      products(in, Block<T>{&part.w, n, next}, block.data());
+      Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
+      for (i64 m = 0; m < tokens.total; m++)
+        put(&scratch.qkv[m * all + part.first + n], get(&block[m * LANES]) + shift, width);
+    }
+  }
+
+  // Rotary positions of queries and keys; keys and values to their slots.
+  void rotate(const Layer<T>& layer, T* keys, T* values) {
+    i64 per_token = s.heads + 2 * s.kv_heads, size = s.head_size, half = size / 2;
+    Part mine(tokens.total * per_token);
+    T own[WIDEST_HEAD];
+    for (i64 item = mine.first; item < mine.last; item++) {
+      i64 m = item / per_token, head = item % per_token;
+      const T* from = scratch.qkv.data() + item * size;
+      i64 slot = sight.seen[m].row * n_slots + tokens.slots[m];
+      if (head >= s.heads + s.kv_heads) {
+        T* to = values + (slot * s.kv_heads + head - s.heads - s.kv_heads) * size;
+        std::memcpy(to, from, size * sizeof(T));
+        continue;
+      }
+      bool is_query = head < s.heads;
+      T* to = is_query ? &scratch.queries[(m * s.heads + head) * size]
+                       : keys + (slot * s.kv_heads + head - s.heads) * size;
+      if (const T* weight = is_query ? layer.q_norm : layer.k_norm) {
+        rms_norm(from, weight, size, s.eps, own);
+        from = own;
+      }
+      const T *c = tokens.cos + tokens.angles[m] * size, *d = tokens.sin + tokens.angles[m] * size;
+      for (i64 i = 0; i < half; i += LANES) {
+        i64 left = half - i, j = i + half;
+        Floats a = get(from + i, left), b = get(from + j, left);
+        Floats low = stored<T>(a * get(c + i, left)) - stored<T>(b * get(d + i, left));
+        Floats high = stored<T>(b * get(c + j, left)) + stored<T>(a * get(d + j, left));
+        put(to + i, low, left);
+        put(to + j, high, left);
+      }
+    }
+  }
+
+  void activate(const Layer<T>& layer) {
+    Input<T> in = norm(layer.feed_forward_norm);
+    Matrix<T> gate{layer.gate, s.feed_forward, s.hidden}, up{layer.up, s.feed_forward, s.hidden};
+    float *gates = block.data(), *ups = gates + tokens.total * LANES;
+    Part mine(blocks(s.feed_forward));
+    for (i64 i = mine.first; i < mine.last; i++) {
+      i64 n = i * LANES;
+      const T* next = i + 1 < mine.last ? gate.row(n + LANES)
+                                        : share_of(layer.down, s.hidden, s.feed_forward);
+      products(in, Block<T>{&gate, n, up.row(n)}, gates);
+      products(in, Block<T>{&up, n, next}, ups);
+      for (i64 m = 0; m < tokens.total; m++) {
+        Floats g = stored<T>(get(gates + m * LANES)), silu = stored<T>(g / (1.0f + exp16(-g)));
+        put(&scratch.activated[m * s.feed_forward + n], silu * stored<T>(get(ups + m * LANES)),
+            s.feed_forward - n);
+      }
+    }
+  }
+
+  // x += in . weight
+  void add(const Matrix<T>& x_in, const T* weight, const T* bias, const T* after) {
+    Input<T> in = input(x_in, room);
+    Matrix<T> w{weight, s.hidden, x_in.width};
+    Part mine(blocks(s.hidden));
+    for (i64 i = mine.first; i < mine.last; i++) {
+      i64 n = i * LANES, width = s.hidden - n;
+      products(in, Block<T>{&w, n, i + 1 < mine.last ? w.row(n + LANES) : after}, block.data());
+      Floats shift = bias ? get(bias + n, width) : Floats{};
+      for (i64 m = 0; m < tokens.total; m++) {
+        T* to = x + m * s.hidden + n;
+        put(to, get(to, width) + stored<T>(get(&block[m * LANES]) + shift), width);
+      }
+    }
+  }
+
+  const Sizes& s;
+  const Tokens<T>& tokens;
+  const Sight& sight;
+  i64 n_slots;
+  Scratch<T>& scratch;  // shared by all threads; what follows is each thread's own
+  T* x;
+  Attention<T> attention;
+  std::vector<float> block;
+  std::vector<T> normed;
+  std::vector<Words> room;
+  TileUse tiles;
+};
+
+// x [M, D] through some layers, normed at the end where a norm is given.
+template <class T>
+void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, T* x,
+                const T* final_norm = nullptr) {
+  static thread_local Scratch<T> scratch;
+  if (!tokens.total || !stack.count) return;
+  auto grow = [](auto& v, i64 size) { if (i64(v.size()) < size) v.resize(size); };
+  i64 of_heads = tokens.total * s.heads * s.head_size;
+  grow(scratch.qkv, tokens.total * (s.heads + 2 * s.kv_heads) * s.head_size);
+  grow(scratch.queries, of_heads);
+  grow(scratch.attended, of_heads);
+  grow(scratch.activated, tokens.total * s.feed_forward);
+  grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
+  Scratch<T>& shared = scratch;
+#pragma omp parallel num_threads(s.threads)
+  {
+    Pass<T> pass(s, tokens, sight, stack.n_slots, shared, x);
+    for (i64 i = 0; i < stack.count; i++)
+      pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
+               stack.values[i]);
+    if (final_norm) pass.finish(final_norm);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,203 @@
+// Matrix products of a few tokens with weights that are streamed from memory, each weight once.
+//
+// A block is sixteen rows of weights, which lie one after another. Its rows are multiplied in their order,
+// one or two at a time, while what lies AHEAD of them in that order is fetched: side by side, many rows
+// confuse the processor's own prefetching. The sums of a row and a token are taken in the same order
+// whatever the number of tokens.
+
+#pragma once
+
+#include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include <vector>
+
+#include "numbers.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int GROUP = 8;     // tokens that share one reading of a weight from the first-level cache
+constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
+
+template <class T> struct Vector;
+
+template <class T, class V> struct Loads {
+  static V load(const T* from, i64 count = sizeof(V) / sizeof(T)) {
+    V v{};
+    std::memcpy(&v, from, count * sizeof(T));
+    return v;
+  }
+};
+
+template <> struct Vector<float> : Loads<float, Floats> {
+  using Type = Floats;
+  static constexpr int width = 16;
+  static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
+};
+
+template <> struct Vector<bf16> : Loads<bf16, Words> {
+  using Type = Words;  // 16 pairs
+  static constexpr int width = 32;
+  static Floats dot(Floats sum, Words a, Words b) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    Words high = Words{} + 0xffff0000u;
+    sum += (Floats)(a << 16) * (Floats)(b << 16);
+    return sum + (Floats)(a & high) * (Floats)(b & high);
+#endif
+  }
+};
+
+// The sums of 16 vectors, in their order. Each is added up in the same order wherever it stands.
+Floats sums(const Floats* v) {
+  static constexpr int order[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
+  Floats a[8], b[4], c[2];
+  for (int i = 0; i < 8; i++) {
+    Floats x = v[order[i]], y = v[order[i + 8]];
+    a[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 4; i++) {
+    Floats x = a[i], y = a[i + 4];
+    b[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 2; i++) {
+    Floats x = b[i], y = b[i + 2];
+    c[i] = PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+  return PICK(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         PICK(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// Rows one after another.
+template <class T> struct Matrix {
+  const T* data;
+  i64 rows, width;
+  const T* row(i64 i) const { return data + std::min(i, rows - 1) * width; }  // the last one again
+};
+
+i64 blocks(i64 rows) { return (rows + LANES - 1) / LANES; }
+
+struct Part {  // what one thread does of `count` pieces of work
+  i64 first, last;
+  Part(i64 count) {
+    i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    first = count * thread / threads;
+    last = count * (thread + 1) / threads;
+  }
+};
+
+// One block of weights, and where this thread reads on after it.
+template <class T> struct Block {
+  const Matrix<T>* w;
+  i64 n;  // its first row
+  const T* next;
+
+  // What lies AHEAD of row j of the block, counted on in the next one where this one ends.
+  const char* ahead_of(i64 j) const {
+    i64 row_bytes = w->width * sizeof(T), size = LANES * row_bytes, at = j * row_bytes + AHEAD;
+    return at < size ? (const char*)(w->data + n * w->width) + at : (const char*)next + (at - size);
+  }
+};
+
+// The part of some tokens' products with some rows that starts at k: `load` reads both.
+template <class T, int tokens, int beside, class Load>
+inline __attribute__((always_inline)) void step(const T* const* x, const T* const* w, i64 k, Load load,
+                                                Floats (&sum)[tokens][beside]) {
+  typename Vector<T>::Type part_w[beside];
+#pragma GCC unroll 8
+  for (int b = 0; b < beside; b++) part_w[b] = load(w[b] + k);
+#pragma GCC unroll 8
+  for (int i = 0; i < tokens; i++) {
+    typename Vector<T>::Type part_x = load(x[i] + k);
+#pragma GCC unroll 8
+    for (int b = 0; b < beside; b++) sum[i][b] = Vector<T>::dot(sum[i][b], part_w[b], part_x);
+  }
+}
+
+// out[i][j] = x[m + i] . w[n + j]
+template <class T, int tokens, bool fetch>
+void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
+  constexpr int beside = tokens <= 4 ? 1 : 2, width = Vector<T>::width;
+  const i64 whole = x.width / width * width, left = x.width - whole;
+  const T *from_x[tokens], *from_w[beside];
+  for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
+  Floats sum[tokens][LANES];
+  for (int j = 0; j < LANES; j += beside) {
+    for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
+    const char* ahead = fetch ? block.ahead_of(j) : nullptr;
+    Floats part[tokens][beside] = {};
+    for (i64 k = 0; k < whole; k += width) {
+      step<T, tokens, beside>(from_x, from_w, k, [](const T* from) { return Vector<T>::load(from); }, part);
+      if (fetch)
+        for (int b = 0; b < beside; b++, ahead += 64) __builtin_prefetch(ahead);
+    }
+    if (left)
+      step<T, tokens, beside>(from_x, from_w, whole,
+                              [&](const T* from) { return Vector<T>::load(from, left); }, part);
+    for (int i = 0; i < tokens; i++)
+      for (int b = 0; b < beside; b++) sum[i][j + b] = part[i][b];
+  }
+  for (int i = 0; i < tokens; i++) put(out + i * LANES, sums(sum[i]));
+}
+
+template <class T, bool fetch>
+void times_group(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
+  switch (std::min<i64>(GROUP, x.rows - m)) {
+    case 1: return times<T, 1, fetch>(x, m, block, out);
+    case 2: return times<T, 2, fetch>(x, m, block, out);
+    case 3: return times<T, 3, fetch>(x, m, block, out);
+    case 4: return times<T, 4, fetch>(x, m, block, out);
+    case 5: return times<T, 5, fetch>(x, m, block, out);
+    case 6: return times<T, 6, fetch>(x, m, block, out);
+    case 7: return times<T, 7, fetch>(x, m, block, out);
+    default: return times<T, 8, fetch>(x, m, block, out);
+  }
+}
+
+// Some tokens as products read them: as they are, and for tiles with 16 of them side by side.
+template <class T> struct Input {
+  Matrix<T> x;
+  const Words* tiles;  // [groups, width / 2, 16 tokens], a word being two numbers; null without tiles
+};
+
+template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
+  if (!has_tiles<T>() || x.width % 32) return {x, nullptr};
+  i64 groups = blocks(x.rows), words = x.width / 2;
+  room.resize(groups * words);
+  for (i64 group = 0; group < groups; group++)
+    for (i64 k = 0; k < words; k += LANES) {
+      Words* part = &room[group * words + k];
+      i64 count = std::min<i64>(LANES, x.rows - group * LANES);
+      std::fill(part, part + LANES, Words{});
+      for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
+      transpose(part);
+    }
+  return {x, room.data()};
+}
+
+// out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
+// the block in the cache.
+template <class T> void products(const Input<T>& in, const Block<T>& block, float* out) {
+  if (in.tiles && block.w->rows % LANES == 0) {
+    for (i64 m = 0; m < in.x.rows; m += LANES)
+      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, block.w->row(block.n),
+                  m ? nullptr : (const char*)block.next, std::min<i64>(LANES, in.x.rows - m), out + m * LANES);
+    return;
+  }
+  times_group<T, true>(in.x, 0, block, out);
+  for (i64 m = GROUP; m < in.x.rows; m += GROUP) times_group<T, false>(in.x, m, block, out + m * LANES);
+}
+
+// Where this thread's share of a matrix begins.
+template <class T> const T* share_of(const T* weight, i64 rows, i64 width) {
+  return weight + Part(blocks(rows)).first * LANES * width;
+}
+
+}  // namespace

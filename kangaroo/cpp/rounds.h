@@ -1,0 +1,250 @@
+// Rounds of speculative decoding on plain arrays: a draft is one call, a verification is one.
+//
+// The nodes of row b are its pending token, node 0, and the drafted ones, each after its parent. The keys of
+// node i lie in slot base + place[i], and its state, the output of the layer below the exit, in row place[i]
+// of the states. Places ascend along a path, from 0. The text itself is below base.
+
+#pragma once
+
+#include "choice.h"
+
+namespace {
+
+template <class T> struct Target {
+  Sizes sizes;
+  Stack<T> stack;
+  Head<T> head;
+  const T *embedding, *cos, *sin;  // rows for tokens and for positions
+};
+
+// A layer that drafts from the target's states at the exit.
+template <class T> struct Drafting {
+  Stack<T> stack;
+  const T* norm;
+  Head<T> head;
+};
+
+template <class T> struct Rows {
+  i64 batch, capacity, hidden, most_unread;
+  i64 exit;  // layers below this give the states; 0 where no drafter reads any
+  // of each row: the pending token's position, and the text's seed; how many nodes there are; whether a
+  // draft is wanted; the node where the chain ends
+  i64 *base, *seed, *count, *asking, *end;
+  // of each node, `capacity` a row
+  i64 *token, *parent, *place, *has_state;
+  i64* choices;    // for the chain's last token, [batch, CHOICES], and
+  float* chances;  // the probabilities of as many likeliest tokens
+  T* states;       // [batch, capacity, D]
+  // states of the last tokens before the pending one, which the drafting layer has not read:
+  // [batch, most_unread, D]
+  i64* unread;
+  T* unread_states;
+  // what a verification gives: how many nodes were accepted, and with the bonus what was written
+  i64 *accepted, *written;
+  double temperature;  // 0 is greedy
+
+  i64 at(i64 row, i64 node) const { return row * capacity + node; }
+  T* state(i64 row, i64 node) const { return states + at(row, place[at(row, node)]) * hidden; }
+  i64 depth(i64 row, i64 node) const {
+    i64 depth = 0;
+    for (; node > 0; node = parent[at(row, node)]) depth++;
+    return depth;
+  }
+  i64 child(i64 row, i64 node, i64 wanted) const {
+    for (i64 i = node + 1; i < count[row]; i++)
+      if (parent[at(row, i)] == node && token[at(row, i)] == wanted) return i;
+    return -1;
+  }
+};
+
+// Tokens gathered for one pass.
+template <class T> struct Gathered {
+  std::vector<i64> rows, nodes, slots, angles, paths;
+  std::vector<T> x;
+  Sight sight;
+
+  void clear(i64 most, i64 deepest) {
+    rows.clear(), nodes.clear(), slots.clear(), angles.clear(), paths.clear(), x.clear();
+    sight.seen.clear();
+    paths.reserve(most * (deepest + 1));  // pointers into it are kept
+  }
+
+  void add_node(const Rows<T>& r, i64 row, i64 node) {
+    i64 depth = r.depth(row, node), base = r.base[row];
+    paths.resize(paths.size() + depth + 1);
+    i64* path = paths.data() + paths.size() - depth - 1;
+    for (i64 i = depth, up = node; i >= 0; i--, up = r.parent[r.at(row, up)])
+      path[i] = base + r.place[r.at(row, up)];
+    sight.seen.push_back({row, base, base + depth + 1, path});
+    add(row, node, path[depth], base + depth);
+  }
+
+  void add_text(i64 row, i64 position) {
+    sight.seen.push_back({row, position + 1, position + 1, nullptr});
+    add(row, -1, position, position);
+  }
+
+  void run(const Sizes& s, const Stack<T>& stack, const Target<T>& target, const T* norm = nullptr) {
+    sight.arrange();
+    Tokens<T> tokens{i64(rows.size()), slots.data(), angles.data(), target.cos, target.sin};
+    run_layers(s, stack, tokens, sight, x.data(), norm);
+  }
+
+ private:
+  void add(i64 row, i64 node, i64 slot, i64 position) {
+    rows.push_back(row), nodes.push_back(node), slots.push_back(slot), angles.push_back(position);
+  }
+};
+
+template <class T> class Round {
+ public:
+  Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
+      : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
+
+  // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
+  // than the threshold, or the chance that the first n are all right no more than least[n].
+  void draft(i64 steps, float threshold, const float* least) {
+    std::vector<i64> active;
+    std::vector<float> gain(r.batch, 1.0f);
+    for (i64 row = 0; row < r.batch; row++)
+      if (r.count[row] && r.asking[row] && gain[row] > least[0]) active.push_back(row);
+    for (i64 step = 0; step < steps && !active.empty(); step++) {
+      find_states();
+      std::vector<Choice> choices = grade(active);
+      std::vector<i64> going_on;
+      for (i64 i = 0; i < i64(active.size()); i++) {
+        i64 row = active[i], node = r.count[row]++, at = r.at(row, node);
+        std::copy_n(choices[i].tokens, CHOICES, r.choices + row * CHOICES);
+        std::copy_n(choices[i].chances, CHOICES, r.chances + row * CHOICES);
+        r.token[at] = choices[i].tokens[0];
+        r.parent[at] = r.end[row];
+        r.place[at] = node;
+        r.has_state[at] = 0;
+        r.end[row] = node;
+        gain[row] *= choices[i].chances[0];
+        bool pays = step + 1 < steps && gain[row] > least[step + 1];
+        if (choices[i].chances[0] > threshold && pays) going_on.push_back(row);
+      }
+      active = going_on;
+    }
+  }
+
+  // What the target writes after each node; the longest path that it would have written itself.
+  void verify() {
+    find_states();
+    clear();
+    for (i64 row = 0; row < r.batch; row++)
+      for (i64 node = 0; node < r.count[row]; node++) pass.add_node(r, row, node);
+    i64 total = pass.rows.size();
+    pass.x.resize(total * D);
+    for (i64 m = 0; m < total; m++) {
+      i64 row = pass.rows[m], node = pass.nodes[m];
+      const T* from = r.exit ? r.state(row, node) : t.embedding + r.token[r.at(row, node)] * D;
+      std::copy(from, from + D, pass.x.data() + m * D);
+    }
+    pass.run(t.sizes, t.stack.range(r.exit, t.stack.count), t);
+    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0);
+    for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
+      if (r.count[row]) accept(row, choices.data() + m);
+  }
+
+  // The drafting layer reads what it has not read of the rows that have no room for more.
+  void catch_up(i64 room) {
+    clear();
+    for (i64 row = 0; row < r.batch; row++)
+      if (r.most_unread - r.unread[row] < room) add_unread(row);
+    pass.run(t.sizes, d->stack, t);
+  }
+
+ private:
+  void clear() { pass.clear(r.batch * (r.capacity + r.most_unread), r.capacity); }
+
+  // States of the nodes that have none yet, by the layers below the exit.
+  void find_states() {
+    if (!r.exit) return;
+    clear();
+    for (i64 row = 0; row < r.batch; row++)
+      for (i64 node = 0; node < r.count[row]; node++) {
+        if (r.has_state[r.at(row, node)]) continue;
+        r.has_state[r.at(row, node)] = 1;
+        pass.add_node(r, row, node);
+        const T* from = t.embedding + r.token[r.at(row, node)] * D;
+        pass.x.insert(pass.x.end(), from, from + D);
+      }
+    pass.run(t.sizes, t.stack.range(0, r.exit), t);
+    for (i64 m = 0; m < i64(pass.rows.size()); m++)
+      std::copy_n(pass.x.data() + m * D, D, r.state(pass.rows[m], pass.nodes[m]));
+  }
+
+  // What the drafting layer would write after the ends of these rows' chains.
+  std::vector<Choice> grade(const std::vector<i64>& active) {
+    clear();
+    std::vector<i64> last;
+    for (i64 row : active) {
+      add_unread(row);
+      pass.add_node(r, row, r.end[row]);
+      const T* from = r.state(row, r.end[row]);
+      pass.x.insert(pass.x.end(), from, from + D);
+      last.push_back(pass.rows.size() - 1);
+    }
+    pass.run(t.sizes, d->stack, t, d->norm);
+    for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
+      std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
+      pass.rows[i] = pass.rows[last[i]];
+      pass.angles[i] = pass.angles[last[i]];
+    }
+    return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs));
+  }
+
+  void add_unread(i64 row) {
+    const T* from = r.unread_states + row * r.most_unread * D;
+    for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, r.base[row] - r.unread[row] + i);
+    pass.x.insert(pass.x.end(), from, from + r.unread[row] * D);
+    r.unread[row] = 0;
+  }
+
+  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded) {
+    static thread_local std::vector<float> logits;
+    if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
+    float* scores = logits.data();
+    read_out(t.sizes, head, x, total, scores);
+    std::vector<Choice> choices(total);
+    const Gathered<T>& of = pass;  // each thread has a `pass` of its own
+#pragma omp parallel for num_threads(std::min(t.sizes.threads, total))
+    for (i64 m = 0; m < total; m++)
+      choices[m] = choose(head, scores + m * head.outputs, r.temperature, r.seed[of.rows[m]],
+                          of.angles[m] + 1, graded);
+    return choices;
+  }
+
+  void accept(i64 row, const Choice* choices) {
+    i64 *written = r.written + row * r.capacity, depth = 0, node = 0;
+    T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
+    while (true) {
+      if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
+      written[depth] = choices[node].tokens[0];
+      node = r.child(row, node, choices[node].tokens[0]);
+      if (node < 0) break;
+      move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
+    }
+    r.accepted[row] = depth;
+    if (r.exit) r.unread[row] += depth + 1;
+  }
+
+  void move(i64 row, i64 from, i64 to) {
+    i64 size = t.sizes.kv_heads * t.sizes.head_size, start = row * t.stack.n_slots;
+    for (i64 layer = 0; from != to && layer < t.stack.count; layer++)
+      for (T* cached : {t.stack.keys[layer], t.stack.values[layer]})
+        std::copy_n(cached + (start + from) * size, size, cached + (start + to) * size);
+  }
+
+  const Target<T>& t;
+  const Drafting<T>* d;
+  Rows<T>& r;
+  i64 D;
+  static thread_local Gathered<T> pass;
+};
+
+template <class T> thread_local Gathered<T> Round<T>::pass;
+
+}  // namespace

@@ -1,0 +1,134 @@
+// What each token attends over, in the order of positions.
+//
+// Sums over positions are taken in chunks of CHUNK, a token's own path through a tree of drafts included,
+// wherever its keys lie. So a token gets the same bits in a chain, in a tree, and once its path is text.
+
+#pragma once
+
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr i64 CHUNK = 64;  // positions whose attention is one piece of work
+
+// The positions below `shared` lie in the slots of the same numbers, the others, up to `count`, in those
+// listed from `path` on.
+struct Seen {
+  i64 row, shared, count;
+  const i64* path;
+  i64 slot(i64 position) const { return position < shared ? position : path[position - shared]; }
+};
+
+struct Member {  // a token, and how many positions of a piece it sees
+  i64 token, width;
+};
+
+struct Piece {  // some tokens of a row on positions `first` to `first + width`
+  i64 row, first, width;
+  i64 group;  // the list of slots from `start` on; -1 where slots are positions
+  i64 start, members, n_members;
+};
+
+struct Sight {
+  std::vector<Seen> seen;
+  std::vector<Piece> pieces;
+  std::vector<Member> members;
+  std::vector<std::vector<i64>> lists;
+  i64 n_lists = 0, chunks = 0;
+
+  // After `seen` is filled in; tokens of a row stand together.
+  void arrange() {
+    pieces.clear();
+    members.clear();
+    n_lists = chunks = 0;
+    i64 total = seen.size();
+    for (i64 first = 0, last; first < total; first = last) {
+      for (last = first + 1; last < total && seen[last].row == seen[first].row;) last++;
+      arrange_row(first, last);
+    }
+  }
+
+  const i64* slots(const Piece& piece) const {
+    return piece.group < 0 ? nullptr : lists[piece.group].data() + piece.start;
+  }
+
+ private:
+  std::vector<i64> list_of;  // of each token of a row
+
+  void arrange_row(i64 first, i64 last) {
+    i64 common = seen[first].shared;
+    for (i64 m = first; m < last; m++) {
+      common = std::min(common, seen[m].shared);
+      chunks = std::max(chunks, (seen[m].count + CHUNK - 1) / CHUNK);
+    }
+    common = common / CHUNK * CHUNK;
+    for (i64 at = 0; at < common; at += CHUNK) {
+      pieces.push_back({seen[first].row, at, CHUNK, -1, 0, i64(members.size()), last - first});
+      for (i64 m = first; m < last; m++) members.push_back({m, CHUNK});
+    }
+    i64 own = n_lists;
+    list_of.resize(last - first);
+    for (i64 m = first; m < last; m++) list_of[m - first] = join(seen[m], common, own);
+    for (i64 list = own; list < n_lists; list++) {
+      i64 length = lists[list].size();
+      for (i64 at = 0; at < length; at += CHUNK) {
+        Piece piece{seen[first].row, common + at, std::min(CHUNK, length - at), list, at,
+                    i64(members.size()), 0};
+        for (i64 m = first; m < last; m++) {
+          i64 width = std::min(CHUNK, seen[m].count - common - at);
+          if (list_of[m - first] == list && width > 0) members.push_back({m, width});
+        }
+        piece.n_members = members.size() - piece.members;
+        pieces.push_back(piece);
+      }
+    }
+  }
+
+  // The list that a token's slots from `common` on are the beginning of, or a new one.
+  i64 join(const Seen& token, i64 common, i64 own) {
+    i64 count = token.count - common;
+    for (i64 list = own; list < n_lists; list++) {
+      auto& slots = lists[list];
+      i64 both = std::min<i64>(count, slots.size()), i = 0;
+      while (i < both && slots[i] == token.slot(common + i)) i++;
+      if (i < both) continue;
+      for (; i < count; i++) slots.push_back(token.slot(common + i));
+      return list;
+    }
+    if (n_lists == i64(lists.size())) lists.emplace_back();
+    auto& slots = lists[n_lists];
+    slots.clear();
+    for (i64 i = 0; i < count; i++) slots.push_back(token.slot(common + i));
+    return n_lists++;
+  }
+};
+
+// From a mask: the slots that a token sees, in their order, are its positions, since a node of a tree lies
+// after its parent.
+template <class T> struct Masks {
+  std::vector<i64> paths;
+
+  void read(const T* bias, i64 rows, i64 tokens, i64 extent, i64 first_row, Sight& sight) {
+    sight.seen.clear();
+    paths.clear();
+    paths.reserve(rows * tokens * extent);  // pointers into it are kept
+    for (i64 m = 0; m < rows * tokens; m++) {
+      const T* mask = bias + m * extent;
+      auto sees = [&](i64 slot) { return widen(mask[slot]) > NEVER; };
+      i64 shared = 0;
+      while (shared < extent && sees(shared)) shared++;
+      const i64* path = paths.data() + paths.size();
+      i64 count = shared;
+      for (i64 slot = shared; slot < extent; slot++)
+        if (sees(slot)) {
+          paths.push_back(slot);
+          count++;
+        }
+      sight.seen.push_back({first_row + m / tokens, shared, count, path});
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,285 @@
+"""Hybrid: one tree from what the text itself says and what Kangaroo drafts.
+
+Shapes: B rows, C choices for a token, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from kangaroo.batch import Batch
+from kangaroo.drafters import datastore, odds
+from kangaroo.drafters.chain import Token, chain_block
+from kangaroo.drafters.datastore import Datastore
+from kangaroo.drafters.early_exit import EarlyExitConfig
+from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
+from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.odds import CHOICES, Odds
+from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.errors import ConfigError
+from kangaroo.model import LM
+from kangaroo.rounds import Rounds
+from kangaroo.trained import adapter_files
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.trained.layer import Layer
+from kangaroo.tree import Draft
+
+REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched for
+
+OF_A_CPU = [1.0, 1.03, 1.09, 1.2, 2.3]  # as `HybridConfig.verify_costs`
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HybridConfig(EarlyExitConfig):
+    """One tree from a lookup and from Kangaroo's chain, its nodes chosen by expected gain.
+
+    Args:
+        threshold: as of Kangaroo; 0 leaves it to the expected gain where the chain stops.
+        nodes: of the tree that is verified, the pending token aside: at most this many.
+        verify_costs: of verifying 1, 2, 4, 8, ... tokens, in vanilla steps; between two of them,
+            and beyond the last two, a straight line. Null is measured, once for each machine and
+            number of threads, where decoding is native; elsewhere a CPU's are assumed.
+        draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
+        pace: tokens that decoding writes in the time of a vanilla step: what further work in a
+            round has to be worth.
+        reference: folder of a datastore (`scripts/datastore.py`) that is searched for longer
+            matches than the text has itself; null searches the text alone.
+    """
+
+    name: str = "hybrid"
+    threshold: float = 0.0
+    nodes: int = 15
+    verify_costs: list[float] | None = None
+    draft_cost: float = 0.05
+    pace: float = 1.5
+    reference: str | None = None
+
+    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
+        """Errors: `ConfigError`, and whatever `odds.read` and `datastore.load` raise."""
+        given = self.verify_costs
+        if self.nodes < 1 or (given is not None and len(given) < 2):
+            raise ConfigError(
+                f"drafter.nodes={self.nodes} must be 1 or more, and drafter.verify_costs="
+                f"{self.verify_costs} must say what 1 token costs and what 2 do, at least."
+            )
+        reference = None if self.reference is None else datastore.load(self.reference, lm)
+        costs = None
+        if given is not None:
+            costs = Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace)
+        return Hybrid(
+            lm,
+            trained,
+            self.steps,
+            self.threshold,
+            heads[0],
+            odds=self._counted_or_assumed(),
+            costs=costs,
+            pace=self.pace,
+            nodes=self.nodes,
+            reference=reference,
+        )
+
+    def counted(self) -> Odds | None:
+        """The odds that were counted for the adapter; None where none were."""
+        if self._untrained() is not None:
+            return None
+        folder = adapter_files.find(self.adapter, (odds.FILE,))
+        return odds.read(folder, adapter_files.weights_hash(self.adapter))
+
+    def _counted_or_assumed(self) -> Odds:
+        if (found := self.counted()) is not None:
+            return found
+        log.warning(
+            "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: python "
+            "scripts/calibrate.py model=... 'drafter.adapter=\"%s\"'",
+            *(self.adapter, odds.FILE, self.adapter),
+        )
+        return odds.assumed()
+
+    def settings(self) -> dict[str, Any]:
+        counted = self.counted()
+        known = super().settings() | {"odds": counted and odds.fingerprint(counted)}
+        if self.reference is not None:
+            known["fingerprint"] = datastore.fingerprint(self.reference)
+        return known
+
+
+def verify_curve(costs: Sequence[float], nodes: int) -> list[float]:
+    """Of verifying 0 to `nodes` nodes beside the root, by straight lines between known widths.
+
+    Args:
+        costs: of 1, 2, 4, 8, ... tokens, two of them or more.
+    """
+    known = [(2**i, cost) for i, cost in enumerate(costs)]
+    curve = []
+    for width in range(1, nodes + 2):
+        parts = [part for part in pairwise(known) if part[0][0] <= width]
+        (low, below), (high, above) = parts[-1]
+        curve.append(below + (above - below) * (width - low) / (high - low))
+    return curve
+
+
+class Lookup:
+    """What followed the end of a growing text where it stood before.
+
+    Args:
+        text: grows elsewhere.
+        reference: searched for longer matches.
+    """
+
+    def __init__(self, text: list[int], reference: Datastore | None = None):
+        self.text, self.reference = text, reference
+        self.automaton = SuffixAutomaton(text)
+
+    def find(self, count: int) -> tuple[int, list[int]]:
+        """How long the match is, and at most `count` tokens that followed it; 0 and none where
+        there is no match."""
+        self.automaton.extend(self.text[len(self.automaton.tokens) :])
+        length, _ = self.automaton.match
+        if self.reference is not None and length < REFERENCE_SPAN:
+            span, places = self.reference.longest(self.text, REFERENCE_SPAN, length + 1)
+            if places:
+                # places lie in the order of what follows: what follows at most of them is in the
+                # middle
+                middle = places[len(places) // 2]
+                start = int(self.reference.suffixes_L[middle]) + span
+                return span, self.reference.after(start, count)
+        return length, self.automaton.continuation(count)
+
+
+class Hybrid(LayerChain):
+    """Verifies what the lookup found, the chain from the same root, and the next best choices for
+    its first token, as far as they are worth their place.
+
+    Where the lookup is nearly sure, nothing is drafted.
+
+    Args:
+        costs: of at least `nodes` nodes; None is measured, as `HybridConfig.verify_costs` says.
+        pace: as of `HybridConfig`, for costs that are measured.
+        nodes: at most this many, the root aside.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        adapter: Layer,
+        steps: int = 6,
+        threshold: float = 0.0,
+        head: DraftHead | None = None,
+        *,
+        odds: Odds,
+        costs: Costs | None = None,
+        pace: float = 1.5,
+        nodes: int = 15,
+        reference: Datastore | None = None,
+    ):
+        super().__init__(lm, adapter, steps, threshold, head)
+        self.odds, self.nodes, self.reference, self.pace = odds, nodes, reference, pace
+        self.measures = costs is None
+        self.costs = costs or self._costs(verify_curve(OF_A_CPU, nodes))
+        self.max_nodes = max(nodes, steps)
+        self.lookups: list[Lookup] = []
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.lookups = [Lookup(text, self.reference) for text in batch.texts]
+
+    def _costs(self, verify: Sequence[float]) -> Costs:
+        return Costs(verify, self.draft_cost, self.pace)
+
+    def propose(self, batch: Batch) -> Draft:
+        sources = [
+            None if done else self.looked_up(batch, row)
+            for row, done in enumerate(batch.done_B.tolist())  # one sync
+        ]
+        self._draft_chains(batch, sources)
+        trees = [
+            ([], []) if own is None else tree(self.odds, self.costs, own, self.nodes)
+            for own in sources
+        ]
+        tokens, parents = [own[0] for own in trees], [own[1] for own in trees]
+        chains = all(own == list(range(len(own))) for own in parents)
+        return Draft.listed(batch.last(1), tokens, None if chains else parents)
+
+    @property
+    def native_nodes(self) -> int:
+        return self.steps + self.nodes
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.measures
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        self.read_prompts()
+        if self.measures:
+            self.costs = self._costs(rounds.cost(len(rows), self.nodes))
+        sources = {row: self.looked_up(rounds.batch, row) for row in rows}
+        growing = [row for row, own in sources.items() if self._pays(own)]
+        for step in range(self.steps):
+            if not growing:
+                break
+            rounds.draft(growing, 1, self.threshold)
+            for row in growing:
+                choices = rounds.choices[row].tolist(), rounds.chances[row].tolist()
+                (best, confidence), *further = zip(*choices, strict=True)
+                own = sources[row]
+                own.chain.append(best)
+                own.confidence.append(confidence)
+                own.further += [] if step else further[: self.head.size - 1]
+            growing = [row for row in growing if self._goes_on(sources[row])]
+        for row, own in sources.items():
+            rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes), own.chain)
+
+    def looked_up(self, batch: Batch, row: int) -> Sources:
+        """What the lookup says of a row, up to where its text would end."""
+        text = batch.texts[row]
+        if self.lookups[row].text is not text:  # another prompt has taken the row
+            self.lookups[row] = Lookup(text, self.reference)
+        length, found = self.lookups[row].find(self.nodes)
+        end = next((i for i, token in enumerate(found, 1) if token in batch.ends[row]), None)
+        return Sources(length, found[:end])
+
+    def _draft_chains(self, batch: Batch, sources: Sequence[Sources | None]) -> None:
+        """Add to each row's sources a chain, as long as that pays."""
+        growing = {row: own for row, own in enumerate(sources) if own and self._pays(own)}
+        if not growing:
+            return
+        block = chain_block(self.lm, batch, self.window, self.steps)
+        for step, token in enumerate(self.tokens(batch, block)):
+            told = self._choices(batch, token, 1 if step else min(CHOICES, self.head.size))
+            for row, own in growing.items():
+                (best, confidence), *further = told[row]
+                own.chain.append(best)
+                own.confidence.append(confidence)
+                own.further += further
+            growing = {row: own for row, own in growing.items() if self._goes_on(own)}
+            if not growing:
+                break
+        self.hidden = []  # verification begins at the embeddings
+
+    def _pays(self, sources: Sources) -> bool:
+        return drafting_pays(self.odds, self.costs, sources)
+
+    def _goes_on(self, sources: Sources) -> bool:
+        return sources.confidence[-1] > self.threshold and self._pays(sources)
+
+    def _choices(self, batch: Batch, token: Token, count: int) -> list[list[tuple[int, float]]]:
+        """The best choices for each row's next token, and the probabilities of their ranks, which
+        know nothing of temperature and noise. One sync."""
+        probs_BC = token.logits_BK.float().softmax(-1).topk(count).values
+        ids_BC = token.id_B1
+        if count > 1:
+            positions_B1, logits_B1K = batch.length_B[:, None], token.logits_BK[:, None]
+            ids_BC = self.head.candidates(
+                logits_B1K, positions_B1, batch.sampling, batch.seeds_B, count
+            )[:, 0]
+        both = torch.stack([ids_BC.double(), probs_BC.double()], -1).tolist()
+        return [[(int(best), probability) for best, probability in row] for row in both]

@@ -1,0 +1,249 @@
+"""Rounds in native code, on plain arrays: a draft is one call, a verification is one.
+
+What `Engine.step` does with tensors is done here by `cpp/rounds.h`, on a CPU, for drafters that
+fill in nodes (`NativeDrafter`). The tensors are the definition: they are what runs everywhere else,
+and the tests hold both to the same text.
+
+Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
+not read, D hidden size, S slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from ctypes import Structure, byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kangaroo import native
+from kangaroo.batch import Batch
+from kangaroo.clock import running
+from kangaroo.costs import measured
+from kangaroo.model import LM
+from kangaroo.sampling import Rule, Sampling
+
+UNREAD = 64  # states of committed tokens that wait for the drafting layer
+PACE = 1.25  # tokens that the time of a vanilla step has to gain, in a batch
+PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
+
+
+class NativeDrafter(ABC):
+    """A drafter that can draft in native rounds.
+
+    Attributes:
+        max_nodes: as of every drafter.
+    """
+
+    max_nodes: int
+
+    @property
+    def native_exit(self) -> int:
+        """Verification shares the states of the layers below this one; 0 is none."""
+        return 0
+
+    def is_native(self) -> bool:
+        """Whether it can, with its settings and its parts."""
+        return True
+
+    @property
+    def native_nodes(self) -> int:
+        """The most places that its nodes take in a round."""
+        return self.max_nodes
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether it asks for costs even where a text is decoded alone."""
+        return False
+
+    def native_drafting(self) -> Structure | None:
+        """The layer that drafts, once its cache is there; None for a drafter that has none."""
+        return None
+
+    @abstractmethod
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        """Add nodes below the pending tokens of these rows."""
+
+
+class Rounds:
+    """The rounds of one batch.
+
+    Attributes:
+        count: nodes of each row, `[B]`; 0 for one that takes no part.
+        token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
+        choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
+        chances: the probabilities of as many likeliest tokens, before temperature and noise.
+    """
+
+    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch):
+        self.lm, self.batch, self.drafter = lm, batch, drafter
+        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
+        size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
+        unread = UNREAD + 2 * capacity
+        self.base, self.seed, self.count, self.asking = np.zeros((4, size), np.int64)
+        self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
+        of_nodes = np.zeros((5, size, capacity), np.int64)
+        self.token, self.parent, self.place, self.has_state, self.written = of_nodes
+        self.choices = np.zeros((size, native.CHOICES), np.int64)
+        self.chances = np.zeros((size, native.CHOICES), np.float32)
+        self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
+        self.unread_BUD = torch.zeros(size, unread, hidden, dtype=lm.dtype)
+        self.texts: list[list[int] | None] = [None] * size
+        arrays = """
+            base seed count asking end token parent place has_state choices chances unread accepted
+            written
+        """
+        rows = native.NativeRows(
+            batch=size,
+            capacity=capacity,
+            hidden=hidden,
+            most_unread=unread,
+            exit=drafter.native_exit,
+            temperature=batch.sampling.temperature,
+            states=self.states_BND.data_ptr(),
+            unread_states=self.unread_BUD.data_ptr(),
+            **{name: getattr(self, name).ctypes.data for name in arrays.split()},
+        )
+        target, self.held = native_target(lm, batch)
+        drafting = drafter.native_drafting()
+        if drafter.needs_costs or (size > 1 and drafter.max_nodes):
+            measured(lm)  # now, since it may take a second
+        self.pointers = byref(target), drafting and byref(drafting), byref(rows)
+        library = lm.acceleration.library
+        assert library is not None
+        self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
+        self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
+
+    @staticmethod
+    def can_run(lm: LM, drafter: object, sampling: Sampling) -> bool:
+        """Whether a batch is decoded here. Filters of sampled tokens, and acceptance by rejection,
+        are left to the tensors.
+        """
+        plain = sampling.top_k == 0 and sampling.top_p == 1 and sampling.rule is Rule.match
+        return (
+            lm.native_layers is not None
+            and isinstance(drafter, NativeDrafter)
+            and drafter.is_native()
+            and (sampling.greedy or plain)
+        )
+
+    def step(self) -> tuple[list[tuple[list[int], int, int]], float, float]:
+        """What each row wrote, how many of these tokens were drafted, and how many nodes there
+        were; and the seconds that drafting and verification took.
+        """
+        batch, started = self.batch, running()
+        active = [row for row, done in enumerate(batch.done) if not done]
+        self._begin(active)
+        self.drafter.fill(self, active)
+        drafted = running()
+        self._verify(*self.pointers)
+        verified = running()
+        wrote: list[tuple[list[int], int, int]] = [([], 0, 0)] * batch.size
+        for row in active:
+            accepted = int(self.accepted[row])
+            tokens = batch.cut(row, self.written[row, : accepted + 1].tolist())
+            batch.append(row, tokens)
+            self.first_tried += self.count[row] > 1
+            self.first_right += accepted > 0
+            wrote[row] = tokens, min(accepted, len(tokens)), int(self.count[row]) - 1
+        return wrote, drafted - started, verified - drafted
+
+    def _begin(self, active: list[int]) -> None:
+        """The pending token of each row is its only node."""
+        self.count[:] = self.end[:] = 0
+        for row in active:
+            text = self.batch.texts[row]
+            if text is not self.texts[row]:  # another prompt has taken the row
+                self.texts[row] = text
+                self.unread[row], self.seed[row] = 0, self.batch.seeds[row]
+            self.base[row], self.token[row, 0] = len(text) - 1, text[-1]
+            self.count[row], self.has_state[row, 0] = 1, 0
+
+    def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Nodes below the pending token of a row that has no others.
+
+        Args:
+            parents: as `Draft.listed` takes them; None is a chain.
+        """
+        end = 1 + len(tokens)
+        self.token[row, 1:end] = tokens
+        self.parent[row, 1:end] = range(end - 1) if parents is None else parents
+        self.place[row, 1:end] = range(1, end)
+        self.has_state[row, 1:end] = 0
+        self.count[row] = end
+
+    def plant(
+        self, row: int, tokens: Sequence[int], parents: Sequence[int], chain: Sequence[int]
+    ) -> None:
+        """A tree in place of a row's nodes, which were this chain; what of it is in the tree stays
+        where it is.
+        """
+        depths, free = {0: 0}, 1 + len(chain)  # of the tree's nodes that are the chain's
+        known = [1, *self.has_state[row, 1 : 1 + len(chain)].tolist()] if chain else [0]
+        self.add(row, tokens, parents)
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            depth = depths.get(parent, len(chain))
+            if depth < len(chain) and chain[depth] == token:
+                depths[node] = depth + 1
+                self.place[row, node], self.has_state[row, node] = depth + 1, known[depth + 1]
+            else:
+                self.place[row, node] = free
+                free += 1
+
+    def draft(
+        self,
+        rows: Sequence[int],
+        steps: int,
+        threshold: float,
+        least: Sequence[float] | None = None,
+    ) -> None:
+        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
+
+        Args:
+            least: a row's chain of n tokens grows if the product of their probabilities is more
+                than the n-th of these; None is 0 throughout.
+        """
+        if not rows:
+            return
+        self.asking[:] = 0
+        self.asking[list(rows)] = 1
+        limits = np.array(least or [0.0] * steps, np.float32)
+        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+    def cost(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        return measured(self.lm).curve(rows, nodes)
+
+    def least_gain(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
+        """What the first n nodes of a chain have to be worth, as the chance that all are right, for
+        one more to pay, for n from 0 on. One text alone is drafted by the drafter's own rule.
+
+        Args:
+            rows: that take part.
+            drafting: the time of a token of the chain, in vanilla steps.
+        """
+        if rows <= 1:
+            return [0.0] * nodes
+        costs = self.cost(rows, nodes)
+        right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
+        return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
+
+
+def native_target(lm: LM, batch: Batch) -> tuple[Structure, tuple[Tensor, ...]]:
+    """The target for native code, and what has to be kept as long as it is used."""
+    stack, head = lm.native_layers, lm.native_head
+    assert stack is not None and head is not None
+    lm.rope_within(batch.n_slots, torch.zeros(1, 1, dtype=torch.long))
+    assert lm.rope_table is not None
+    cos_SC, sin_SC = lm.rope_table
+    target = native.NativeTarget(
+        sizes=lm.sizes().native(),
+        stack=stack.native(batch.cache, range(lm.n_layers)),
+        head=head.native(lm.hf.model.norm.weight),
+        embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
+        cos=cos_SC.data_ptr(),
+        sin=sin_SC.data_ptr(),
+    )
+    return target, lm.rope_table

@@ -1,0 +1,197 @@
+"""What the hybrid drafts, in every round, from the text alone; and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import adapter_for, admit_text, tiny
+from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
+from test_engine import Syncs
+from test_suffix import found
+
+from kangaroo.drafters.datastore import index, save
+from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
+from kangaroo.drafters.odds import assumed
+from kangaroo.engine import Engine, Request
+from kangaroo.errors import ConfigError, DataError
+from kangaroo.sampling import Rule, Sampling, candidates
+
+NODES, STEPS = 6, 3
+ODDS = assumed()
+SURE = replace(ODDS, adds=[0.45, *[0.0] * 7])  # where the text matches, nothing is drafted
+COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+SAMPLED = SAMPLINGS["sampled"]
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return case_of("llama", "sampled")
+
+
+@torch.no_grad()
+def choices_without_cache(
+    case: Case, text: list[int], sampling: Sampling, seed: int
+) -> list[tuple[int, float]]:
+    """The adapter's three best choices after `text`, by a whole forward."""
+    length = len(text)
+    block = case.lm.chunk(0, length, row=0, n_slots=length)
+    x_1TD = case.lm.embed(torch.tensor([text]))
+    f_1TD, _ = case.lm.run(x_1TD, None, block, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block, None)[:, -1:])
+    at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+    ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
+    return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))
+
+
+def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, seed) -> Sources:
+    length, _ = found(text)
+    lookup = Lookup(text).automaton.continuation(NODES)
+    sources = Sources(length, lookup)
+    while len(sources.chain) < STEPS and drafting_pays(drafter.odds, COSTS, sources):
+        best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
+        sources.further = sources.further or further
+        sources.chain.append(best[0])
+        sources.confidence.append(best[1])
+        if best[1] <= drafter.threshold:
+            break
+    return sources
+
+
+@pytest.mark.parametrize("odds", [ODDS, SURE], ids=["drafts", "drafts where nothing matches"])
+@pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
+    monkeypatch, sampling, rows, threshold, odds
+):
+    """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
+    case = case_of("llama", "sampled" if sampling is SAMPLED else "greedy")
+    drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, odds=odds, costs=COSTS, nodes=NODES)
+    propose, drafted = drafter.propose, []
+
+    def check(batch):
+        draft = propose(batch)
+        parents_BN = draft.tree.parents_BN.expand_as(draft.tokens_BN)
+        for row in range(batch.size):
+            valid_N = draft.valid_BN[row]
+            if batch.done_B[row]:
+                assert valid_N.sum() == 1
+                continue
+            seed = int(batch.seeds_B[row])
+            sources = expected_sources(case, drafter, batch.texts[row], sampling, seed)
+            tokens, parents = tree(odds, COSTS, sources, NODES)
+            assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
+            assert parents_BN[row, valid_N][1:].tolist() == parents
+            drafted.append(len(sources.chain))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    # rounds with and without drafting lie behind later drafts, and accepted paths of all lengths
+    assert len(set(drafted)) > 2 and (0 in drafted) == (odds is SURE)
+    assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
+
+
+def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
+    drafter = Hybrid(case.lm, case.adapter, odds=SURE, costs=COSTS, nodes=NODES)
+    engine = Engine(case.lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
+
+    def fail(*_):
+        raise AssertionError("it drafted")
+
+    monkeypatch.setattr(drafter, "tokens", fail)
+    (record,) = engine.step(batch)
+    assert record.drafted == NODES
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
+    monkeypatch, rows
+):
+    lm = tiny()
+    drafter = Hybrid(lm, adapter_for(lm), STEPS, odds=ODDS, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, SAMPLED)
+    for row in range(rows):
+        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            draft = drafter.propose(batch)
+        monkeypatch.undo()
+        drafted = syncs.total - 1
+        assert 1 <= drafted <= STEPS and syncs.seen["tolist"] == syncs.total
+        monkeypatch.setattr(drafter, "propose", lambda batch, draft=draft: draft)
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1
+
+
+def test_a_draft_ends_with_what_ends_the_text():
+    lm = tiny("llama", eos_token_id=5)
+    case = Case(lm, case_of("llama", "greedy").adapter, [])
+    drafter = Hybrid(lm, case.adapter, odds=SURE, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
+        batch = engine.open(1, 60, Sampling())
+        admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
+        assert drafter.looked_up(batch, 0).lookup == expected
+
+
+def test_a_chain_stays_a_chain():
+    """Whose slots need no moving, and which is exact in bfloat16 too."""
+    case = case_of("llama", "greedy")
+    sure = replace(ODDS, lookup=[0.9] * 7, adds=[0.0] * 8)
+    engine = Engine(case.lm, Hybrid(case.lm, case.adapter, odds=sure, costs=COSTS, nodes=NODES))
+    batch = engine.open(2, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 1])
+    admit_text(engine, batch, 1, [1, 2, 3, 4])
+    draft = engine.drafter.propose(batch)
+    assert draft.tree.is_chain and draft.valid_BN.sum(1).tolist() == [1 + NODES, 1]
+
+
+def test_a_reference_is_asked_for_longer_matches_alone():
+    store = index([[7, 1, 2, 3, 50, 51], [9, 3, 60], [8, 1, 2, 3, 50, 52]], 64)
+    text = [3, 40, 1, 2, 3]
+    lookup = Lookup(text, store)
+    length, tokens = lookup.find(3)
+    assert length == 3 and tokens[0] == 50 and len(tokens) == 2  # to the end of the document
+    text += [40, 1, 2, 3]
+    assert lookup.find(3) == (5, [40, 1, 2])  # the text itself has a longer one
+    assert Lookup([3, 40, 1, 2, 3]).find(3) == (1, [40, 1, 2])
+
+
+def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
+    drafter = Hybrid(case.lm, case.adapter, odds=ODDS, costs=COSTS, nodes=NODES)
+    sampling = Sampling(temperature=0.8, rule=Rule.rejection)
+    with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
+        Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
+
+
+def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
+    config = HybridConfig(adapter="untrained:2")
+    assert config.build(case.lm).max_nodes == 15
+    assert config.settings()["odds"] is None
+    with pytest.raises(ConfigError, match=r"nodes=0"):
+        replace(config, nodes=0).build(case.lm)
+    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\]"):
+        replace(config, verify_costs=[1.0]).build(case.lm)
+    with pytest.raises(DataError, match="no datastore"):
+        replace(config, reference=str(tmp_path)).build(case.lm)
+
+
+def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(case, tmp_path):
+    configs = []
+    for name, token in ("a", 4), ("b", 5):
+        save(index([[1, 2, 3, token]], 64), case.lm, tmp_path / name, {})
+        configs.append(HybridConfig(adapter="untrained:2", reference=str(tmp_path / name)))
+    drafter = configs[0].build(case.lm)
+    assert Lookup([7, 2, 3], drafter.reference).find(2) == (2, [4])
+    first, second = (config.settings()["fingerprint"] for config in configs)
+    assert first != second
