@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # The fastest drafter, shown beside Kangaroo and vanilla.
-FASTEST = cascade
+FASTEST = hybrid
 demo: setup  ## decode the demo questions with each method and compare the speeds
 	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo \
 	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo max_new_tokens=40 hf_every=16 warmup=1 \

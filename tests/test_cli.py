@@ -345,7 +345,7 @@ def test_any_two_drafters_make_a_cascade():
 
 
 @pytest.mark.parametrize(
-    "command, there", [("evaluate", []), ("speed", ["cascade", "prompt_lookup"])]
+    "command, there", [("evaluate", []), ("speed", ["cascade", "prompt_lookup", "hybrid"])]
 )
 def test_further_drafters_stand_beside_the_first(command, there):
     assert list(composed(command).more) == there

@@ -37,7 +37,7 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=16 speed.context_tokens=16 speed.phase_context=40 speed.batches=[1,2] "
+    "speed.new_tokens=20 speed.context_tokens=20 speed.phase_context=40 speed.batches=[1,2] "
     "speed.bandwidth_megabytes=16"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
@@ -54,7 +54,7 @@ APPENDED = {
     "evaluate.py bench=spec_bench question_every=20": f"model=tiny {FEW}",
     "evaluate.py model.dtype=float32 sampling.temperature=0.8 seed=3": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo,medusa,prompt_lookup": f"model=tiny {FEW}",
-    "evaluate.py drafter=kangaroo +drafter@more.cascade=cascade hf_every=8": f"model=tiny {FEW}",
+    "evaluate.py drafter=kangaroo +drafter@more.hybrid=hybrid hf_every=8": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",

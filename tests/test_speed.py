@@ -27,6 +27,7 @@ from kangaroo.benchmark.speed import (
     summarise,
     typical,
 )
+from kangaroo.benchmark.speed_batches import throughput
 from kangaroo.benchmark.speed_trials import (
     Trial,
     long_prompt,
@@ -259,12 +260,29 @@ def test_settings_that_leave_nothing_to_measure_are_refused(wrong):
         fitting_contexts(lm, [Kangaroo(lm, adapter_for(lm), steps=6)], SpeedConfig(**wrong))
 
 
-def test_a_text_is_longer_than_the_first_round_of_any_drafter():
+def test_a_text_is_longer_than_the_longest_round_of_any_drafter():
     lm = tiny()
     drafters = [Vanilla(), Kangaroo(lm, adapter_for(lm), steps=6), PromptLookup(num_pred_tokens=9)]
     assert fitting_contexts(lm, drafters[:2], SpeedConfig(contexts=[32], context_tokens=8)) == [32]
     with pytest.raises(ConfigError, match="must be 11 or more"):
         fitting_contexts(lm, drafters, SpeedConfig(contexts=[32], context_tokens=8))
+
+
+def test_throughput_makes_as_many_steps_as_its_texts_need(monkeypatch):
+    """The prefill gives the first token of each; a step without a row that decodes is none."""
+    lm = tiny().compile_for_decoding()
+    steps, step = [], Engine.step
+
+    def counted(engine, batch):
+        assert not all(batch.done)
+        steps.append(batch.size)
+        return step(engine, batch)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    rows = throughput(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0), random_prompts(9, 12), 8, [1, 2])
+    assert [row["batch"] for row in rows] == [1, 2] and all(row["ratio"] > 0 for row in rows)
+    vanilla = 2 * (8 - 1)  # two texts a row
+    assert vanilla < steps.count(1) <= 2 * vanilla and vanilla < steps.count(2) <= 2 * vanilla
 
 
 def test_another_drafter_is_refused():

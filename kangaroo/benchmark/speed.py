@@ -156,11 +156,11 @@ def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -
     if min(config.prompts, config.repeats) < 1:
         raise ConfigError("speed.prompts and speed.repeats must be 1 or more.")
     widest = max(drafter.max_nodes for drafter in drafters)
-    least = widest + 2  # one more than the first round can write
+    least = widest + 2
     if min(config.new_tokens, config.context_tokens) < least:
         raise ConfigError(
-            f"speed.new_tokens and speed.context_tokens must be {least} or more, since the first "
-            f"round, which is timed apart, can write {least - 1} tokens."
+            f"speed.new_tokens and speed.context_tokens must be {least} or more: the first token "
+            f"is timed with the prompt, and a round can write {widest + 1}."
         )
     fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     for length in sorted(set(config.contexts) - set(fitting)):
