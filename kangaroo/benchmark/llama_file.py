@@ -33,7 +33,7 @@ def check_installed() -> None:
     missing = [name for name in ("gguf", "xllamacpp") if find_spec(name) is None]
     if missing:
         raise MissingPackage(
-            f"{' and '.join(missing)} not installed, of which llama.cpp is run: "
+            f"llama.cpp needs {' and '.join(missing)}, which the extra brings: "
             'pip install "kangaroo[benchmark]".'
         )
 
