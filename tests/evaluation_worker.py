@@ -10,7 +10,7 @@ import torch
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.run import EvaluateConfig, evaluate
+from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
 from kangaroo.model import LM
 from kangaroo.models import byte_tokenizer, random_model
 from kangaroo.ranks import join
@@ -27,16 +27,16 @@ def evaluate_tiny(output, bench_file, lm=None, drafter=None, ranks=None, **chang
     """Kangaroo on a random six-layer model over bytes, in float32."""
     lm = lm or tiny_lm()
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
-    return evaluate(
+    drafter = drafter or Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2)
+    (summary,) = evaluate(
         lm,
         byte_tokenizer(),
-        drafter or Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2),
+        [Contestant("kangaroo", drafter, {"drafter": {"steps": 3}})],
         EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings),
         model_name="tiny",
-        drafter_name="kangaroo",
-        settings={"drafter": {"steps": 3}},
         ranks=ranks,
     )
+    return summary
 
 
 if __name__ == "__main__":

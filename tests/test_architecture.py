@@ -120,7 +120,7 @@ def test_each_outside_library_has_its_place():
     assert users("hydra") | users("omegaconf") <= HYDRA_USERS
 
 
-@pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb"])
+@pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb", "xllamacpp"])
 def test_optional_libraries_are_imported_where_they_are_used(library):
     """At the top of a module they would be needed by everybody who imports it."""
     for name in users(library):

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from kangaroo import __main__, cli
 from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.model import LM
@@ -341,6 +342,21 @@ def test_any_two_drafters_make_a_cascade():
     sweep = composed("evaluate", *asked).hydra.sweep
     assert sweep.dir.endswith("compare-demo")
     assert sweep.subdir == "cascade,first=rest,second=medusa"
+
+
+@pytest.mark.parametrize(
+    "command, there", [("evaluate", []), ("speed", ["cascade", "prompt_lookup", "hybrid"])]
+)
+def test_further_drafters_stand_beside_the_first(command, there):
+    assert list(composed(command).more) == there
+    config = composed(command, "+drafter@more.mine=kangaroo", "more.mine.steps=3")
+    mine = OmegaConf.to_object(config.more)["mine"]
+    assert isinstance(mine, KangarooConfig) and mine.steps == 3
+    assert mine.adapter == "adapters/smollm2-135m" and list(config.more) == [*there, "mine"]
+    for name in there:
+        assert name not in composed(command, f"~drafter@more.{name}").more
+    nested = composed(command, "+drafter@more.both=cascade").more.both
+    assert nested.first.num_pred_tokens == 5 and nested.second.adapter == "adapters/smollm2-135m"
 
 
 def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():

@@ -140,11 +140,24 @@ def test_the_terminals_table_fits_80_columns(sweep):
     found = comparison.compare(sweep)
     for method in found["methods"]:
         method["overall"] |= {"speedup": 12.5, "hf_speedup": 12.5}
-        method["drafter_cost"] |= {"parameters": 885_888, "bytes": 123_456_789}
+        method["drafter_cost"]["bytes"] = 123_456_789
     text = io.StringIO()
     Console(width=80, file=text).print(comparison.terminal_table(found))
     assert max(map(len, text.getvalue().splitlines())) <= 80
-    assert "…" not in text.getvalue() and "886k" in text.getvalue() and "123MB" in text.getvalue()
+    assert "…" not in text.getvalue() and "123MB" in text.getvalue()
+
+
+def test_names_of_drafters_are_not_folded_in_the_terminal(tmp_path):
+    names = ["kangaroo", "prompt_lookup", "transformers", "vanilla"]
+    for name in names:
+        finish(tmp_path, name)
+    found, text = comparison.compare(tmp_path), io.StringIO()
+    for method in found["methods"]:
+        method["overall"] |= {"speedup": 1.25, "hf_speedup": 12.5, "tokens_per_second": 123.4}
+        method["lossless"] |= {"turns": 82, "identical": 82}
+        method["drafter_cost"]["bytes"] = 4_560_000
+    Console(width=80, file=text).print(comparison.terminal_table(found))
+    assert all(f"{name} " in text.getvalue() for name in names)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_forks_are_listed_by_question_and_turn():
     assert found["lossless"] == {
         "turns": 2,
         "identical": 1,
+        "hf_turns": 0,
         "hf_identical": None,
         "forks": [{"question_id": 4, "turn": 0, "position": 3, "gap": 0.125, "label": "near-tie"}],
     }

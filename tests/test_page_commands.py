@@ -37,7 +37,7 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=8 speed.context_tokens=8 speed.phase_context=40 speed.batches=[1,2] "
+    "speed.new_tokens=20 speed.context_tokens=20 speed.phase_context=40 speed.batches=[1,2] "
     "speed.bandwidth_megabytes=16"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
@@ -54,6 +54,7 @@ APPENDED = {
     "evaluate.py bench=spec_bench question_every=20": f"model=tiny {FEW}",
     "evaluate.py model.dtype=float32 sampling.temperature=0.8 seed=3": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo,medusa,prompt_lookup": f"model=tiny {FEW}",
+    "evaluate.py drafter=kangaroo +drafter@more.hybrid=hybrid hf_every=8": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",
@@ -81,6 +82,12 @@ APPENDED = {
         f"{ONE} {BRIEF} {SHORT}"
     ),
     "scripts/speed.py": f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}",
+    "scripts/speed.py +drafter@more.rest=rest": (
+        f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
+    ),
+    "scripts/speed.py ~drafter@more.cascade": (
+        f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
+    ),
     "scripts/speed.py model=smollm2-135m": (
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
@@ -215,7 +222,7 @@ def test_a_line_of_the_pages_runs(line, request, tmp_path):
 @pytest.mark.parametrize(
     "target, options, shown",
     [
-        ("demo", "question_end=1 warmup=1 max_new_tokens=8 output={here}", "are vanilla's token"),
+        ("demo", "question_end=1 warmup=1 max_new_tokens=8 output={here}", "methods compared"),
         ("chat", "chat.max_new_tokens=8", "an empty"),
         ("train", f"model=tiny {ONE} {BRIEF} {SHORT} output={{here}} data.path={{here}}/data", ""),
     ],

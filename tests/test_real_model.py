@@ -17,7 +17,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.run import EvaluateConfig, evaluate
+from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.sampling import Sampling
@@ -167,9 +167,9 @@ def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
     """And Kangaroo, one text at a time: the evaluation itself, in float32."""
     lm, tokenizer = target
     config = EvaluateConfig(output=str(tmp_path), warmup=0, max_new_tokens=32)
-    drafter = KangarooConfig(adapter=ADAPTER).build(lm)
-    names = {"model_name": "smollm2-135m", "drafter_name": "kangaroo"}
-    result = evaluate(lm, tokenizer, drafter, config, **names)["lossless"]
+    contestant = Contestant("kangaroo", KangarooConfig(adapter=ADAPTER).build(lm))
+    (summary,) = evaluate(lm, tokenizer, [contestant], config, model_name="smollm2-135m")
+    result = summary["lossless"]
     assert result["turns"] == result["identical"] == result["hf_identical"] == 82
 
 

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,13 +18,16 @@ from kangaroo.benchmark import speed_report
 from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
 from kangaroo.benchmark.speed import (
     SpeedConfig,
+    equal_texts,
     fitting_contexts,
     measure,
     past_eos,
     speedup,
+    speedups_of,
     summarise,
     typical,
 )
+from kangaroo.benchmark.speed_batches import throughput
 from kangaroo.benchmark.speed_trials import (
     Trial,
     long_prompt,
@@ -33,6 +37,7 @@ from kangaroo.benchmark.speed_trials import (
     timed_generate,
 )
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
@@ -234,7 +239,7 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
     lm = tiny()  # 512 positions
     config = SpeedConfig(contexts=[128, 488, 489], context_tokens=24)
     with caplog.at_level(logging.WARNING):
-        assert fitting_contexts(lm, Kangaroo(lm, adapter_for(lm)), config) == [128, 488]
+        assert fitting_contexts(lm, [Kangaroo(lm, adapter_for(lm))], config) == [128, 488]
     assert "489" in caplog.text and "488 " not in caplog.text
 
 
@@ -252,7 +257,32 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
 def test_settings_that_leave_nothing_to_measure_are_refused(wrong):
     lm = tiny()
     with pytest.raises(ConfigError, match=r"speed\."):
-        fitting_contexts(lm, Kangaroo(lm, adapter_for(lm), steps=6), SpeedConfig(**wrong))
+        fitting_contexts(lm, [Kangaroo(lm, adapter_for(lm), steps=6)], SpeedConfig(**wrong))
+
+
+def test_a_text_is_longer_than_the_longest_round_of_any_drafter():
+    lm = tiny()
+    drafters = [Vanilla(), Kangaroo(lm, adapter_for(lm), steps=6), PromptLookup(num_pred_tokens=9)]
+    assert fitting_contexts(lm, drafters[:2], SpeedConfig(contexts=[32], context_tokens=8)) == [32]
+    with pytest.raises(ConfigError, match="must be 11 or more"):
+        fitting_contexts(lm, drafters, SpeedConfig(contexts=[32], context_tokens=8))
+
+
+def test_throughput_makes_as_many_steps_as_its_texts_need(monkeypatch):
+    """The prefill gives the first token of each; a step without a row that decodes is none."""
+    lm = tiny().compile_for_decoding()
+    steps, step = [], Engine.step
+
+    def counted(engine, batch):
+        assert not all(batch.done)
+        steps.append(batch.size)
+        return step(engine, batch)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    rows = throughput(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0), random_prompts(9, 12), 8, [1, 2])
+    assert [row["batch"] for row in rows] == [1, 2] and all(row["ratio"] > 0 for row in rows)
+    vanilla = 2 * (8 - 1)  # two texts a row
+    assert vanilla < steps.count(1) <= 2 * vanilla and vanilla < steps.count(2) <= 2 * vanilla
 
 
 def test_another_drafter_is_refused():
@@ -260,23 +290,64 @@ def test_another_drafter_is_refused():
         measure(tiny(), byte_tokenizer(), Vanilla(), SpeedConfig())
 
 
-def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
+def test_a_further_drafter_cannot_have_the_name_of_another_method():
+    lm = tiny()
+    drafter = Kangaroo(lm, adapter_for(lm))
+    with pytest.raises(ConfigError, match=r"more\.hf: that name is taken"):
+        measure(lm, byte_tokenizer(), drafter, SpeedConfig(), {"hf": Vanilla()})
+
+
+def test_each_of_ours_is_compared_with_all_others_and_with_those_of_ours_before_it():
+    names = ["hf", "vanilla", "kangaroo", "hybrid", "llama_bf16"]
+    trials = [trial(name, seconds=n + 1.0) for n, name in enumerate(names)]
+    found = speedups_of(trials, names, ["vanilla", "kangaroo", "hybrid"])
+    assert {pair: round(one["speedup"], 2) for pair, one in found.items()} == {
+        "vanilla/hf": 0.5,
+        "vanilla/llama_bf16": 2.5,
+        "kangaroo/hf": 0.33,
+        "kangaroo/llama_bf16": 1.67,
+        "kangaroo/vanilla": 0.67,
+        "hybrid/hf": 0.25,
+        "hybrid/llama_bf16": 1.25,
+        "hybrid/vanilla": 0.5,
+        "hybrid/kangaroo": 0.75,
+    }
+
+
+def test_texts_are_compared_up_to_vanillas_first_eos():
+    texts = {"vanilla": [5, 9, 6], "after": [5, 7, 7], "before": [4, 9, 6]}
+    trials = [trial(name, tokens=text) for name, text in texts.items()]
+    assert equal_texts(trials, {9}) == {"vanilla": 1, "after": 1, "before": 0}
+    assert equal_texts(trials, {1}) == {"vanilla": 1, "after": 0, "before": 0}
+
+
+def test_the_whole_benchmark_on_a_tiny_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
     config = SpeedConfig(prompts=2, new_tokens=8, repeats=1, phase_context=40)
     config.contexts, config.context_tokens = [32, 96], 6
     config.batches, config.bandwidth_megabytes = [1, 3], 1
-    result = measure(lm, byte_tokenizer(), Kangaroo(lm, adapter_for(lm), 3, 0.0), config)
+    drafter, more = (
+        Kangaroo(lm, adapter_for(lm), 3, 0.0),
+        {"lookup": PromptLookup(num_pred_tokens=3)},
+    )
+    result = measure(lm, byte_tokenizer(), drafter, config, more)
     console = Console(width=200, record=True)
     speed_report.write(result, tmp_path, console)
 
     assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
     rivals = ["hf_lookup", "hf_early_exit", "hf_truncated", "hf_assistant"]
-    assert list(result["methods"]) == ["hf", "vanilla", "kangaroo", *rivals]
-    assert len(result["trials"]) == 7 * 2 + 3 * 2
+    llama = ["llama_f32", "llama_ngram", "llama_q4_1"]
+    there = [name for name in llama if name not in result["skipped"]]
+    assert there == (llama[:2] if find_spec("xllamacpp") else [])
+    assert set(result["methods"]) == {"hf", *result["ours"], *rivals, *there}
+    assert result["ours"] == ["vanilla", "kangaroo", "lookup"]
+    methods = len(result["methods"])
+    assert len(result["trials"]) == methods * 2 + 3 * 2
     assert all(sum(n for n, _ in t["rounds"]) < 8 for t in result["trials"])
     assert [c["context"] for c in result["contexts"]] == [32, 96]
     assert result["contexts"][1]["kv_bytes"] == lm.n_layers * KV * 96
-    assert set(result["equal_texts"].values()) == {2} and len(result["equal_texts"]) == 7
+    assert result["equal_texts"] == dict.fromkeys(result["methods"], 2)
     assert [b["batch"] for b in result["batches"]] == [1, 3]
     for step in result["phases"]["steps"].values():
         assert sum(step["phases"].values()) == pytest.approx(step["ms"])
@@ -284,6 +355,10 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     assert result["provenance"]["versions"]["torch"] == version("torch")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
+    assert (
+        "Texts that are vanilla's up to its first EOS, of 2: hf 2, vanilla 2, Kangaroo 2" in saved
+    )
+    assert "llama_q4_1 skipped: " in shown and "llama_q4_1 skipped: " in saved
     for title, rows in speed_report.sheets(result).items():
         assert all(list(row) == list(rows[0]) for row in rows)
         for words in (title, *rows[0], *rows[-1].values()):

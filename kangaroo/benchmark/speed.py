@@ -1,4 +1,4 @@
-"""How fast decoding is: transformers' ways, vanilla and Kangaroo side by side, in one run.
+"""How fast decoding is: vanilla, Kangaroo, other drafters and rivals side by side, in one run.
 
 Everything is greedy, and at batch 1 but for the table of batches. All methods take turns on every
 prompt, so that a machine that slows down slows all of them.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
+from kangaroo.benchmark.llama import llama_rivals
 from kangaroo.benchmark.rivals import rivals
 from kangaroo.benchmark.speed_batches import throughput
 from kangaroo.benchmark.speed_phases import phases
 from kangaroo.benchmark.speed_trials import (
+    Method,
     Trial,
     long_prompt,
     question_prompts,
@@ -49,7 +52,8 @@ class SpeedConfig:
         prompts: this many of them, spread over the tasks.
         new_tokens: written for each.
         repeats: how often every method writes every text.
-        rivals: also measure transformers' own ways to speculate (`rivals.py`).
+        rivals: also measure transformers' own ways to speculate (`rivals.py`), and llama.cpp where
+            the extra `benchmark` is installed (`llama.py`).
         contexts: prompt lengths at which the time a token is measured, in tokens.
         context_tokens: written at each.
         batches: how many rows are decoded at a time, to see where speculation stops paying; each
@@ -144,23 +148,24 @@ def past_eos(trials: Sequence[Trial], eos_ids: Container[int]) -> float:
     return past / sum(map(len, texts))
 
 
-def fitting_contexts(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> list[int]:
+def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -> list[int]:
     """Those of `config.contexts` that the model has room for.
 
     Errors: `ConfigError` for settings that leave nothing to measure.
     """
     if min(config.prompts, config.repeats) < 1:
         raise ConfigError("speed.prompts and speed.repeats must be 1 or more.")
-    least = drafter.max_nodes + 2  # one more than the first round can write
+    widest = max(drafter.max_nodes for drafter in drafters)
+    least = widest + 2
     if min(config.new_tokens, config.context_tokens) < least:
         raise ConfigError(
-            f"speed.new_tokens and speed.context_tokens must be {least} or more, since the first "
-            f"round, which is timed apart, can write {least - 1} tokens."
+            f"speed.new_tokens and speed.context_tokens must be {least} or more: the first token "
+            f"is timed with the prompt, and a round can write {widest + 1}."
         )
     fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     for length in sorted(set(config.contexts) - set(fitting)):
         log.warning("context %d is left out: the model's context is %d", length, lm.context)
-    if config.phase_context + 8 * (drafter.max_nodes + 1) > lm.context:
+    if config.phase_context + 8 * (widest + 1) > lm.context:
         raise ConfigError(
             f"speed.phase_context={config.phase_context} leaves no room for a few rounds in the "
             f"model's context of {lm.context}."
@@ -171,58 +176,92 @@ def fitting_contexts(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> list[int
 
 
 def measure(
-    lm: LM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter | Kangaroo, config: SpeedConfig
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: Drafter | Kangaroo,
+    config: SpeedConfig,
+    more: Mapping[str, Drafter] | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark; `speed_report.write` saves and shows what it returns.
 
     Fields named `ms` are in milliseconds, bandwidths in bytes a second, `reads` in bytes. The
     bandwidth is measured before and after; limits take the higher one.
 
+    Args:
+        drafter: its steps are looked at in detail.
+        more: further drafters that answer the same questions, by name.
+
     Errors: `ConfigError` for another drafter than Kangaroo, and for settings that leave nothing to
     measure.
     """
     if not isinstance(drafter, Kangaroo):
         raise ConfigError(
-            "the speed benchmark sets Kangaroo beside vanilla; pass drafter=kangaroo. "
-            "evaluate.py compares all drafters."
+            "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo, and other "
+            "drafters beside it: +drafter@more.mine=mine."
         )
-    contexts = fitting_contexts(lm, drafter, config)
+    more = more or {}
+    if taken := {"hf", "vanilla", "kangaroo"} & set(more):
+        raise ConfigError(f"more.{min(taken)}: that name is taken; call it otherwise.")
+    ours: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **more}
+    contexts = fitting_contexts(lm, list(ours.values()), config)
     longest = lm.context - config.new_tokens
     prompts, tasks = question_prompts(tokenizer, config.prompts, config.bench, longest)
-    long_prompts = [long_prompt(tokenizer, length) for length in contexts]
-    ours = {
-        "hf": timed_generate(lm),
-        "vanilla": timed_engine(Engine(lm, Vanilla())),
-        "kangaroo": timed_engine(Engine(lm, drafter)),
-    }
-    methods = ours | (rivals(lm, drafter) if config.rivals else {})
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")
-    answers = take_turns(methods, prompts, config.new_tokens, config.repeats, "answers")
-    grown = take_turns(ours, long_prompts, config.context_tokens, config.repeats, "contexts")
+    methods = {"hf": timed_generate(lm)}
+    methods |= {name: timed_engine(Engine(lm, one)) for name, one in ours.items()}
+    answers, skipped = _answers(lm, drafter, methods, prompts, config)
+    core = {name: methods[name] for name in ("hf", "vanilla", "kangaroo")}
+    long_prompts = [long_prompt(tokenizer, length) for length in contexts]
+    grown = take_turns(core, long_prompts, config.context_tokens, config.repeats, "contexts")
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     step = phases(lm, drafter, long_prompt(tokenizer, config.phase_context), bandwidth)
     plain, cut = Reads.of(lm), Reads.of(lm, drafter.adapter, drafter.head.size)
-    reads = {name: cut if name == "kangaroo" else plain for name in methods}
+    names = list(dict.fromkeys(trial.method for trial in answers))
+    reads = {name: cut if name == "kangaroo" else plain for name in names}
     return {
         **_about(lm, drafter, config),
         "bandwidth": {"before": before, "after": after, "limit": bandwidth},
         "reads": {"vanilla": asdict(plain), "kangaroo": asdict(cut)},
-        "methods": {m: summarise(typical(answers, m), reads[m], bandwidth) for m in methods},
+        "methods": {m: summarise(typical(answers, m), reads[m], bandwidth) for m in names},
+        "ours": list(ours),
+        "skipped": skipped,
         "tasks": tasks,
-        **_of_pairs(answers, list(methods)),
+        "speedups": speedups_of(answers, names, list(ours)),
+        "equal_texts": equal_texts(answers, lm.eos_ids()),
         "phases": step,
         "batches": throughput(lm, drafter, prompts, config.new_tokens, config.batches),
         "contexts": [
             {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {m: summarise([typical(grown, m)[i]], reads[m], bandwidth) for m in ours}
+            | {m: summarise([typical(grown, m)[i]], reads[m], bandwidth) for m in core}
             for i, length in enumerate(contexts)
         ],
         "share_past_eos": past_eos(answers, lm.eos_ids()),
         "trials": [_plain(trial) for trial in (*answers, *grown)],
         "provenance": provenance(),
     }
+
+
+def _answers(
+    lm: LM,
+    drafter: Kangaroo,
+    methods: dict[str, Method],
+    prompts: Sequence[list[int]],
+    config: SpeedConfig,
+) -> tuple[list[Trial], dict[str, str]]:
+    """All texts of all methods and their rivals, and which rivals are not there, with the reason.
+    llama.cpp's processes end with it.
+    """
+    skipped: dict[str, str] = {}
+    with ExitStack() as processes:
+        if config.rivals:
+            context = max(map(len, prompts)) + config.new_tokens
+            by_llama, skipped = llama_rivals(lm, context, processes)
+            methods = methods | rivals(lm, drafter) | by_llama
+        for name, why in skipped.items():
+            log.warning("%s is skipped: %s", name, why)
+        take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")
+        return take_turns(methods, prompts, config.new_tokens, config.repeats, "answers"), skipped
 
 
 def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
@@ -241,17 +280,28 @@ def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
     }
 
 
-def _of_pairs(answers: Sequence[Trial], methods: Sequence[str]) -> dict[str, Any]:
-    """How much faster one method is than another, and how many texts they have in common."""
+def speedups_of(
+    answers: Sequence[Trial], methods: Sequence[str], ours: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Of each of ours over all that is not ours, and over those of ours that are named before it:
+    by "faster/slower".
+    """
+    others = [name for name in methods if name not in ours]
+    pairs = [(a, b) for i, a in enumerate(ours) for b in (*others, *ours[:i])]
+    return {f"{a}/{b}": speedup(answers, a, b) for a, b in pairs}
+
+
+def equal_texts(answers: Sequence[Trial], eos_ids: Container[int]) -> dict[str, int]:
+    """By method: on how many prompts it wrote what vanilla did, up to vanilla's first EOS. What
+    follows is nobody's answer, and llama.cpp never writes an EOS that it is told to ignore.
+    """
     texts = {(trial.method, trial.prompt): trial.tokens for trial in answers}
-    prompts = sorted({trial.prompt for trial in answers})
-    pairs = [("vanilla", "hf")] + [("kangaroo", name) for name in methods if name != "kangaroo"]
-    return {
-        "speedups": {f"{a}/{b}": speedup(answers, a, b) for a, b in pairs},
-        "equal_texts": {
-            f"{a}/{b}": sum(texts[a, p] == texts[b, p] for p in prompts) for a, b in pairs
-        },
-    }
+    counts = dict.fromkeys((method for method, _ in texts), 0)
+    for (method, prompt), text in texts.items():
+        vanilla = texts["vanilla", prompt]
+        end = next((i for i, token in enumerate(vanilla) if token in eos_ids), len(vanilla))
+        counts[method] += text[:end] == vanilla[:end]
+    return counts
 
 
 def _plain(trial: Trial) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def tokens_per_second(
     while waiting or any(left):
         for row in range(size):
             if not left[row] and waiting:
-                engine.admit(batch, row, waiting.pop())
-                left[row] = new_tokens
+                first = engine.admit(batch, row, waiting.pop())
+                left[row] = new_tokens - len(first.tokens)
         start = now(lm.device)
         records = engine.step(batch)
         took = now(lm.device) - start

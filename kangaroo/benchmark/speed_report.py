@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from rich.console import Console
 
 from kangaroo import tables
 from kangaroo.benchmark.speed_batches import stops_paying
-from kangaroo.evaluation.plots import FAINT, HF, INK, METHOD, VANILLA
-from kangaroo.evaluation.speedup import speedup
+from kangaroo.evaluation.plots import FAINT, FURTHER, HF, INK, METHOD, VANILLA
+from kangaroo.evaluation.speedup import interval, speedup
 from kangaroo.tables import Row, number, share, span
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
@@ -41,8 +42,8 @@ def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
     """All tables, by title."""
     found = {
         "Decoding speed": _speeds(result),
-        "Speedup": _speedups(result),
-        "Speedup by task": _tasks(result),
+        "Speedup of the column over the row, and its 95% interval": _speedups(result),
+        "Speedup over vanilla by task": _tasks(result),
         "A round: one forward of the target": _rounds(result),
         "Phases of a step, ms (and limit)": _phases(result),
         "Verification": _widths(result),
@@ -72,14 +73,14 @@ def _speeds(result: dict[str, Any]) -> list[Row]:
 def _rounds(result: dict[str, Any]) -> list[Row]:
     return [
         {
-            "method": NAMES[name],
+            "method": NAMES.get(name, name),
             "CR": number(m["compression_rate"]),
             "draft tokens": number(m["drafted_per_round"]),
             "draft, ms": number(m["draft_ms_per_round"]),
             "verify, ms": number(m["verify_ms_per_round"]),
             "host, ms": number(m["host_ms_per_round"]),
             "ms/draft token": number(m["ms_per_draft_token"]),
-            "its limit, ms": number(m["limit_ms_per_draft_token"]),
+            "its limit, ms": number(m["limit_ms_per_draft_token"] if name in NAMES else None),
         }
         for name, m in result["methods"].items()
         if m["draft_ms_per_round"] is not None  # generate's rounds cannot be told apart further
@@ -87,35 +88,40 @@ def _rounds(result: dict[str, Any]) -> list[Row]:
 
 
 def _speedups(result: dict[str, Any]) -> list[Row]:
+    """A row for each method that another is compared with, a column for each of ours."""
+    found, ours = result["speedups"], result["ours"]
+    others = [name for name in result["methods"] if name not in ours]
     rows = []
-    for pair, s in result["speedups"].items():
-        faster, slower = pair.split("/")
-        rows.append(
-            {
-                "tokens/s of": f"{NAMES[faster]} / {NAMES.get(slower, slower)}",
-                "speedup": number(s["speedup"]),
-                "95%": span(s["speedup_ci95"]),
-                "range of prompts": span(s["range"]),
-                "same text": f"{result['equal_texts'][pair]} of {len(s['seconds_of_prompt'])}",
-            }
-        )
+    for slower in [*others, *ours[:-1]]:
+        row = {"over": NAMES.get(slower, slower)}
+        for faster in ours:
+            pair = found.get(f"{faster}/{slower}")
+            cell = "-" if pair is None else ratio(pair["speedup"], pair["speedup_ci95"])
+            row[NAMES.get(faster, faster)] = cell
+        rows.append(row)
     return rows
 
 
 def _tasks(result: dict[str, Any]) -> list[Row]:
-    """The speedup of each task, and over the tasks their mean."""
-    rows, found = [], []
+    """Each of our drafters over vanilla; the last row is the mean of the tasks."""
+    drafters = [name for name in result["ours"] if name != "vanilla"]
+    rows: list[Row] = []
+    values: dict[str, list[float]] = {name: [] for name in drafters}
     for task in dict.fromkeys(result["tasks"]):
         mine = [i for i, name in enumerate(result["tasks"]) if name == task]
-        of_pair = {
-            pair.replace("kangaroo", "K."): speedup(np.array(s["seconds_of_prompt"])[mine])
-            for pair, s in result["speedups"].items()
-        }
-        found.append(of_pair)
-        cells = {pair: number(value) for pair, value in of_pair.items()}
-        rows.append({"task": task, "prompts": str(len(mine))} | cells)
-    means = {pair: number(statistics.mean(one[pair] for one in found)) for pair in found[0]}
+        row = {"task": task, "prompts": str(len(mine))}
+        for name in drafters:
+            pairs_P2 = np.array(result["speedups"][f"{name}/vanilla"]["seconds_of_prompt"])[mine]
+            values[name].append(speedup(pairs_P2))
+            row[NAMES.get(name, name)] = ratio(speedup(pairs_P2), interval(pairs_P2))
+        rows.append(row)
+    means = {NAMES.get(name, name): number(statistics.mean(values[name])) for name in drafters}
     return [*rows, {"task": "mean of tasks", "prompts": ""} | means]
+
+
+def ratio(value: float, ends: Sequence[float]) -> str:
+    """A speedup and its interval, which a single prompt has not."""
+    return number(value) if ends[0] == ends[1] else f"{number(value)} ({span(ends, '-')})"
 
 
 def _phases(result: dict[str, Any]) -> list[Row]:
@@ -192,9 +198,13 @@ def notes(result: dict[str, Any]) -> str:
     drafter, reads = result["drafter"], result["reads"]["vanilla"]
     end = stops_paying(result["batches"])
     weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
+    texts = ", ".join(f"{NAMES.get(m, m)} {n}" for m, n in result["equal_texts"].items())
+    skipped = "".join(f"{name} skipped: {why}\n" for name, why in result["skipped"].items())
     return (
-        f"hf is transformers' generate, hf_... its own ways to speculate; CR is the compression "
-        f"rate: tokens a round.\n"
+        f"hf is transformers' generate, hf_... its own ways to speculate; llama_... is llama.cpp, "
+        f"with the same weights, with its n-gram speculation, and with the 4-bit weights that the "
+        f"embedded model was made from. CR is the compression rate: tokens a round.\n{skipped}"
+        f"Texts that are vanilla's up to its first EOS, of {len(result['tasks'])}: {texts}.\n"
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
         f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
         f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "
@@ -221,7 +231,7 @@ def plot(result: dict[str, Any]) -> Figure:
     """Tokens/s with what the memory allows, ms/token over the context, tokens/s over the batch."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     bars, lines, batches = figure.subplots(1, 3, width_ratios=[1.15, 1.1, 1])
-    _bars(bars, result["methods"])
+    _bars(bars, result["methods"], result["ours"])
     _lines(lines, result["contexts"])
     _throughput(batches, result["batches"])
     for axes in (bars, lines, batches):
@@ -236,13 +246,14 @@ def plot(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def _bars(axes: Any, methods: dict[str, Any]) -> None:
+def _bars(axes: Any, methods: dict[str, Any], ours: Sequence[str]) -> None:
     """One a method, the fastest on top; a mark where the memory's limit is known."""
     names = sorted(methods, key=lambda name: methods[name]["tokens_per_second"])
     for y, name in enumerate(names):
         m = methods[name]
         speed = m["tokens_per_second"]
-        axes.barh(y, speed, height=0.62, color=COLORS.get(name, HF))
+        color = COLORS.get(name, FURTHER if name in ours else HF)
+        axes.barh(y, speed, height=0.62, color=color)
         place: dict[str, Any] = dict(textcoords="offset points", va="center", fontsize=9)
         axes.annotate(f"{speed:.0f}", (speed, y), (4, 0), **place)
         if name in NAMES:

@@ -1,7 +1,7 @@
 """Texts written for the benchmark, and how long each took: by transformers and by our engine.
 
 A *round* is one forward of the target: one token, or with Kangaroo a draft and its verification.
-The first round of a text is timed apart, with the prefill; what comes after it is decoding.
+The first round of a text, which is the prefill, is timed apart; what comes after it is decoding.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from kangaroo.cli_schema import EvaluateCommand, SpeedCommand, TalkCommand
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
+from kangaroo.evaluation.run import Contestant
 from kangaroo.provenance import provenance
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
@@ -29,41 +30,49 @@ log = logging.getLogger(__name__)
 
 @command("evaluate", shared=True)
 def evaluate(config: EvaluateCommand) -> None:
-    """Measure a drafter on a bench; print the table and write the files. In a sweep, the same of
-    all its methods.
+    """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
+    one run or in the jobs of a sweep, the table that compares them.
     """
     sweep = sweep_folder()
     if sweep is not None:
         _check(config, sweep)
+    drafters = {config.drafter.name: config.drafter, **config.more}
+    if len(drafters) == len(config.more):
+        raise ConfigError(f"more.{config.drafter.name} is drafter={config.drafter.name} again.")
     with joined() as own:
         # an adapter that is not there is told before gigabytes of target are fetched
-        settings = {"model": asdict(config.model), "drafter": config.drafter.settings()}
+        settings = {name: drafter.settings() for name, drafter in drafters.items()}
         lm, tokenizer = load_target(config.model)
-        drafter = config.drafter.build(lm)
+        contestants = [
+            Contestant(
+                name,
+                drafter.build(lm),
+                {"model": asdict(config.model), "drafter": settings[name]},
+                drafter.made_by(),
+            )
+            for name, drafter in drafters.items()
+        ]
         logger = config.logger if own.is_first else NoTrackerConfig()
         tracker = logger.start(plain(config) | {"provenance": provenance()}, Path(config.output))
         steps = itertools.count(1)
         try:
-            result = run.evaluate(
+            results = run.evaluate(
                 lm,
                 tokenizer,
-                drafter,
+                contestants,
                 config,
                 model_name=config.model.name,
-                drafter_name=config.drafter.name,
-                settings=settings,
-                made_by=config.drafter.made_by(),
                 log=lambda numbers: tracker.log(numbers, next(steps)),
                 ranks=own,
             )
-            if own.is_first:
-                Console().print(report.terminal_table(result))
+            if own.is_first and len(results) == 1:
+                Console().print(report.terminal_table(results[0]))
                 log.info("answers, summary, report and plots are in %s", config.output)
         finally:
             tracker.finish()
             # whatever became of this one; a text that is not vanilla's has to show there
-            if own.is_first and sweep is not None:
-                _compare(sweep)
+            if own.is_first and (sweep is not None or config.more):
+                _compare(sweep or Path(config.output))
 
 
 def _check(config: EvaluateCommand, sweep: Path) -> None:
@@ -77,19 +86,20 @@ def _check(config: EvaluateCommand, sweep: Path) -> None:
         config.logger.group = f"{config.model.name}-{sweep.name}"
 
 
-def _compare(sweep: Path) -> None:
-    """Print and write the table of the methods that a sweep has measured so far."""
-    if found := comparison.compare(sweep):
-        comparison.write(found, sweep)
+def _compare(folder: Path) -> None:
+    """Print and write the table of the methods that a run or a sweep has measured so far."""
+    if found := comparison.compare(folder):
+        comparison.write(found, folder)
         Console().print(comparison.terminal_table(found))
-        log.info("the comparison, as report.md and comparison.json, is in %s", sweep)
+        log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)
 
 
 @command("speed")
 def speed(config: SpeedCommand) -> None:
     """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
-    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    more = {name: drafter.build(lm) for name, drafter in config.more.items()}
+    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
     prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
     memory = measure_memory(config.model, config.drafter, prompt, config.speed.context_tokens)
     result["memory"] = memory

@@ -1,7 +1,8 @@
 """Methods side by side: `comparison.json`, `report.md` and plots from the summaries of a folder.
 
-Each method was timed against its own baselines, question by question, so that speedups can be
-compared even where the machine was slower at one time than at another; tokens/s cannot.
+Methods of one run took turns on every question. Those of the jobs of a sweep were timed against
+baselines of their own, so that speedups can be compared even where the machine was slower at one
+time than at another; tokens/s cannot.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from kangaroo.tables import Row, number, short
 
 ROW = (
     "**method**: one whose evaluation is complete, the fastest first. Where one failed or is not "
-    "finished there is no row. Jobs ran one after the other: where the machine was not equally "
-    "free, compare speedups, not tokens/s."
+    "finished there is no row. Jobs of a sweep ran one after the other: where the machine was not "
+    "equally free, compare speedups, not tokens/s."
 )
 COST = (
     "**params**: weights that the method has beyond the target's; what it shares is not counted.",
     "**memory**: what the method held beyond the target and its KV cache, at the most, after any "
     "question: weights, copied rows of the head, its own caches, datastores.",
     "**lossless**: turns whose text is vanilla's token for token, of all turns. A **bug** is a "
-    "fork that rounding does not explain.",
+    "fork that rounding does not explain; transformers' own modules round differently.",
     "**training**: what it took to make the method for this target.",
 )
 
@@ -56,7 +57,7 @@ def compare(folder: Path) -> dict[str, Any] | None:
                 f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
                 f"with other settings: {difference}. Move one of them elsewhere."
             )
-    about = summaries[first]
+    about = max(summaries.values(), key=lambda summary: summary["questions"])
     return {
         **{key: about[key] for key in ("model", "bench", "dtype", "device", "questions")},
         "turns": about["lossless"]["turns"],
@@ -102,8 +103,8 @@ def write(found: dict[str, Any], folder: Path) -> None:
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
     rows = methods(found, Place.methods_terminal)
-    for row in rows:
-        del row["training"]
+    for row in rows:  # 80 columns have no room for them
+        del row["training"], row["params"]
     return tables.terminal(rows, title(found), asked(found))
 
 
@@ -134,8 +135,13 @@ def title(found: dict[str, Any]) -> str:
 
 
 def asked(found: dict[str, Any]) -> str:
-    """What the questions were, in words."""
-    return report.asked(found | {"lossless": {"turns": found["turns"]}})
+    """What the questions were, in words, and who answered but a part of them."""
+    parts = (
+        f" {one['name']} answered {one['overall']['questions']} of them and is compared on these."
+        for one in found["methods"]
+        if one["overall"]["questions"] < found["questions"]
+    )
+    return report.asked(found | {"lossless": {"turns": found["turns"]}}) + "".join(parts)
 
 
 def methods(found: dict[str, Any], place: Place) -> list[Row]:

@@ -33,12 +33,13 @@ PLOTS = {"speedup": speedup, "speedup_by_task": speedup_by_task, "cr_by_task": c
 
 def tasks(found: dict[str, Any]) -> list[str]:
     """The bench's, and "overall": what `value_of` knows."""
-    return [*found["methods"][0]["by_task"], "overall"]
+    return [*max((method["by_task"] for method in found["methods"]), key=len), "overall"]
 
 
 def value_of(method: dict[str, Any], task: str, metric: str) -> float | None:
-    """A metric of a method under a task, or overall."""
-    return (method["overall"] if task == "overall" else method["by_task"][task])[metric]
+    """A metric of a method under a task, or overall; None where it was asked nothing of it."""
+    results = {"overall": method["overall"]} | method["by_task"]
+    return results[task][metric] if task in results else None
 
 
 def about(found: dict[str, Any]) -> str:

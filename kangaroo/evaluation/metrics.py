@@ -212,7 +212,7 @@ METRICS = [
         "tokens_per_second",
         speed_of(METHOD),
         "tokens/s",
-        Place.pages | Place.tasks_terminal,
+        Place.everywhere,
         tenths,
         "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
         "hf is `generate` of transformers.",

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
+FURTHER = "#e9b184"  # of what is not in the foreground
 INK, FAINT = "#222222", "#dddddd"
 PARTS = {"prefill": "#c9ccd1", "draft": "#d9772b", "verify": "#3b6fb6", "host": "#7a5195"}
 NAMES = {  # of tasks, where they are not their own
@@ -33,16 +34,18 @@ def speedup_bars(rows: list[tuple[str, dict[str, Any]]], subtitle: str, accent: 
     for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
-        color = METHOD if name == accent else "#e9b184"
-        axes.barh(y, m["speedup"], height=0.62, color=color)
+        color = {"vanilla": VANILLA, "transformers": HF}.get(name, FURTHER)
+        axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
         low, high = m["speedup_ci95"]
         if m["questions"] > 1:
             axes.plot([low, high], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
-        axes.plot(m["compression_rate"], y, marker="D", markersize=5, color=VANILLA, linestyle="")
+        if m["compression_rate"] is not None:  # transformers tells no rounds
+            at = m["compression_rate"]
+            axes.plot(at, y, marker="D", markersize=5, color=INK, linestyle="")
         axes.text(0.02, y, f" {m['speedup']:.2f}x", va="center", fontsize=9, color=INK)
     axes.axvline(1, color=INK, linewidth=1, linestyle=":")
     axes.plot([], [], color=INK, linewidth=1.4, label="95% interval")
-    axes.plot([], [], "D", color=VANILLA, markersize=5, label="compression rate")
+    axes.plot([], [], "D", color=INK, markersize=5, label="compression rate")
     axes.plot([], [], color=INK, linewidth=1, linestyle=":", label="vanilla")
     _tasks(axes, rows)
     _legend(figure)

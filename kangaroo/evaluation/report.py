@@ -110,7 +110,8 @@ def verdict(summary: dict[str, Any]) -> str:
         ties = labels.count("near-tie")
         text += f"; forks explained by rounding: {ties}, not explained: {len(labels) - ties}"
     if found["hf_identical"] is not None:
-        text += f". transformers wrote vanilla's text in {found['hf_identical']}"
+        hf = f"{found['hf_identical']} of the {found['hf_turns']} that it answered"
+        text += f". transformers wrote vanilla's text in {hf}"
     return text + "."
 
 

@@ -1,13 +1,14 @@
 """Run an evaluation: every question by every method in turn, then the artefacts from the records.
 
-Read it top to bottom: configuration, the run, one question.
+Read it top to bottom: configuration, the run, one question. What is measured are one or several
+drafters, the *contestants*, and the baselines that they share.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -56,6 +57,8 @@ class EvaluateConfig:
         max_new_tokens: a turn; None takes the bench's own.
         seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
         baselines: each answers every turn from the same prompt as the method.
+        hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
+            of a run, and a part of the questions tells its speed as well.
         warmup: the first question is answered this often by every method, and discarded.
         resume: false forgets what `output` holds.
     """
@@ -69,63 +72,108 @@ class EvaluateConfig:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
+    hf_every: int = 1
     warmup: int = 3
     resume: bool = True
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A drafter that is measured.
+
+    Args:
+        name: what results call it.
+        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
+            an adapter's weights); a run is resumed under the same settings only.
+        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
+    """
+
+    name: str
+    drafter: Drafter
+    settings: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate(
     lm: LM,
     tokenizer: PreTrainedTokenizerBase,
-    drafter: Drafter,
+    contestants: Sequence[Contestant],
     config: EvaluateConfig,
     *,
     model_name: str,
-    drafter_name: str,
-    settings: dict[str, Any] | None = None,
-    made_by: dict[str, Any] | None = None,
     log: Callable[[dict[str, float]], None] | None = None,
     ranks: Ranks | None = None,
-) -> dict[str, Any]:
-    """Answer the bench and write the artefacts to `config.output`; returns the summary.
+) -> list[dict[str, Any]]:
+    """Answer the bench, write each contestant's artefacts to its folder (`folders`), and return
+    the summaries. Where there are several, the baselines get a summary too, as methods.
 
     Args:
-        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
-            an adapter's weights); a run is resumed under the same settings only.
-        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
-        log: called after each question with the metrics of all that are answered.
+        log: called after each question with the metrics of all that are answered; of several
+            contestants as `name.metric`.
         ranks: the processes that share the questions out, of which the first writes the artefacts.
             None: there is only this one.
 
     Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
     rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
-    output, ranks = Path(config.output), ranks or Ranks()
+    ranks, places = ranks or Ranks(), folders(contestants, config)
     questions, limit = asked(config)
-    names = {"model": model_name, "drafter": drafter_name}
-    about = names | _settings(lm, config, questions, limit) | _flat(settings or {})
-    cost = {"parameters": footprint(drafter, [lm]).parameters, "training": made_by or {}}
+    fixed = _settings(lm, config, questions, limit)
     if ranks.is_first:
-        store.enter(output, about, cost, config.resume)
-    ranks.wait()  # no rank reads before the folder is this run's
-    examiner = Examiner(lm, tokenizer, drafter, config, limit)
-    done = store.read(output)
-    if done:
-        logger.info("%d of %d questions are in %s already", len(done), len(questions), output)
-    examiner.share(questions, done, output, ranks, log)
+        for one, place in zip(contestants, places, strict=True):
+            about = {"model": model_name, "drafter": one.name} | fixed | _flat(one.settings)
+            parameters = footprint(one.drafter, [lm]).parameters
+            cost = {"parameters": parameters, "training": one.made_by}
+            store.enter(place, about, cost, config.resume)
+    ranks.wait()  # no rank reads before the folders are this run's
+    examiner = Examiner(lm, tokenizer, contestants, config, limit)
+    examiner.share(questions, places, ranks, log)
     ranks.wait()
-    found = store.read(output)
-    if len(found) < len(questions):
-        raise DataError(
-            f"'{output}' holds {len(found)} of {len(questions)} questions after the run; under "
-            "torchrun it must be a folder that all ranks share."
-        )
-    result = summary.summarise(found, store.begun(output))
-    if ranks.is_first:
-        summary.write(found, result, output)
-        report.write(result, output)
+    results = [_reported(place, questions, ranks) for place in places]
     ranks.wait()
     if ranks.is_first:  # the others wait while it reports
-        check_lossless(result, output)
+        if len(places) > 1:
+            for baseline in config.baselines:
+                summary.write_baseline(baseline.value, places[0], Path(config.output))
+        for result, place in zip(results, places, strict=True):
+            check_lossless(result, place)
+    return results
+
+
+def folders(contestants: Sequence[Contestant], config: EvaluateConfig) -> list[Path]:
+    """Where the results of each are: in `output`, or where there are several in a folder of its own
+    name there.
+
+    Errors: `ConfigError` for a name that is another's.
+    """
+    if len(contestants) == 1:
+        return [Path(config.output)]
+    names = [one.name for one in contestants]
+    taken = [*names, *(summary.BASELINES[baseline.value] for baseline in config.baselines)]
+    for name in names:
+        if taken.count(name) > 1:
+            raise ConfigError(
+                f"two of the methods are called '{name}'; call a further drafter otherwise: "
+                "+drafter@more.NAME=... (the baselines are measured anyway)."
+            )
+    return [Path(config.output, name) for name in names]
+
+
+def _reported(folder: Path, questions: list[Question], ranks: Ranks) -> dict[str, Any]:
+    """The summary of a complete run; the first rank writes the artefacts.
+
+    Errors: `DataError` where questions are missing.
+    """
+    found = store.read(folder)
+    if len(found) < len(questions):
+        raise DataError(
+            f"'{folder}' holds {len(found)} of {len(questions)} questions after the run; under "
+            "torchrun it must be a folder that all ranks share."
+        )
+    result = summary.summarise(found, store.begun(folder))
+    if ranks.is_first:
+        summary.write(found, result, folder)
+        report.write(result, folder)
     return result
 
 
@@ -136,8 +184,12 @@ def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
     `load_questions`.
     """
     all_questions = load_questions(config.bench)
-    if config.question_every < 1:
-        raise ConfigError(f"question_every must be 1 or more, not {config.question_every}.")
+    for name, every in {
+        "question_every": config.question_every,
+        "hf_every": config.hf_every,
+    }.items():
+        if every < 1:
+            raise ConfigError(f"{name} must be 1 or more, not {every}.")
     questions = all_questions[config.question_begin : config.question_end : config.question_every]
     if not questions:
         raise ConfigError(
@@ -165,20 +217,23 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 
 class Examiner:
-    """Asks questions of the method and its baselines."""
+    """Asks questions of the contestants and the baselines."""
 
     def __init__(
         self,
         lm: LM,
         tokenizer: PreTrainedTokenizerBase,
-        drafter: Drafter,
+        contestants: Sequence[Contestant],
         config: EvaluateConfig,
         limit: int,
     ):
         self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
-        sampling = config.sampling
-        self.engine = Engine(lm, drafter)
-        self.methods: dict[str, Method] = {METHOD: by_engine(self.engine, tokenizer, sampling)}
+        sampling, self.contestants = config.sampling, contestants
+        self.engines = [Engine(lm, one.drafter) for one in contestants]
+        # contestants by their index, baselines by their name
+        self.methods: dict[int | str, Method] = {
+            i: by_engine(engine, tokenizer, sampling) for i, engine in enumerate(self.engines)
+        }
         if Baseline.vanilla in config.baselines:
             self.methods["vanilla"] = by_engine(Engine(lm, Vanilla()), tokenizer, sampling)
         if Baseline.hf in config.baselines:
@@ -189,50 +244,86 @@ class Examiner:
     def share(
         self,
         questions: list[Question],
-        done: list[Record],
-        output: Path,
+        places: Sequence[Path],
         ranks: Ranks,
         log: Callable[[dict[str, float]], None] | None,
     ) -> None:
-        """Answer this rank's share of the questions, those aside that are answered already."""
-        known = {record.question_id for record in done}
-        own = list(enumerate(questions[ranks.rank :: ranks.world]))
-        todo = [(i, question) for i, question in own if question.question_id not in known]
+        """Answer this rank's share of the questions, those aside that all contestants have answered
+        already.
+        """
+        found = [store.read(place) for place in places]
+        known = set.intersection(*({record.question_id for record in some} for some in found))
+        if known:
+            told = "%d of %d questions are in %s already"
+            logger.info(told, len(known), len(questions), self.config.output)
+        done = [[record for record in some if record.question_id in known] for some in found]
+        own = list(enumerate(questions))[ranks.rank :: ranks.world]
+        todo = [(at, question) for at, question in own if question.question_id not in known]
         if not todo:
             return
         for _ in range(self.config.warmup):
-            self.ask(questions[0])
-        writer = store.Writer(output, ranks.rank)
+            self.ask(questions[0], list(self.methods))
+        writers = [store.Writer(place, ranks.rank) for place in places]
         answered = len(own) - len(todo)
         bar = tqdm(
             todo, "", len(own), initial=answered, unit="question", disable=not ranks.is_first
         )
-        for i, question in bar:
-            # who goes first alternates, so that a machine that slows down favours nobody
-            record = self.ask(question, reverse=i % 2 == 1)
-            writer.append(record)
-            done = [*done, record]
-            so_far = scalars(metrics(done))
+        for at, question in bar:
+            records = self.ask(question, self.order(at, ranks.world))
+            for writer, some, record in zip(writers, done, records, strict=True):
+                writer.append(record)
+                some.append(record)
+            so_far = [scalars(metrics(some)) for some in done]
             if log is not None:
-                log(so_far)
-            bar.set_postfix({k: so_far[k] for k in ("speedup", "compression_rate") if k in so_far})
-        writer.close()
+                log(self._named(so_far))
+            first = so_far[0]
+            bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
+        for writer in writers:
+            writer.close()
 
-    def ask(self, question: Question, reverse: bool = False) -> Record:
-        """All turns by all methods; the conversation goes on with the method's own answers."""
+    def _named(self, so_far: list[dict[str, float]]) -> dict[str, float]:
+        """The numbers of all contestants in one."""
+        if len(so_far) == 1:
+            return so_far[0]
+        pairs = zip(self.contestants, so_far, strict=True)
+        return {f"{one.name}.{k}": value for one, numbers in pairs for k, value in numbers.items()}
+
+    def order(self, at: int, world: int) -> list[int | str]:
+        """Who answers, in turn; it changes, so that a machine that slows down favours nobody.
+
+        Args:
+            at: index of the question among those asked.
+            world: how many processes share them out.
+        """
+        names = [name for name in self.methods if name != "hf" or at % self.config.hf_every == 0]
+        return names[::-1] if at // world % 2 else names
+
+    def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
+        """All turns by these methods in this order, a record a contestant; the conversation goes on
+        with the first contestant's own answers.
+        """
         messages: list[Message] = []
-        turns = []
+        turns: list[list[Turn]] = []
         for number, text in enumerate(question.turns):
             messages.append(Message(role="user", content=text))
-            turns.append(self.turn(question, number, messages, reverse))
-            messages.append(Message(role="assistant", content=turns[-1].runs[METHOD].text))
-        held = footprint(self.engine.drafter, [self.lm, self.engine.batch]).bytes
-        return Record(
-            question.question_id, question.category, turns, finished=time.time(), drafter_bytes=held
-        )
+            turns.append(self.turn(question, number, messages, names))
+            answer = turns[-1][0].runs[METHOD].text
+            messages.append(Message(role="assistant", content=answer))
+        held = [footprint(e.drafter, [self.lm, e.batch]).bytes for e in self.engines]
+        about, now = (question.question_id, question.category), time.time()
+        return [
+            Record(*about, list(own), finished=now, drafter_bytes=size)
+            for own, size in zip(zip(*turns, strict=True), held, strict=True)
+        ]
 
-    def turn(self, question: Question, number: int, messages: list[Message], reverse: bool) -> Turn:
-        """One turn by all methods.
+    def turn(
+        self,
+        question: Question,
+        number: int,
+        messages: list[Message],
+        names: Sequence[int | str],
+    ) -> list[Turn]:
+        """One turn by these methods in this order; of each contestant with the baselines.
 
         Errors: `PromptError` where the conversation fills the model's context.
         """
@@ -246,14 +337,16 @@ class Examiner:
             )
         limit = min(self.limit, room)
         seed = self.config.seed + 1000 * question.question_id + number
-        names = list(reversed(self.methods)) if reverse else list(self.methods)
         runs = {name: self.methods[name](prompt, limit, seed) for name in names}
-        runs = {name: runs[name] for name in self.methods}
-        forked = None
-        if self.compares:
-            texts = runs[METHOD].tokens, runs["vanilla"].tokens
-            forked = fork(self.lm, prompt, *texts, self.config.sampling, seed)
-        return Turn(len(prompt), limit, runs, forked)
+        baselines = {name: runs[name] for name in ("vanilla", "hf") if name in runs}
+        turns = []
+        for i in range(len(self.contestants)):
+            forked = None
+            if self.compares:
+                texts = runs[i].tokens, runs["vanilla"].tokens
+                forked = fork(self.lm, prompt, *texts, self.config.sampling, seed)
+            turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, forked))
+        return turns
 
 
 def _settings(
@@ -273,6 +366,7 @@ def _settings(
         **_flat({"sampling": asdict(config.sampling)}),
         "seed": config.seed,
         "baselines": [baseline.value for baseline in config.baselines],
+        "hf_every": config.hf_every,
         "warmup": config.warmup,
     }
 

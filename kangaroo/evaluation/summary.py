@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.metrics import metrics, runs
-from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, write_json
+from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, begun, read, write_json
+from kangaroo.evaluation.speedup import has
 from kangaroo.sampling import Rule
+
+# What the baselines are called where they are methods among others, by what records call them.
+BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
@@ -21,8 +26,9 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
         about: what `records.begun` returns; its settings name model, drafter, bench, dtype, device.
 
     `lossless` counts turns whose text is vanilla's token for token; `identical` is None where that
-    is not to be expected (no vanilla, or rejection sampling). `hf_identical` counts turns in which
-    transformers wrote vanilla's text: None under sampling, where its noise is another.
+    is not to be expected (no vanilla, or rejection sampling). `hf_turns` counts those that
+    transformers answered, `hf_identical` those in which it wrote vanilla's text: None under
+    sampling, where its noise is another.
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
     held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
@@ -50,10 +56,12 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
+    by_hf = runs([record for record in records if has(record, "hf")], "vanilla")
     return {
         "turns": len(method),
         "identical": equal(method, vanilla) if comparable and vanilla else None,
-        "hf_identical": equal(hf, vanilla) if greedy and hf and vanilla else None,
+        "hf_turns": len(hf),
+        "hf_identical": equal(hf, by_hf) if greedy and hf and vanilla else None,
         "forks": [
             {
                 "question_id": record.question_id,
@@ -115,3 +123,33 @@ def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> N
     if runs(records, "vanilla"):
         write_answers(records, "vanilla", f"{model}-vanilla", folder / "baseline.jsonl")
     write_json(folder / SUMMARY, summary)
+
+
+def write_baseline(name: str, contestant: Path, output: Path) -> None:
+    """A baseline's own `summary.json`, as if it were a method that was measured against itself, so
+    that it has a row beside the contestants.
+
+    Args:
+        name: as records call it.
+        contestant: the folder of one whose records hold its runs.
+        output: gets the baseline's folder.
+    """
+    records = [
+        replace(
+            record,
+            turns=[
+                replace(turn, runs=turn.runs | {METHOD: turn.runs[name]}, fork=None)
+                for turn in record.turns
+            ],
+            drafter_bytes=0,
+        )
+        for record in read(contestant)
+        if has(record, name)
+    ]
+    about = begun(contestant)
+    settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
+    about["settings"] = settings | {"drafter": BASELINES[name]}
+    about["drafter_cost"] = {"parameters": 0, "training": {}}
+    folder = output / BASELINES[name]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / SUMMARY, summarise(records, about))
