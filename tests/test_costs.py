@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
-    assert [b - a for a, b in zip(places, places[1:], strict=False)] == [128, 2816]
+    assert [b - a for a, b in pairwise(places)] == [128, 2816]
 
 
 def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
