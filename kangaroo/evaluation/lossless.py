@@ -104,8 +104,10 @@ def target_logits(lm: LM, tokens: list[int]) -> Tensor:
     engine = Engine(lm, Vanilla())
     batch = engine.open(1, len(tokens) + 1, Sampling())
     engine.admit(batch, 0, Request(tokens, max_new_tokens=1))
-    tree = Tree.chain(1, lm.device)
-    block = lm.block(tree, batch.base_B, batch.used + tree.size, batch.n_slots)
+    # the last token once more, alone: prefill and decoding round differently
+    last_11 = torch.tensor([tokens[-1:]], device=lm.device)
+    start_B = torch.tensor([len(tokens) - 1], device=lm.device)
+    block = lm.block(Tree.chain(1, lm.device), start_B, len(tokens), batch.n_slots)
     block = replace(block, recordable=False)  # a text is judged once
-    x_BND, _ = lm.run(lm.embed(batch.last(1)), batch.cache, block, range(lm.n_layers))
+    x_BND, _ = lm.run(lm.embed(last_11), batch.cache, block, range(lm.n_layers))
     return lm.logits(x_BND)[0, 0].float()
