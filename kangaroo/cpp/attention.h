@@ -20,8 +20,7 @@ struct Sizes {  // what all layers share, as Python fills it in
 template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
-      : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
-        scores(LANES * CHUNK) {}
+      : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -36,26 +35,25 @@ template <class T> class Attention {
       for (i64 i = 0; i < piece.n_members * group; i += LANES) {
         const T* asking[LANES];
         float* out[LANES];
+        Ints widths;
         i64 count = std::min<i64>(LANES, piece.n_members * group - i);
         for (i64 j = 0; j < LANES; j++) {
           i64 query = i + std::min(j, count - 1);
           const Member& member = sight.members[piece.members + query / group];
           asking[j] = queries + (member.token * s.heads + head * group + query % group) * size;
           out[j] = partial + place(member.token, head, piece.first / CHUNK, query % group);
+          widths[j] = int(member.width);
         }
         if (tiled) score_tiles(asking, keys + at, stride, piece, slots);
-        else
-          for (i64 j = 0; j < count; j += 4) score(asking + j, &scores[j * CHUNK]);
-        for (i64 j = 0; j < count; j++)
-          soften(&scores[j * CHUNK], sight.members[piece.members + (i + j) / group].width, out[j]);
+        else score(asking, count);
+        soften(widths, piece.width, count, out);
         // of the next chunk as much as is this key head's share, in one piece, which memory likes
         i64 next = at - head * size + (piece.first + CHUNK) * stride + CHUNK * head * size;
         for (i64 j = 0; j < count; j += 4) {
-          i64 most = std::min<i64>(4, count - j);
           if (i + j == 0 && !slots)
-            weigh<true>(values + at, stride, piece, slots, j, most, out, keys + next, values + next);
+            weigh<true>(values + at, stride, piece, slots, j, count, out, keys + next, values + next);
           else
-            weigh<false>(values + at, stride, piece, slots, j, most, out);
+            weigh<false>(values + at, stride, piece, slots, j, count, out);
         }
       }
     }
@@ -130,15 +128,24 @@ template <class T> class Attention {
           std::copy_n(keys + slot_of(piece, slots, n + i) * stride, size, &gathered[i * size]);
         from = gathered.data(), step = size;
       }
-      times_tiles(turned_queries.data(), size, from, step, nullptr, LANES, &scores[n], CHUNK);
+      times_tiles(turned_queries.data(), size, from, step, nullptr, scores + n);
     }
   }
 
-  // Products of four queries with a turned chunk of keys.
-  void score(const T* const* asking, float* scores) {
+  // Products of up to sixteen queries with a turned chunk of keys.
+  void score(const T* const* asking, i64 count) {
+    Floats by_query[LANES][CHUNK / LANES];
+    for (i64 i = 0; i < count; i += 4) score_four(asking + i, by_query + i);
+    for (int j = 0; j < CHUNK / LANES; j++) {
+      for (int i = 0; i < LANES; i++) scores[j * LANES + i] = by_query[std::min<i64>(i, count - 1)][j];
+      transpose((Words*)scores + j * LANES);
+    }
+  }
+
+  void score_four(const T* const* asking, Floats (*sum)[CHUNK / LANES]) const {
     constexpr i64 per_word = 4 / sizeof(T);
     using Type = typename Vector<T>::Type;
-    Floats sum[4][CHUNK / LANES] = {};
+    Floats part[4][CHUNK / LANES] = {};
     for (i64 c = 0; c < s.head_size; c += per_word) {
       const std::uint32_t* key = &turned[c / per_word * CHUNK];
       for (int i = 0; i < 4; i++) {
@@ -148,40 +155,37 @@ template <class T> class Attention {
         for (int j = 0; j < CHUNK / LANES; j++) {
           Type keys;
           std::memcpy(&keys, key + j * LANES, sizeof keys);
-          sum[i][j] = Vector<T>::dot(sum[i][j], keys, query);
+          part[i][j] = Vector<T>::dot(part[i][j], keys, query);
         }
       }
     }
-    for (int i = 0; i < 4; i++)
-      for (i64 j = 0; j < CHUNK / LANES; j++) put(scores + i * CHUNK + j * LANES, sum[i][j]);
+    std::memcpy(sum, part, sizeof part);
   }
 
-  // Scores become weights, 0 from `width` on; out = (largest score, sum of weights).
-  void soften(float* score, i64 width, float* out) const {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  // Scores become weights, 0 from a query's width on; out = (largest score, sum of weights).
+  void soften(Ints widths, i64 width, i64 count, float* const* out) {
     const Floats never = Floats{} + NEVER;
-    Floats largest = never;
-    for (int n = 0; n < CHUNK; n += LANES) {
-      Floats part = lanes + n < Ints{} + int(width) ? get(score + n) * float(s.scaling) : never;
-      put(score + n, part);
-      largest = larger(largest, part);
+    Floats largest = never, sum{};
+    for (int n = 0; n < width; n++) {
+      scores[n] = n < widths ? scores[n] * float(s.scaling) : never;
+      largest = larger(largest, scores[n]);
     }
-    out[0] = fold(largest, larger);
-    Floats sum{};
-    for (i64 n = 0; n < CHUNK; n += LANES) {
-      Floats weight = exp16(get(score + n) - out[0]);
-      put(score + n, weight);
-      sum += weight;
+    for (int n = 0; n < width; n++) {
+      scores[n] = exp16(scores[n] - largest);
+      sum += scores[n];
     }
-    out[1] = sum_of(sum);
+    for (i64 j = 0; j < count; j++) {
+      out[j][0] = largest[j];
+      out[j][1] = sum[j];
+    }
   }
 
   // The weighted values of four queries, so that a value is read once for all; meanwhile what comes next
   // is fetched, line by line.
   template <bool fetch>
-  void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 first_query, i64 count,
+  void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
              float* const* out, const T* next_keys = nullptr, const T* next_values = nullptr) const {
-    const float* weights = &scores[first_query * CHUNK];
+    const float* weights = (const float*)scores + query;
     const T* first = values + piece.first * stride;
     for (i64 c = 0; c < s.head_size; c += 2 * LANES) {
       i64 left = s.head_size - c;
@@ -196,8 +200,8 @@ template <class T> class Attention {
           Pair value = load((slots ? values + slots[n] * stride : first + n * stride) + c);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) {
-            sum[i].a += weights[i * CHUNK + n] * value.a;
-            sum[i].b += weights[i * CHUNK + n] * value.b;
+            sum[i].a += weights[n * LANES + i] * value.a;
+            sum[i].b += weights[n * LANES + i] * value.b;
           }
         }
       };
@@ -207,9 +211,9 @@ template <class T> class Attention {
         std::memcpy(padded, from, left * sizeof(T));
         return apart(padded);
       });
-      for (i64 i = 0; i < count; i++) {
+      for (i64 i = 0; i < std::min<i64>(4, count - query); i++) {
         Pair ordered = together(sum[i], T());
-        float* to = out[first_query + i] + 2 + c;
+        float* to = out[query + i] + 2 + c;
         put(to, ordered.a, left);
         if (left > LANES) put(to + LANES, ordered.b, left - LANES);
       }
@@ -220,7 +224,7 @@ template <class T> class Attention {
   const Sight& sight;
   i64 n_slots;
   bool tiled;
-  std::vector<float> scores;  // of sixteen queries
+  Floats scores[CHUNK];  // of sixteen queries at each position
   std::vector<std::uint32_t> turned;
   std::vector<Words> turned_queries;
   std::vector<T> gathered;

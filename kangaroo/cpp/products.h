@@ -186,10 +186,14 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 // the block in the cache.
 template <class T> void products(const Input<T>& in, const Block<T>& block, float* out) {
   if (in.tiles && block.w->rows % LANES == 0) {
-    for (i64 m = 0; m < in.x.rows; m += LANES)
-      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, block.w->row(block.n), in.x.width,
-                  m ? nullptr : (const char*)block.next, std::min<i64>(LANES, in.x.rows - m),
-                  out + m * LANES, LANES);
+    for (i64 m = 0; m < in.x.rows; m += LANES) {
+      const T* weights = block.w->row(block.n);
+      const char* next = m ? nullptr : (const char*)block.next;
+      Floats sum[LANES];
+      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, weights, in.x.width, next, sum);
+      transpose((Words*)sum);
+      for (i64 i = 0; i < std::min<i64>(LANES, in.x.rows - m); i++) put(out + (m + i) * LANES, sum[i]);
+    }
     return;
   }
   times_group<T, true>(in.x, 0, block, out);

@@ -44,11 +44,11 @@ struct TileUse {
   }
 };
 
-// out[i][j] = token i . row j of the weights, for the first `count` tokens; meanwhile the block at `next` is
-// fetched, if there is one.
-//   step, out_step: numbers from row to row.
-void times_tiles(const Words* tokens, i64 width, const bf16* weights, i64 step, const char* next, i64 count,
-                 float* out, i64 out_step) {
+// out[j][i] = row j of the weights . token i; meanwhile what lies at `next` is fetched, if anything.
+//   tokens: sixteen side by side, a word being two numbers.
+//   step: numbers from row to row of the weights.
+void times_tiles(const Words* tokens, i64 width, const bf16* weights, i64 step, const char* next,
+                 Floats* out) {
   const i64 stride = step * sizeof(bf16);
   auto fetch = [&] {
     if (!next) return;
@@ -67,13 +67,10 @@ void times_tiles(const Words* tokens, i64 width, const bf16* weights, i64 step, 
     _tile_dpbf16ps(1, 4, 5);
     fetch();
   }
-  Floats even[LANES], odd[LANES];
-  _tile_stored(0, even, 64);
+  Floats odd[LANES];
+  _tile_stored(0, out, 64);
   _tile_stored(1, odd, 64);
-  Words sum[LANES];
-  for (int j = 0; j < LANES; j++) sum[j] = (Words)(even[j] + odd[j]);
-  transpose(sum);
-  for (i64 i = 0; i < count; i++) put(out + i * out_step, (Floats)sum[i]);
+  for (int j = 0; j < LANES; j++) out[j] += odd[j];
 }
 
 template <class T> bool has_tiles() { return false; }
@@ -85,10 +82,10 @@ struct TileUse {
   ~TileUse() {}
 };
 template <class T> bool has_tiles() { return false; }
-void times_tiles(const Words*, i64, const bf16*, i64, const char*, i64, float*, i64) {}
+void times_tiles(const Words*, i64, const bf16*, i64, const char*, Floats*) {}
 
 #endif
 
-void times_tiles(const Words*, i64, const float*, i64, const char*, i64, float*, i64) {}  // has none
+void times_tiles(const Words*, i64, const float*, i64, const char*, Floats*) {}  // has none
 
 }  // namespace
