@@ -54,6 +54,7 @@ class SpeedConfig:
         repeats: how often every method writes every text.
         rivals: also measure transformers' own ways to speculate (`rivals.py`), and llama.cpp where
             the extra `benchmark` is installed (`llama.py`).
+        leave_out: names of rivals that are not measured, since they take too long, say.
         contexts: prompt lengths at which the time a token is measured, in tokens.
         context_tokens: written at each.
         batches: how many rows are decoded at a time, to see where speculation stops paying; each
@@ -68,6 +69,7 @@ class SpeedConfig:
     new_tokens: int = 128
     repeats: int = 2
     rivals: bool = True
+    leave_out: list[str] = field(default_factory=list)
     contexts: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
     context_tokens: int = 24
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
@@ -257,7 +259,14 @@ def _answers(
         if config.rivals:
             context = max(map(len, prompts)) + config.new_tokens
             by_llama, skipped = llama_rivals(lm, context, processes)
-            methods = methods | rivals(lm, drafter) | by_llama
+            others = rivals(lm, drafter) | by_llama
+            if unknown := set(config.leave_out) - set(others) - set(skipped):
+                raise ConfigError(
+                    f"speed.leave_out: there is no rival '{min(unknown)}'; there are "
+                    f"{', '.join(others)}."
+                )
+            kept = {name: others[name] for name in others if name not in config.leave_out}
+            methods = methods | kept
         for name, why in skipped.items():
             log.warning("%s is skipped: %s", name, why)
         take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")

@@ -25,7 +25,7 @@ from kangaroo.sampling import Sampling, pick
 from kangaroo.tree import Tree
 
 REPEATS = 31
-WIDTHS = range(1, 9)
+WIDTHS = [*range(1, 9), 12, 16]
 
 
 @torch.no_grad()
