@@ -169,7 +169,7 @@ def test_a_prompt_of_one_token_in_a_used_row_starts_anew():
     drafter = PromptLookup()
     engine = Engine(lm, drafter)
     batch = engine.open(1, 80, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 1, 2, 3])
+    admit_text(engine, batch, 0, [3, 1, 2, 3])
     assert drafter.propose(batch).tokens_BN.tolist() == [[3, 1, 2, 3]]
     admit_text(engine, batch, 0, [2, 3])  # a prompt of one token, and the first new one
     assert drafter.propose(batch).tokens_BN.tolist() == [[3]]
