@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class StepRecord:
-    """One verification of one row.
+    """One verification of one row, or what its prefill wrote: a token that nobody drafted.
 
     Args:
         tokens: what it wrote.
@@ -70,8 +70,9 @@ class Generation:
     """What became of a request.
 
     Args:
+        steps: the first is the prefill, whose time is not in the record.
         finish: "eos", "length" or "stop"; empty while it is being written.
-        prefill_seconds: time until the prompt was in the cache.
+        prefill_seconds: time until the prompt was in the cache and the first token was known.
     """
 
     tokens: list[int] = field(default_factory=list)

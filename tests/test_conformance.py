@@ -59,7 +59,7 @@ from kangaroo.trained.medusa_heads import MedusaHeads
 
 NEW_TOKENS = 18
 CHUNK = 16
-# 40: several chunks; 1: nothing to prefill, in a row used before; 17: its prefill is one full chunk
+# 40: several chunks; 1: one token, in a row used before; 17: a last chunk of one token
 PROMPTS = random_prompts(5, 40, 1, 17)
 LONGER = random_prompts(5, 55, 1, 120)
 

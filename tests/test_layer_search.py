@@ -46,10 +46,12 @@ def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, sk
     drafter = DraftVerify(lm, skip, steps=1, threshold=0)
     for sample, prompt in zip(samples, PROMPTS, strict=True):
         for length in range(len(prompt) + 1, len(sample["input_ids"])):
-            text = sample["input_ids"][:length]
-            # the text up to here is the prompt: one step drafts what follows
-            (done,) = Engine(lm, drafter).generate([text], 1)
-            right += done.steps[0].accepted
+            # the prefill gives the last token of the text up to here: one step drafts what follows
+            text = sample["input_ids"]
+            (done,) = Engine(lm, drafter).generate([text[: length - 1]], 2)
+            assert done.tokens == text[length - 1 : length + 1]
+            _, step = done.steps
+            right += step.accepted
             total += 1
     texts = [look(lm, sample, 512) for sample in samples]
     # each text's first answer token is judged there, and here its last is not reached

@@ -8,8 +8,10 @@ from helpers import random_prompts, tiny
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig, remember, topology
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Request
 from kangaroo.errors import ConfigError
+from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.tree import Draft
 
@@ -72,6 +74,22 @@ OPTIONS = [
 ]
 
 
+def again_four_later(lm: LM, sampling: Sampling, seed: int) -> list[int]:
+    """A prompt whose first new token stands four places before it: of the n-grams of five that the
+    text has then, the newest begins with the pending token."""
+
+    def first_tokens(prompts: list[list[int]]) -> list[int]:
+        done = Engine(lm, Vanilla()).generate(prompts, 1, sampling, seeds=[seed] * len(prompts))
+        return [generation.tokens[0] for generation in done]
+
+    prompts = random_prompts(*[12] * 64, seed=1)
+    for prompt, token in zip(prompts, first_tokens(prompts), strict=True):
+        prompt[-4] = token  # most go on as before
+    return next(
+        p for p, token in zip(prompts, first_tokens(prompts), strict=True) if p[-4] == token
+    )
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampling):
@@ -101,7 +119,9 @@ def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampli
     monkeypatch.setattr(drafter, "propose", checked_propose)
     monkeypatch.setattr(drafter, "observe", checked_observe)
     engine = Engine(lm, drafter, prefill_chunk=CHUNK)
-    engine.generate([*PROMPTS, [3] * 12], NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+    prompts, settings = [*PROMPTS, [3] * 12], SAMPLINGS[sampling]
+    prompts.append(again_four_later(lm, settings, settings.seed + len(prompts)))
+    engine.generate(prompts, NEW_TOKENS, settings, batch_size=2)
     assert rounds > 40 and guessed > 0
 
 

@@ -73,7 +73,7 @@ def graded(lm, trainee, texts, prompts):
 
 
 def walk(agrees, length, start):
-    """(accepted, written) of each round along a text, were it decoded from `start` on.
+    """(accepted, written) of each round that drafts, were a text decoded from `start` on.
 
     Args:
         agrees: tells whether the draft token of a step would be right after a position.
@@ -102,15 +102,13 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
         agrees_BT = torch.zeros_like(wanted_BT)
         agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
         agrees.append(agrees_BT)
-    rounds = [
-        one
-        for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
-        for one in walk(
+    rounds = [(0, 1)] * len(prompts)  # the prefills
+    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        rounds += walk(
             lambda step, position, row=row: bool(agrees[step][row, position]),
             len(text),
-            len(prompt),
+            len(prompt) + 1,
         )
-    ]
     told = {f"ctar{w}": sum(a >= w for a, _ in rounds) / len(rounds) for w in range(1, 7)}
     told["compression_rate"] = sum(written for _, written in rounds) / len(rounds)
     assert 1.3 < told["compression_rate"] < 6.5
@@ -143,6 +141,19 @@ def test_expected_acceptance_is_what_sampling_accepts():
     # some 800 rounds: a deviation of 0.018 for each side's texts, which are not the same
     assert abs(measured - expected / positions) < 0.06
     assert abs(agreed - expected) / positions > 0.06  # greedy agreement is told apart
+
+
+def test_sampled_acceptance_is_the_share_of_draft_tokens_though_prefills_have_none():
+    lm = tiny()
+    trainee = trained(lm)
+    prompts = random_prompts(*[6] * 8, seed=5)
+    measured = decode(lm, [trainee], prompts, 2)["decode/own-exit2/sampled_acceptance"]
+    drafter = KangarooConfig.chain(1).of(lm, *frozen(lm, trainee))
+    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
+    done = Engine(lm, drafter).generate(prompts, 2, sampling)
+    assert [[step.drafted for step in one.steps] for one in done] == [[0, 1]] * 8
+    assert 0 < measured == sum(one.steps[1].accepted for one in done) / 8
+    assert "decode/own-exit2/sampled_acceptance" not in decode(lm, [trainee], prompts, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import admit_text, tiny
 
 from kangaroo.drafters.datastore import index
 from kangaroo.drafters.rest import Rest, RestConfig
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.sampling import Sampling
 
@@ -86,8 +86,8 @@ def test_a_tree_of_rows_with_and_without_matches():
     rest = Rest(index(documents, VOCABULARY), RestConfig(num_draft=3))
     engine = Engine(lm, rest)
     batch = engine.open(3, 40, Sampling())
-    for row, prompt in enumerate(([9, 1, 2], [9], [2, 3])):
-        engine.admit(batch, row, Request(prompt, 5))
+    for row, text in enumerate(([9, 1, 2], [8, 9], [2, 3])):
+        admit_text(engine, batch, row, text)
     draft = rest.propose(batch)
     assert draft.valid_BN.tolist() == [[True] * 4, [True, *[False] * 3], [True, True, *[False] * 2]]
     assert draft.tokens_BN[0].tolist() == [2, 3, 5, 4]
@@ -96,12 +96,12 @@ def test_a_tree_of_rows_with_and_without_matches():
 
 def test_text_that_is_in_the_datastore_is_accepted_whole():
     lm = tiny()
-    (plain,) = Engine(lm, Rest(index([[0]], VOCABULARY), RestConfig())).generate([[3, 1, 4]], 33)
+    (plain,) = Engine(lm, Rest(index([[0]], VOCABULARY), RestConfig())).generate([[3, 1, 4]], 34)
     store = index([[3, 1, 4, *plain.tokens]], VOCABULARY)
     rest = Rest(store, RestConfig(max_token_span=20))
-    (fast,) = Engine(lm, rest).generate([[3, 1, 4]], 33)
+    (fast,) = Engine(lm, rest).generate([[3, 1, 4]], 34)
     assert fast.tokens == plain.tokens
-    assert [len(step.tokens) for step in fast.steps] == [11, 11, 11]
+    assert [len(step.tokens) for step in fast.steps] == [1, 11, 11, 11]  # the first by the prefill
 
 
 def test_settings_that_cannot_work_are_refused_by_name():

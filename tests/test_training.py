@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
+from helpers import EXIT, adapter_for, admit_text, random_prompts, recipe_of, tiny
 from safetensors.torch import load_file
 from torch import nn
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
@@ -214,7 +214,7 @@ def test_training_sees_what_decoding_sees(architecture):
     sampling = Sampling(temperature=1.0, rule=Rule.rejection)
     for length in range(5, len(ids)):
         batch = engine.open(1, 40, sampling)
-        engine.admit(batch, 0, Request(ids[:length], 4))
+        admit_text(engine, batch, 0, ids[:length])
         drafted_V = drafter.propose(batch).probs_BNV[0, 1]
         # float32, summed in another order
         torch.testing.assert_close(learnt_TV[length - 1], drafted_V, rtol=1e-4, atol=1e-6)

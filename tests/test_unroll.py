@@ -99,6 +99,6 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, monkeypatch, batch_siz
 
     monkeypatch.setattr(drafter, "propose", check)
     engine = Engine(lm, drafter, prefill_chunk=7)
-    # one token: nothing to prefill, in a row used before; 9: two chunks
+    # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
     assert {1, 3} <= set(checked)  # some stopped at once, and some went on to the end

@@ -171,7 +171,7 @@ def _whole_steps(lm: LM, drafter: Kangaroo, prompt: list[int]) -> tuple[float, f
     batches = []
     rounds = min(REPEATS, (lm.context - len(prompt)) // (drafter.steps + 1) - 1)
     for engine in engines:
-        new_tokens = rounds * (drafter.steps + 1)
+        new_tokens = 1 + rounds * (drafter.steps + 1)  # the first by the prefill
         batch = engine.open(1, len(prompt) + new_tokens, Sampling())
         engine.admit(batch, 0, Request(prompt, new_tokens, ignore_eos=True))
         batches.append(batch)

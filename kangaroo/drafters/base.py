@@ -42,7 +42,8 @@ class Drafter(Protocol):
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache.
 
-        Chunks of a prompt come in order; its last token is pending, and in none of them.
+        Chunks of a prompt come in order, the whole of it. The token that the target writes after
+        it is pending, and in none of them.
         """
 
     def propose(self, batch: Batch) -> Draft:

@@ -80,7 +80,7 @@ class Lookahead(Stateless):
 
     def propose(self, batch: Batch) -> Draft:
         for row, text in enumerate(batch.texts):
-            if text is not self.texts[row]:  # a prompt of one token has no prefill to tell of it
+            if text is not self.texts[row]:  # another request took the row
                 self._start(row, text)
         pending_B1, guesses = batch.last(1), self.options.guesses
         age_P = torch.arange(self.options.pool, device=pending_B1.device)
@@ -115,7 +115,7 @@ class Lookahead(Stateless):
         self.pool_BPN = remember(self.pool_BPN, grams_BWN)
 
     def _start(self, row: int, text: list[int]) -> None:
-        """A window of the prompt's last tokens and, if that is asked for, a pool of its n-grams."""
+        """A window of the text's last tokens and, if that is asked for, a pool of its n-grams."""
         options, device = self.options, self.window_BJW.device
         reach = options.window + self.levels - 1
         tail = (text * (1 + reach // len(text)))[-reach:]

@@ -3,8 +3,9 @@
 `METRICS`, at the end, is the one place to add one: `summary.json`, W&B, the tables and their
 explanations are made from it.
 
-A *round* is one verification, which is one forward of the target. The bonus token (the target's
-own, after the accepted draft tokens) counts as emitted, never as accepted.
+A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
+The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
+accepted, and so does the token of the prefill.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Run:
         retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
             Spec-Bench's report counts a baseline by them.
         seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
-        emitted, accepted, drafted: tokens of each verification; empty for hf, which tells none.
-        draft_seconds, verify_seconds, host_seconds: time of each verification.
+        emitted, accepted, drafted: tokens of each round, the prefill's first; empty for hf.
+        draft_seconds, verify_seconds, host_seconds: time of each; 0 for the prefill's.
     """
 
     tokens: list[int]

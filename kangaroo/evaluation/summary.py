@@ -85,9 +85,9 @@ def equal(some: Sequence[Run], others: Sequence[Run]) -> int:
 def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
     """One question as a line of Spec-Bench's answer files.
 
-    `accept_lengths` has an entry a verification: accepted draft tokens + 1, so 1 for each of
-    vanilla's tokens. Turn by turn their sum is `new_tokens`, or one more where an EOS or the limit
-    cut the bonus token off.
+    `accept_lengths` has an entry a round: accepted draft tokens + 1, so 1 for the prefill and for
+    each of vanilla's tokens. Turn by turn their sum is `new_tokens`, or one more where an EOS or
+    the limit cut the bonus token off.
     """
     some = runs([record], name)
     choice = {

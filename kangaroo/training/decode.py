@@ -56,11 +56,12 @@ def decode(
 ) -> dict[str, float]:
     """What every adapter, as it would be saved now, is worth when decoding at threshold 0.
 
-    Returns, under `decode/<name>/`: `compression_rate`, tokens a verification with the bonus token
-    counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`, greedy with
-    `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at temperature 1
-    by the rejection rule, one a round, which is what `expected_acceptance` expects; not for
-    drafters that do not tell what their tokens were drawn from, as Medusa's.
+    Returns, under `decode/<name>/`: `compression_rate`, tokens a forward of the target with the
+    bonus token counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`,
+    greedy with `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at
+    temperature 1 by the rejection rule, one a round, which is what `expected_acceptance` expects;
+    not for drafters that do not tell what their tokens were drawn from, as Medusa's, nor where
+    every text ended with its first token, before anything was drafted.
     """
     metrics: dict[str, float] = {}
     for trainee in trained:
@@ -73,7 +74,9 @@ def decode(
             drafter = method.chain(1).of(lm, adapter, heads)
             sampling = Sampling(temperature=1.0, rule=Rule.rejection)
             sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
-            metrics[f"{name}/sampled_acceptance"] = sum(r.accepted for r in sampled) / len(sampled)
+            accepted, drafted = sum(r.accepted for r in sampled), sum(r.drafted for r in sampled)
+            if drafted:
+                metrics[f"{name}/sampled_acceptance"] = accepted / drafted
     return metrics
 
 
