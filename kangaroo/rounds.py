@@ -26,7 +26,7 @@ from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 
 UNREAD = 64  # states of committed tokens that wait for the drafting layer
-PACE = 1.25  # tokens that the time of a vanilla step has to gain, in a batch
+PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
 PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
 
 

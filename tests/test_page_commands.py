@@ -92,7 +92,15 @@ APPENDED = {
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
     "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
-    "speed.contexts=[256,1024,4096]": f"model=tiny speed.bench.path=questions.jsonl {SPEED}",
+    "speed.contexts=[256,1024] "
+    "speed.leave_out=[hf_lookup,hf_early_exit,hf_truncated,hf_assistant]": (
+        f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
+    ),
+    "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
+    "speed.contexts=[256] speed.batches=[1,8,32] "
+    "speed.leave_out=[hf_early_exit,hf_truncated,hf_assistant,llama_ngram]": (
+        f"model=tiny speed.bench.path=questions.jsonl {SPEED}"
+    ),
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
     "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",

@@ -60,8 +60,10 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
         )
 
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        self.read_prompts()
         least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
+        if least[0] >= 1:  # no row drafts, so prompts need not be read yet
+            return
+        self.read_prompts()
         rounds.draft(rows, self.steps, self.threshold, least)
 
     @cached_property
