@@ -6,7 +6,6 @@ some processors a third of the memory's bandwidth is lost that way, on others no
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 PAGE = 2**21
 LINE = 64  # tensors begin at a multiple of a cache line
-STEP = 2**24  # after so many bytes the memory that became free goes back to the system
 
 
 def settle(parameters: Iterable[Tensor]) -> None:
@@ -35,18 +33,6 @@ def settle(parameters: Iterable[Tensor]) -> None:
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds on to the memory
     start = -whole.data_ptr() % PAGE
-    moved = 0
     for tensor, place in zip(tensors, places, strict=True):
         at = slice(start + place, start + place + tensor.numel() * tensor.element_size())
         tensor.data = whole[at].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
-        if place - moved >= STEP:
-            moved = place
-            return_free_memory()
-    return_free_memory()
-
-
-def return_free_memory() -> None:
-    """Give back to the system what was freed. By itself glibc keeps it for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
