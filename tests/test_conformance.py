@@ -321,6 +321,18 @@ def test_states_that_wait_for_the_drafting_layer_are_read_before_they_are_too_ma
     test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, "greedy", "llama")
 
 
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("temperature", [0, 2.0])
+def test_native_rounds_reach_the_end_of_the_context(name, temperature):
+    lm, sampling = lm_of("llama-compiled"), Sampling(temperature=temperature, seed=9)
+    prompts = random_prompts(lm.context - 1, lm.context - 9)
+    for prompt, room in zip(prompts, (1, 9), strict=True):
+        texts = vanilla_texts(lm, [prompt], room, sampling)
+        drafter = NATIVE[name](Case(lm, adapter_for(lm), texts))
+        (done,) = Engine(lm, drafter).generate([prompt], room, sampling)
+        assert prompt + done.tokens == texts[0]
+
+
 def test_native_rounds_leave_filters_and_rejection_to_the_tensors():
     lm = tiny().compile_for_decoding()
     engine = Engine(lm, kangaroo(lm))
