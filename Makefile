@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 FASTEST = hybrid
 demo: setup  ## decode the demo questions with each method and compare the speeds
 	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo \
-	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo max_new_tokens=40 hf_every=16 warmup=1 \
+	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo max_new_tokens=32 hf_every=20 warmup=1 \
 	  output=outputs/demo $(ARGS)
 
 chat: setup  ## talk to the model in the terminal

@@ -6,8 +6,10 @@ some processors a third of the memory's bandwidth is lost that way, on others no
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ LINE = 64  # tensors begin at a multiple of a cache line
 def settle(parameters: Iterable[Tensor]) -> None:
     """Move parameters of one dtype into one piece of memory, one after another, each in place of
     the memory that it had: both are never held for more than one of them.
+
+    A loader maps the checkpoint's file, and its pages are held from when they are read; they are
+    given back too, so they must not have been written to.
 
     Nothing is moved where the system has no huge pages to ask for, as on macOS and Windows.
     """
@@ -33,6 +38,33 @@ def settle(parameters: Iterable[Tensor]) -> None:
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds on to the memory
     start = -whole.data_ptr() % PAGE
+    mapped = _mapped_files()
     for tensor, place in zip(tensors, places, strict=True):
         at = slice(start + place, start + place + tensor.numel() * tensor.element_size())
-        tensor.data = whole[at].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+        before = tensor.data
+        tensor.data = whole[at].view(tensor.dtype).view(tensor.shape).copy_(before)
+        _give_back(before, mapped)
+
+
+def _mapped_files() -> list[range]:
+    """The addresses where files are mapped that this process alone may have changed."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
+        if name and inode != "0" and access.endswith("p"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            found.append(range(begin, end))
+    return found
+
+
+def _give_back(tensor: Tensor, mapped: Iterable[range]) -> None:
+    """The pages of a file that only this tensor lies on; the file still has what they hold."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end and any(begin in file and end - 1 in file for file in mapped):
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -174,23 +174,29 @@ class Rounds:
         self.has_state[row, 1:end] = 0
         self.count[row] = end
 
-    def plant(
-        self, row: int, tokens: Sequence[int], parents: Sequence[int], chain: Sequence[int]
-    ) -> None:
-        """A tree in place of a row's nodes, which were this chain; what of it is in the tree stays
-        where it is.
+    def plant(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """A tree in place of a row's nodes; what was a node before stays where it is.
+
+        Args:
+            parents: as `Draft.listed` takes them.
         """
-        depths, free = {0: 0}, 1 + len(chain)  # of the tree's nodes that are the chain's
-        known = [1, *self.has_state[row, 1 : 1 + len(chain)].tolist()] if chain else [0]
+        count = int(self.count[row])
+        before = list(
+            zip(*(of[row, :count].tolist() for of in (self.parent, self.token)), strict=True)
+        )
+        known = {key: node for node, key in reversed(list(enumerate(before))) if node}
+        places, states = self.place[row, :count].tolist(), self.has_state[row, :count].tolist()
+        same, free = [0], count  # the node that each of the tree's was, or -1
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-            depth = depths.get(parent, len(chain))
-            if depth < len(chain) and chain[depth] == token:
-                depths[node] = depth + 1
-                self.place[row, node], self.has_state[row, node] = depth + 1, known[depth + 1]
+            same.append(known.get((same[parent], token), -1))
+            if same[node] < 0:
+                self.place[row, node], free = free, free + 1
             else:
-                self.place[row, node] = free
-                free += 1
+                self.place[row, node], self.has_state[row, node] = (
+                    places[same[node]],
+                    states[same[node]],
+                )
 
     def draft(
         self,

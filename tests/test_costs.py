@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+from safetensors.torch import load_file, save_file
 
 from kangaroo import costs
 from kangaroo.costs import VerifyCosts
@@ -75,6 +78,27 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
     assert [b - a for a, b in pairwise(places)] == [128, 2816]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(tmp_path):
+    size = 2**23  # floats, 32 MiB
+    whole = {name: torch.randn(size + 3) for name in "abc"}
+    save_file(whole, tmp_path / "weights.safetensors")
+    mapped = load_file(tmp_path / "weights.safetensors")
+    kept = mapped["b"]
+    assert all(torch.equal(mapped[name], whole[name]) for name in "abc")  # all pages are read
+    before = file_pages()
+    settle([mapped["a"], mapped["c"]])
+    assert before - file_pages() > 7 * size  # of 8 * size bytes
+    assert all(torch.equal(mapped[name], whole[name]) for name in "ac")
+    assert torch.equal(kept, whole["b"])
+
+
+def file_pages() -> int:
+    """Bytes of files that are in this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssFile:")[2].split()[0])
 
 
 def test_without_huge_pages_nothing_moves(monkeypatch, caplog):

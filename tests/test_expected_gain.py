@@ -128,3 +128,12 @@ def test_a_pass_over_so_many_tokens_costs_what_lies_between_the_known_widths():
     curve = verify_curve([1.0, 1.2, 1.4, 2.0], 10)
     assert curve[:8] == pytest.approx([1.0, 1.2, 1.3, 1.4, 1.55, 1.7, 1.85, 2.0])
     assert curve[8:] == pytest.approx([2.15, 2.3, 2.45])  # goes on as before
+
+
+def test_a_token_that_the_lookup_says_too_costs_less_to_draft():
+    sources = Sources(1, [5, 6])
+    odds = replace(assumed(), adds=[0.0, 0.1, *[0.0] * 6], lookup=[0.5] * 7)
+    dear = Costs([1, 1], 0.15, 1.0)
+    assert not drafting_pays(odds, dear, sources)
+    assert drafting_pays(odds, replace(dear, states=0.12), sources)
+    assert not drafting_pays(odds, replace(dear, states=0.12), Sources(0, []))

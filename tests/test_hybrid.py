@@ -110,6 +110,30 @@ def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
     assert record.drafted == NODES
 
 
+def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pending_token():
+    """So that a chain that says what the lookup says passes the shallow layers once."""
+    lm = tiny().compile_for_decoding()
+    drafter = Hybrid(lm, adapter_for(lm), 1, odds=ODDS, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
+    rounds = engine.rounds
+    assert rounds is not None
+    rounds._begin([0])
+    drafter.fill(rounds, [0])
+    lookup = drafter.looked_up(batch, 0).lookup
+    parents, tokens = rounds.parent[0].tolist(), rounds.token[0].tolist()
+    node, found = 0, 0
+    for wanted in lookup:
+        below = [i for i in range(1, rounds.count[0]) if (parents[i], tokens[i]) == (node, wanted)]
+        if not below:
+            break
+        (node,) = below
+        assert rounds.has_state[0, node]
+        found += 1
+    assert found
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
     monkeypatch, rows

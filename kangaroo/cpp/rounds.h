@@ -50,6 +50,14 @@ template <class T> struct Rows {
     for (; node > 0; node = parent[at(row, node)]) depth++;
     return depth;
   }
+  i64 append(i64 row, i64 below, i64 drafted) {
+    i64 node = count[row]++, i = at(row, node);
+    token[i] = drafted;
+    parent[i] = below;
+    place[i] = node;
+    has_state[i] = 0;
+    return node;
+  }
   i64 child(i64 row, i64 node, i64 wanted) const {
     for (i64 i = node + 1; i < count[row]; i++)
       if (parent[at(row, i)] == node && token[at(row, i)] == wanted) return i;
@@ -102,7 +110,8 @@ template <class T> class Round {
       : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
 
   // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
-  // than the threshold, or the chance that the first n are all right no more than least[n].
+  // than the threshold, or the chance that the first n are all right no more than least[n]. A token that is
+  // a node already, of another source, is not a second one.
   void draft(i64 steps, float threshold, const float* least) {
     std::vector<i64> active;
     std::vector<float> gain(r.batch, 1.0f);
@@ -113,14 +122,11 @@ template <class T> class Round {
       std::vector<Choice> choices = grade(active);
       std::vector<i64> going_on;
       for (i64 i = 0; i < i64(active.size()); i++) {
-        i64 row = active[i], node = r.count[row]++, at = r.at(row, node);
+        i64 row = active[i];
         std::copy_n(choices[i].tokens, CHOICES, r.choices + row * CHOICES);
         std::copy_n(choices[i].chances, CHOICES, r.chances + row * CHOICES);
-        r.token[at] = choices[i].tokens[0];
-        r.parent[at] = r.end[row];
-        r.place[at] = node;
-        r.has_state[at] = 0;
-        r.end[row] = node;
+        i64 known = r.child(row, r.end[row], choices[i].tokens[0]);
+        r.end[row] = known < 0 ? r.append(row, r.end[row], choices[i].tokens[0]) : known;
         gain[row] *= choices[i].chances[0];
         bool pays = step + 1 < steps && gain[row] > least[step + 1];
         if (choices[i].chances[0] > threshold && pays) going_on.push_back(row);

@@ -20,11 +20,14 @@ class Costs:
         draft: of a token of the chain.
         pace: tokens that are written in the time of a vanilla step; so many a node, or a drafted
             token, has to gain for each vanilla step that it costs.
+        states: the part of `draft` that is saved where the lookup says the same token, whose states
+            were computed together with the pending token's.
     """
 
     verify: Sequence[float]
     draft: float
     pace: float
+    states: float = 0.0
 
     def of_nodes(self, count: int) -> float:
         """Tokens that this many nodes have to gain."""
@@ -67,8 +70,12 @@ def drafting_pays(odds: Odds, costs: Costs, sources: Sources) -> bool:
     for depth in range(shared, drafted):
         gain *= _chain(odds, sources, depth, shared)
     found = shared == drafted and drafted < len(sources.lookup)  # it may still say the same
-    adds = odds.adds[1 + odds.row(sources.length + drafted) if found else 0]
-    return gain * adds > costs.pace * costs.draft + costs.of_nodes(1)
+    adds, cost = odds.adds[0], costs.draft
+    if found:
+        row = odds.row(sources.length + drafted)
+        adds = odds.adds[1 + row]
+        cost -= costs.states * odds.lookup[row]  # where it is right the chain most often agrees
+    return gain * adds > costs.pace * cost + costs.of_nodes(1)
 
 
 def tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -211,7 +211,7 @@ class Hybrid(LayerChain):
 
     @property
     def native_nodes(self) -> int:
-        return self.steps + self.nodes
+        return self.steps + self.nodes + CHOICES - 1
 
     @property
     def needs_costs(self) -> bool:
@@ -220,9 +220,12 @@ class Hybrid(LayerChain):
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
         self.read_prompts()
         if self.measures:
-            self.costs = self._costs(rounds.cost(len(rows), self.nodes))
+            costs = self._costs(rounds.cost(len(rows), self.nodes))
+            self.costs = replace(costs, states=self.shallow_cost)
         sources = {row: self.looked_up(rounds.batch, row) for row in rows}
         growing = [row for row, own in sources.items() if self._pays(own)]
+        for row in growing:  # one pass gives their states together with the pending token's
+            rounds.add(row, sources[row].lookup)
         for step in range(self.steps):
             if not growing:
                 break
@@ -236,7 +239,7 @@ class Hybrid(LayerChain):
                 own.further += [] if step else further[: self.head.size - 1]
             growing = [row for row in growing if self._goes_on(sources[row])]
         for row, own in sources.items():
-            rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes), own.chain)
+            rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes))
 
     def looked_up(self, batch: Batch, row: int) -> Sources:
         """What the lookup says of a row, up to where its text would end."""

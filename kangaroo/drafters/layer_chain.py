@@ -70,9 +70,15 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
     def draft_cost(self) -> float:
         """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
         for it."""
-        drafting = weights(*self.lm.layers[: self.exit_layer], self.adapter)
         head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
-        return (drafting + head) / weights(*self.lm.layers, self.lm.head)
+        own = (weights(self.adapter) + head) / weights(*self.lm.layers, self.lm.head)
+        return self.shallow_cost + own
+
+    @cached_property
+    def shallow_cost(self) -> float:
+        """The part of it that the layers below the exit take."""
+        shallow = weights(*self.lm.layers[: self.exit_layer])
+        return shallow / weights(*self.lm.layers, self.lm.head)
 
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)
