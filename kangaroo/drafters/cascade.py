@@ -90,11 +90,6 @@ class Cascade(NativeDrafter):
         self.first.observe(batch, draft, verdict, taps)
         self.second.observe(batch, draft, verdict, taps)
 
-    @property
-    def native_exit(self) -> int:
-        assert isinstance(self.second, NativeDrafter)
-        return self.second.native_exit
-
     def is_native(self) -> bool:
         first, second = self.first, self.second
         return (
@@ -105,23 +100,30 @@ class Cascade(NativeDrafter):
         )
 
     @property
+    def _native_pair(self) -> tuple[FromText, NativeDrafter]:
+        assert isinstance(self.first, FromText) and isinstance(self.second, NativeDrafter)
+        return self.first, self.second
+
+    @property
+    def native_exit(self) -> int:
+        return self._native_pair[1].native_exit
+
+    @property
     def native_nodes(self) -> int:
-        assert isinstance(self.second, NativeDrafter)
-        return max(self.first.max_nodes, self.second.native_nodes)
+        first, second = self._native_pair
+        return max(first.max_nodes, second.native_nodes)
 
     @property
     def needs_costs(self) -> bool:
-        assert isinstance(self.second, NativeDrafter)
-        return self.second.needs_costs
+        return self._native_pair[1].needs_costs
 
     def native_drafting(self) -> Structure | None:
-        assert isinstance(self.second, NativeDrafter)
-        return self.second.native_drafting()
+        return self._native_pair[1].native_drafting()
 
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        assert isinstance(self.first, FromText) and isinstance(self.second, NativeDrafter)
-        self.first.fill(rounds, rows)
-        self.second.fill(rounds, [row for row in rows if rounds.count[row] == 1])
+        first, second = self._native_pair
+        first.fill(rounds, rows)
+        second.fill(rounds, [row for row in rows if rounds.count[row] == 1])
 
     def _extended(self, batch: Batch, draft: Draft) -> Draft:
         """A chain, gone on from by the first drafter."""
