@@ -79,7 +79,7 @@ def evaluate(config: EvaluateCommand) -> None:
         finally:
             tracker.finish()
             # whatever became of this one; a text that is not vanilla's has to show there
-            if own.is_first and (sweep is not None or config.more):
+            if own.is_first and (sweep is not None or config.more or config.noise_floor):
                 _compare(sweep or Path(config.output))
 
 

@@ -17,6 +17,7 @@ from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
+AGAIN = "vanilla again"  # a method: vanilla decoding a second time, to see what noise does
 RUN, SUMMARY = "run.json", "summary.json"
 
 T = TypeVar("T")
