@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train speed estimate test test-slow check format clean
+.PHONY: help setup demo chat train speed soak estimate test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ train: setup  ## train an adapter for SmolLM2-135M
 
 speed: setup  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
+
+soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 TABLE = outputs/estimate.md
 ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)

@@ -9,6 +9,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "evaluate": "measure a drafter on a bench; with -m, several side by side",
     "speed": "time decoding against the memory's limit",
+    "soak": "decode very many tokens by every drafter, and compare all with vanilla's",
     "train": "let a model write its data, and train adapters on it",
     "make_data": "the first part of train alone: write the data",
     "estimate": "say what a training would take, without the model's weights",

@@ -29,6 +29,7 @@ from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
+from kangaroo.soak.run import SoakConfig
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.trained.base import Architecture
 from kangaroo.training.compare import CompareConfig
@@ -92,6 +93,18 @@ class SpeedCommand:
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
+    output: str = MISSING
+
+
+@dataclass
+class SoakCommand:
+    """`python scripts/soak.py`: many tokens by every drafter, all compared with vanilla's."""
+
+    model: ModelConfig = MISSING
+    drafters: dict[str, Any] = field(default_factory=dict)  # of the model
+    hardware: Sizes = field(default_factory=dict)
+    bench: BenchConfig = field(default_factory=BenchConfig)  # what the model is asked
+    soak: SoakConfig = field(default_factory=SoakConfig)
     output: str = MISSING
 
 
@@ -196,6 +209,7 @@ def register() -> None:
     cs.store(name="cost_schema", node=CostCommand)
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
+    cs.store(name="soak_schema", node=SoakCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)

@@ -31,6 +31,7 @@ ORDER = [
     {"drafters"},
     {"engine"},
     {"streaming", "data", "evaluation"},
+    {"soak"},
     {"training"},
     {"estimate"},
     {"benchmark"},

@@ -115,7 +115,7 @@ def test_the_files_tell_every_method_under_every_task(sweep):
     comparison.write(found, sweep)
     assert json.loads((sweep / "comparison.json").read_text()) == found
     text = (sweep / "report.md").read_text()
-    assert text.count("| kangaroo,threshold=0.4 |") == 3
+    assert text.count("| kangaroo,threshold=0.4 |") == 5
     assert "| method | qa | rag | math_reasoning |" in text
     assert "12 questions, 12 turns, at most 8 new tokens, greedy" in text
     for image in re.findall(r"\((\w+\.png)\)", text):

@@ -58,6 +58,8 @@ def lines(file):
 
 TIMES = {
     "seconds",
+    "paired_seconds",
+    "vanilla_paired_seconds",
     "draft_seconds",
     "verify_seconds",
     "host_seconds",

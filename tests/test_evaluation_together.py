@@ -147,7 +147,7 @@ def test_who_goes_first_changes_and_all_take_part(bench, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kangaroo.engine.Engine, "generate", noted)
     run(tmp_path, bench, question_begin=2, question_end=4, baselines=[Baseline.vanilla])
-    order = ["Kangaroo", "PromptLookup", "Vanilla"]
+    order = ["Vanilla", "Kangaroo", "PromptLookup"]
     assert calls == [*order, *order[::-1]]
 
 

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from kangaroo import tables
 from kangaroo.benchmark.speed_batches import stops_paying
+from kangaroo.evaluation.paired import shown
 from kangaroo.evaluation.plots import FAINT, FURTHER, HF, INK, METHOD, VANILLA
 from kangaroo.evaluation.speedup import interval, speedup
-from kangaroo.tables import Row, number, share, span
+from kangaroo.tables import Row, number, share
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
 LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
@@ -96,7 +97,7 @@ def _speedups(result: dict[str, Any]) -> list[Row]:
         row = {"over": NAMES.get(slower, slower)}
         for faster in ours:
             pair = found.get(f"{faster}/{slower}")
-            cell = "-" if pair is None else ratio(pair["speedup"], pair["speedup_ci95"])
+            cell = "-" if pair is None else shown(pair["speedup"], pair["speedup_ci95"], same=1.0)
             row[NAMES.get(faster, faster)] = cell
         rows.append(row)
     return rows
@@ -113,15 +114,10 @@ def _tasks(result: dict[str, Any]) -> list[Row]:
         for name in drafters:
             pairs_P2 = np.array(result["speedups"][f"{name}/vanilla"]["seconds_of_prompt"])[mine]
             values[name].append(speedup(pairs_P2))
-            row[NAMES.get(name, name)] = ratio(speedup(pairs_P2), interval(pairs_P2))
+            row[NAMES.get(name, name)] = shown(speedup(pairs_P2), interval(pairs_P2), same=1.0)
         rows.append(row)
     means = {NAMES.get(name, name): number(statistics.mean(values[name])) for name in drafters}
     return [*rows, {"task": "mean of tasks", "prompts": ""} | means]
-
-
-def ratio(value: float, ends: Sequence[float]) -> str:
-    """A speedup and its interval, which a single prompt has not."""
-    return number(value) if ends[0] == ends[1] else f"{number(value)} ({span(ends, '-')})"
 
 
 def _phases(result: dict[str, Any]) -> list[Row]:

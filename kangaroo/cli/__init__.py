@@ -1,7 +1,7 @@
 """The commands; with `cli_schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
 from kangaroo.cli.command import CONFIGS
-from kangaroo.cli.decoding import chat, evaluate, speed
+from kangaroo.cli.decoding import chat, evaluate, soak, speed
 from kangaroo.cli.making import (
     calibrate,
     compare,
@@ -25,6 +25,7 @@ __all__ = [
     "import_adapter",
     "make_data",
     "search_layers",
+    "soak",
     "speed",
     "train",
 ]

@@ -6,23 +6,31 @@ import itertools
 import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from kangaroo import tables
 from kangaroo.api import load_target
 from kangaroo.benchmark import speed_report
 from kangaroo.benchmark.peak import measure_memory
 from kangaroo.benchmark.speed import measure
 from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.chat import chat as talk
-from kangaroo.chat import questions
+from kangaroo.chat import questions as typed_questions
 from kangaroo.cli.command import command, joined, plain, sweep_folder
-from kangaroo.cli_schema import EvaluateCommand, SpeedCommand, TalkCommand
+from kangaroo.cli_schema import EvaluateCommand, SoakCommand, SpeedCommand, TalkCommand
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
+from kangaroo.evaluation.bench import fingerprint, load_questions
 from kangaroo.evaluation.run import Contestant
 from kangaroo.provenance import provenance
+from kangaroo.soak import certificate
+from kangaroo.soak.run import Task
+from kangaroo.soak.run import soak as soaked
+from kangaroo.soak.tiny import Tiny
+from kangaroo.soak.whole import Whole
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
 log = logging.getLogger(__name__)
@@ -71,7 +79,7 @@ def evaluate(config: EvaluateCommand) -> None:
         finally:
             tracker.finish()
             # whatever became of this one; a text that is not vanilla's has to show there
-            if own.is_first and (sweep is not None or config.more):
+            if own.is_first and (sweep is not None or config.more or config.noise_floor):
                 _compare(sweep or Path(config.output))
 
 
@@ -106,6 +114,28 @@ def speed(config: SpeedCommand) -> None:
     speed_report.write(result, Path(config.output), Console())
 
 
+@command("soak")
+def soak(config: SoakCommand) -> None:
+    """Compare very many tokens of every drafter with vanilla's; write the certificate."""
+    options, about = config.soak, dict[str, Any]()
+    tasks = [Task(Tiny(options.seed, options.device), options.tokens, lambda cell: cell.tokens)]
+    if options.minutes:
+        settings = {name: drafter.settings() for name, drafter in config.drafters.items()}
+        questions = load_questions(config.bench)
+        about = {"model": plain(config.model), "drafters": settings, "bench": config.bench.name}
+        lm, tokenizer = load_target(config.model)
+        built = {name: drafter.build(lm) for name, drafter in config.drafters.items()}
+        whole = Whole(config.model.name, lm, tokenizer, built, questions, options.seed)
+        tasks.append(Task(whole, 60 * options.minutes, lambda cell: cell.seconds))
+        about |= {"bench.fingerprint": fingerprint(questions)}
+    found = soaked(tasks, options, about, Path(config.output))
+    console = Console()
+    for name, groups in found["by"].items():
+        console.print(tables.terminal(certificate.rows(name, groups)))
+    console.print(certificate.verdict(found), highlight=False)
+    log.info("the certificate, as certificate.md and certificate.json, is in %s", config.output)
+
+
 @command("chat")
 def chat(config: TalkCommand) -> None:
     """Talk in the terminal until end of file."""
@@ -117,4 +147,4 @@ def chat(config: TalkCommand) -> None:
         "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
-    talk(engine, tokenizer, config.sampling, config.chat, console, questions(console))
+    talk(engine, tokenizer, config.sampling, config.chat, console, typed_questions(console))

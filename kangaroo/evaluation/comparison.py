@@ -17,7 +17,7 @@ from rich.table import Table
 from kangaroo import tables
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison_plots as plots
-from kangaroo.evaluation import report
+from kangaroo.evaluation import paired, report
 from kangaroo.evaluation.metrics import Place, cells, definitions
 from kangaroo.evaluation.records import SUMMARY, write_json
 from kangaroo.provenance import changes
@@ -27,6 +27,13 @@ ROW = (
     "**method**: one whose evaluation is complete, the fastest first. Where one failed or is not "
     "finished there is no row. Jobs of a sweep ran one after the other: where the machine was not "
     "equally free, compare speedups, not tokens/s."
+)
+PAIRED = (
+    "**row over column**: how many times as fast the row's method is, with the 95% interval of "
+    "that ratio: a bootstrap in which both have the same questions. The intervals of two speedups "
+    "may overlap where this one says which is faster. Where it contains 1 (of the compression rate "
+    "0), no difference is shown. Each interval holds by itself: of twenty pairs that do not "
+    "differ, about one seems to."
 )
 COST = (
     "**params**: weights that the method has beyond the target's; what it shares is not counted.",
@@ -58,12 +65,28 @@ def compare(folder: Path) -> dict[str, Any] | None:
                 f"with other settings: {difference}. Move one of them elsewhere."
             )
     about = max(summaries.values(), key=lambda summary: summary["questions"])
+    measured = [(method(*found), of_questions(*found, folder)) for found in summaries.items()]
+    measured.sort(key=lambda found: slowness(found[0]))
     return {
         **{key: about[key] for key in ("model", "bench", "dtype", "device", "questions")},
         "turns": about["lossless"]["turns"],
         "settings": asked,
-        "methods": sorted((method(*pair) for pair in summaries.items()), key=slowness),
+        "methods": [one for one, _ in measured],
+        "paired": paired.pairs(measured),
     }
+
+
+def of_questions(name: str, summary: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """A summary's `by_question`.
+
+    Errors: `ConfigError` where an earlier version of this project wrote it without.
+    """
+    if "by_question" not in summary:
+        raise ConfigError(
+            f"'{folder / name / SUMMARY}' was written by an earlier version, without what paired "
+            "comparisons need. Run its command again: it is written again from its records."
+        )
+    return summary["by_question"]
 
 
 def shared(summary: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +138,7 @@ def markdown(found: dict[str, Any]) -> str:
         asked(found),
         tables.markdown(methods(found, Place.methods)),
         "![speedup](speedup.png)",
+        *differences(found),
         "## Speedup over vanilla by task",
         tables.markdown(by_task(found, "speedup")),
         "![speedup by task](speedup_by_task.png)",
@@ -122,7 +146,7 @@ def markdown(found: dict[str, Any]) -> str:
         tables.markdown(by_task(found, "compression_rate")),
         "![compression rate by task](cr_by_task.png)",
         "## How to read this",
-        report.listed([ROW, *definitions(), *COST]),
+        report.listed([ROW, PAIRED, *definitions(), *COST]),
         "## Provenance",
         report.listed(provenance_lines(found)),
     ]
@@ -141,7 +165,32 @@ def asked(found: dict[str, Any]) -> str:
         for one in found["methods"]
         if one["overall"]["questions"] < found["questions"]
     )
-    return report.asked(found | {"lossless": {"turns": found["turns"]}}) + "".join(parts)
+    told = report.asked(found | {"lossless": {"turns": found["turns"]}}) + "".join(parts)
+    return told + noise(found)
+
+
+def noise(found: dict[str, Any]) -> str:
+    """What the same method differs by from itself, in words; empty where that was not measured."""
+    again = paired.noise_floor(found["methods"])
+    if again is None:
+        return ""
+    results = cells(again["overall"], Place.methods)
+    return (
+        f" Noise floor: vanilla decoded once more is {results['speedup']} times as fast as vanilla "
+        f"({results['95%']})."
+    )
+
+
+def differences(found: dict[str, Any]) -> list[str]:
+    """The paired comparisons, where there are two methods or more."""
+    if not found["paired"]:
+        return []
+    return [
+        "## Speed, row over column",
+        tables.markdown(paired.table(found["paired"], "speed_ratio", same=1.0)),
+        "## Compression rate, row less column",
+        tables.markdown(paired.table(found["paired"], "cr_difference", same=0.0)),
+    ]
 
 
 def methods(found: dict[str, Any], place: Place) -> list[Row]:

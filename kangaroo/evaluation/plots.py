@@ -7,6 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kangaroo.evaluation.records import AGAIN
+
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
 FURTHER = "#e9b184"  # of what is not in the foreground
 INK, FAINT = "#222222", "#dddddd"
@@ -34,7 +36,7 @@ def speedup_bars(rows: list[tuple[str, dict[str, Any]]], subtitle: str, accent: 
     for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
-        color = {"vanilla": VANILLA, "transformers": HF}.get(name, FURTHER)
+        color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, FURTHER)
         axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
         low, high = m["speedup_ci95"]
         if m["questions"] > 1:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
+AGAIN = "vanilla again"  # a method: vanilla decoding a second time, to see what noise does
 RUN, SUMMARY = "run.json", "summary.json"
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -103,8 +107,8 @@ class Writer:
         self.stream = file.open("ab")
         self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
 
-    def append(self, record: Record) -> None:
-        """Write one record, whole or not at all."""
+    def append(self, record: Any) -> None:
+        """Write one record, a dataclass, whole or not at all."""
         self.stream.write(json.dumps(asdict(record)).encode() + b"\n")
         self.stream.flush()
         os.fsync(self.stream.fileno())
@@ -115,22 +119,29 @@ class Writer:
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id.
+    """All ranks' records by question id. Errors: those of `lines`."""
+    records = {record.question_id: record for record in lines(folder, _record)}
+    return [records[question_id] for question_id in sorted(records)]
+
+
+def lines(folder: Path, made: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """What each line of all ranks' files holds, oldest first.
+
+    Args:
+        made: from the fields of a line.
 
     Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
     """
-    records = {}
     for file in sorted(folder.glob("records-*.jsonl")):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
             try:
-                record = _record(json.loads(line))
+                record = made(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptFile(
-                    f"'{file}', line {number} is no record ({error}). Delete that line, and its "
-                    "question is asked again."
+                    f"'{file}', line {number} is no record ({error}). Delete that line, and what "
+                    "it held is measured again."
                 ) from error
-            records[record.question_id] = record
-    return [records[question_id] for question_id in sorted(records)]
+            yield record
 
 
 def enter(

@@ -1,7 +1,7 @@
 """Run an evaluation: every question by every method in turn, then the artefacts from the records.
 
-Read it top to bottom: configuration, the run, one question. What is measured are one or several
-drafters, the *contestants*, and the baselines that they share.
+Read it top to bottom: the run, one question; `config.py` comes before. What is measured are one or
+several drafters, the *contestants*, and the baselines that they share.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
+from kangaroo.errors import DataError, NotLossless, PromptError
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
+from kangaroo.evaluation.bench import Question
+from kangaroo.evaluation.config import (
+    Baseline,
+    Contestant,
+    EvaluateConfig,
+    asked,
+    flat,
+    folders,
+    foretell,
+    noise_floor,
+    settings_of,
+)
 from kangaroo.evaluation.footprint import footprint
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import Method, by_engine, by_transformers
@@ -33,65 +40,9 @@ from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.ranks import Ranks
-from kangaroo.sampling import Rule, Sampling
+from kangaroo.sampling import Rule
 
 logger = logging.getLogger(__name__)
-
-
-class Baseline(Enum):
-    """What the method is timed against."""
-
-    vanilla = "vanilla"  # the same engine, proposing nothing
-    hf = "hf"  # transformers' generate
-
-
-@dataclass
-class EvaluateConfig:
-    """What is asked and how it is answered.
-
-    Args:
-        output: folder of records and artefacts; a run that was stopped goes on from there.
-        question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
-            flags of these names); None is the end of the list.
-        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
-        max_new_tokens: a turn; None takes the bench's own.
-        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
-        baselines: each answers every turn from the same prompt as the method.
-        hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
-            of a run, and a part of the questions tells its speed as well.
-        warmup: the first question is answered this often by every method, and discarded.
-        resume: false forgets what `output` holds.
-    """
-
-    output: str
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    question_begin: int = 0
-    question_end: int | None = None
-    question_every: int = 1
-    max_new_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
-    hf_every: int = 1
-    warmup: int = 3
-    resume: bool = True
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A drafter that is measured.
-
-    Args:
-        name: what results call it.
-        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
-            an adapter's weights); a run is resumed under the same settings only.
-        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
-    """
-
-    name: str
-    drafter: Drafter
-    settings: dict[str, Any] = field(default_factory=dict)
-    made_by: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate(
@@ -116,12 +67,15 @@ def evaluate(
     Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
     rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
+    if config.noise_floor:
+        contestants = [*contestants, noise_floor(contestants[0], config)]
     ranks, places = ranks or Ranks(), folders(contestants, config)
     questions, limit = asked(config)
-    fixed = _settings(lm, config, questions, limit)
+    fixed = settings_of(lm, config, questions, limit)
     if ranks.is_first:
+        foretell(contestants, config, model_name, len(questions))
         for one, place in zip(contestants, places, strict=True):
-            about = {"model": model_name, "drafter": one.name} | fixed | _flat(one.settings)
+            about = {"model": model_name, "drafter": one.name} | fixed | flat(one.settings)
             parameters = footprint(one.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": one.made_by}
             store.enter(place, about, cost, config.resume)
@@ -140,25 +94,6 @@ def evaluate(
     return results
 
 
-def folders(contestants: Sequence[Contestant], config: EvaluateConfig) -> list[Path]:
-    """Where the results of each are: in `output`, or where there are several in a folder of its own
-    name there.
-
-    Errors: `ConfigError` for a name that is another's.
-    """
-    if len(contestants) == 1:
-        return [Path(config.output)]
-    names = [one.name for one in contestants]
-    taken = [*names, *(summary.BASELINES[baseline.value] for baseline in config.baselines)]
-    for name in names:
-        if taken.count(name) > 1:
-            raise ConfigError(
-                f"two of the methods are called '{name}'; call a further drafter otherwise: "
-                "+drafter@more.NAME=... (the baselines are measured anyway)."
-            )
-    return [Path(config.output, name) for name in names]
-
-
 def _reported(folder: Path, questions: list[Question], ranks: Ranks) -> dict[str, Any]:
     """The summary of a complete run; the first rank writes the artefacts.
 
@@ -175,33 +110,6 @@ def _reported(folder: Path, questions: list[Question], ranks: Ranks) -> dict[str
         summary.write(found, result, folder)
         report.write(result, folder)
     return result
-
-
-def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
-    """The questions of a run, and the most new tokens of a turn.
-
-    Errors: `ConfigError` for settings that leave nothing to ask or to write; those of
-    `load_questions`.
-    """
-    all_questions = load_questions(config.bench)
-    for name, every in {
-        "question_every": config.question_every,
-        "hf_every": config.hf_every,
-    }.items():
-        if every < 1:
-            raise ConfigError(f"{name} must be 1 or more, not {every}.")
-    questions = all_questions[config.question_begin : config.question_end : config.question_every]
-    if not questions:
-        raise ConfigError(
-            f"question_begin={config.question_begin}, question_end={config.question_end} select "
-            f"none of the {len(all_questions)} questions of {config.bench.name}."
-        )
-    limit = config.max_new_tokens
-    if limit is None:
-        limit = config.bench.max_new_tokens
-    if limit < 1:
-        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
-    return questions, limit
 
 
 def check_lossless(result: dict[str, Any], output: Path) -> None:
@@ -230,12 +138,13 @@ class Examiner:
         self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
         sampling, self.contestants = config.sampling, contestants
         self.engines = [Engine(lm, one.drafter) for one in contestants]
-        # contestants by their index, baselines by their name
-        self.methods: dict[int | str, Method] = {
-            i: by_engine(engine, tokenizer, sampling) for i, engine in enumerate(self.engines)
-        }
+        # contestants by their index, baselines by their name; vanilla first, far from the last
+        # contestant, which is vanilla again
+        self.methods: dict[int | str, Method] = {}
         if Baseline.vanilla in config.baselines:
             self.methods["vanilla"] = by_engine(Engine(lm, Vanilla()), tokenizer, sampling)
+        for i, engine in enumerate(self.engines):
+            self.methods[i] = by_engine(engine, tokenizer, sampling)
         if Baseline.hf in config.baselines:
             self.methods["hf"] = by_transformers(lm, tokenizer, sampling)
         comparable = sampling.greedy or sampling.rule is Rule.match
@@ -347,36 +256,3 @@ class Examiner:
                 forked = fork(self.lm, prompt, *texts, self.config.sampling, seed)
             turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, forked))
         return turns
-
-
-def _settings(
-    lm: LM, config: EvaluateConfig, questions: list[Question], limit: int
-) -> dict[str, Any]:
-    """What fixes the result, by name."""
-    cuda = lm.device.type == "cuda"
-    return {
-        "bench": config.bench.name,
-        "bench.fingerprint": fingerprint(questions),
-        "question_begin": config.question_begin,
-        "question_end": config.question_end,
-        "question_every": config.question_every,
-        "max_new_tokens": limit,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
-        **_flat({"sampling": asdict(config.sampling)}),
-        "seed": config.seed,
-        "baselines": [baseline.value for baseline in config.baselines],
-        "hf_every": config.hf_every,
-        "warmup": config.warmup,
-    }
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, as they are written on the command line."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value.value if isinstance(value, Enum) else value
-    return flat

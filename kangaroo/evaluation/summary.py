@@ -12,7 +12,7 @@ from typing import Any
 from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.metrics import metrics, runs
 from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, begun, read, write_json
-from kangaroo.evaluation.speedup import has
+from kangaroo.evaluation.speedup import has, paired_seconds
 from kangaroo.sampling import Rule
 
 # What the baselines are called where they are methods among others, by what records call them.
@@ -32,6 +32,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
     held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
+
+    `by_question` has what paired comparisons are made from, see `of_question`.
     """
     settings = about["settings"]
     by_task: dict[str, list[Record]] = {}
@@ -48,6 +50,29 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
         | {"bytes": max(record.drafter_bytes for record in records)},
         "settings": settings,
         "provenance": about["provenance"],
+        "by_question": [of_question(record) for record in records],
+    }
+
+
+def of_question(record: Record) -> dict[str, Any]:
+    """Totals over the turns of a question.
+
+    `paired_seconds` and `vanilla_paired_seconds` are of the method and of vanilla for the same
+    number of tokens, None where vanilla did not run; `seconds` are of all `tokens`.
+    """
+    some = runs([record], METHOD)
+    vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
+    return {
+        "question_id": record.question_id,
+        "task": task_of(record.category),
+        "tokens": sum(len(run.tokens) for run in some),
+        "seconds": sum(run.seconds for run in some),
+        "paired_seconds": method,
+        "vanilla_paired_seconds": vanilla,
+        "rounds": sum(len(run.emitted) for run in some),
+        "emitted": sum(sum(run.emitted) for run in some),
+        "drafted": sum(sum(run.drafted) for run in some),
+        "accepted": sum(sum(run.accepted) for run in some),
     }
 
 

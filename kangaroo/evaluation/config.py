@@ -1,0 +1,194 @@
+"""What an evaluation is asked for: settings, who takes part, which questions, what to expect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.errors import ConfigError
+from kangaroo.evaluation import planning
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
+from kangaroo.evaluation.records import AGAIN
+from kangaroo.evaluation.summary import BASELINES
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+
+class Baseline(Enum):
+    """What the method is timed against."""
+
+    vanilla = "vanilla"  # the same engine, proposing nothing
+    hf = "hf"  # transformers' generate
+
+
+@dataclass
+class EvaluateConfig:
+    """What is asked and how it is answered.
+
+    Args:
+        output: folder of records and artefacts; a run that was stopped goes on from there.
+        question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
+            flags of these names); None is the end of the list.
+        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
+        max_new_tokens: a turn; None takes the bench's own.
+        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
+        baselines: each answers every turn from the same prompt as the method.
+        hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
+            of a run, and a part of the questions tells its speed as well.
+        warmup: the first question is answered this often by every method, and discarded.
+        noise_floor: vanilla answers a second time, as a method called "vanilla again": what its
+            speedup differs from 1 by is noise. It takes as long as the vanilla baseline.
+        interval_width: of the speedup's 95% interval, as a share of it: before the run, the log
+            says how many questions that takes.
+        spread_from: folder of earlier runs that tell how much the speedup differs from question to
+            question.
+        resume: false forgets what `output` holds.
+    """
+
+    output: str
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    question_begin: int = 0
+    question_end: int | None = None
+    question_every: int = 1
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
+    hf_every: int = 1
+    warmup: int = 3
+    noise_floor: bool = False
+    interval_width: float = 0.05
+    spread_from: str | None = None
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A drafter that is measured.
+
+    Args:
+        name: what results call it.
+        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
+            an adapter's weights); a run is resumed under the same settings only.
+        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
+    """
+
+    name: str
+    drafter: Drafter
+    settings: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+
+def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
+    """The questions of a run, and the most new tokens of a turn.
+
+    Errors: `ConfigError` for settings that leave nothing to ask or to write; those of
+    `load_questions`.
+    """
+    all_questions = load_questions(config.bench)
+    for name, every in {
+        "question_every": config.question_every,
+        "hf_every": config.hf_every,
+    }.items():
+        if every < 1:
+            raise ConfigError(f"{name} must be 1 or more, not {every}.")
+    questions = all_questions[config.question_begin : config.question_end : config.question_every]
+    if not questions:
+        raise ConfigError(
+            f"question_begin={config.question_begin}, question_end={config.question_end} select "
+            f"none of the {len(all_questions)} questions of {config.bench.name}."
+        )
+    limit = config.max_new_tokens
+    if limit is None:
+        limit = config.bench.max_new_tokens
+    if limit < 1:
+        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
+    return questions, limit
+
+
+def noise_floor(first: Contestant, config: EvaluateConfig) -> Contestant:
+    """Vanilla decoding once more, beside the baseline.
+
+    Errors: `ConfigError` where there is no such baseline.
+    """
+    if Baseline.vanilla not in config.baselines:
+        raise ConfigError(
+            "noise_floor=true decodes vanilla a second time, but vanilla is not in baselines=. Add "
+            "it there, or leave noise_floor out."
+        )
+    shared = {name: value for name, value in first.settings.items() if name != "drafter"}
+    return Contestant(AGAIN, Vanilla(), shared)
+
+
+def foretell(
+    contestants: Sequence[Contestant], config: EvaluateConfig, model: str, questions: int
+) -> None:
+    """Say what intervals so many questions will give."""
+    if Baseline.vanilla not in config.baselines:
+        return
+    for one in contestants:
+        spread = planning.known_spread(config.spread_from, model, one.name)
+        if one.name != AGAIN:
+            log.info(planning.told(one.name, spread, questions, config.interval_width))
+
+
+def folders(contestants: Sequence[Contestant], config: EvaluateConfig) -> list[Path]:
+    """Where the results of each are: in `output`, or where there are several in a folder of its own
+    name there.
+
+    Errors: `ConfigError` for a name that is another's.
+    """
+    if len(contestants) == 1:
+        return [Path(config.output)]
+    names = [one.name for one in contestants]
+    taken = [*names, *(BASELINES[baseline.value] for baseline in config.baselines)]
+    for name in names:
+        if taken.count(name) > 1:
+            raise ConfigError(
+                f"two of the methods are called '{name}'; call a further drafter otherwise: "
+                "+drafter@more.NAME=... (the baselines are measured anyway)."
+            )
+    return [Path(config.output, name) for name in names]
+
+
+def settings_of(
+    lm: LM, config: EvaluateConfig, questions: list[Question], limit: int
+) -> dict[str, Any]:
+    """What fixes the result, by name."""
+    cuda = lm.device.type == "cuda"
+    return {
+        "bench": config.bench.name,
+        "bench.fingerprint": fingerprint(questions),
+        "question_begin": config.question_begin,
+        "question_end": config.question_end,
+        "question_every": config.question_every,
+        "max_new_tokens": limit,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
+        **flat({"sampling": asdict(config.sampling)}),
+        "seed": config.seed,
+        "baselines": [baseline.value for baseline in config.baselines],
+        "hf_every": config.hf_every,
+        "warmup": config.warmup,
+    }
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, as they are written on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value.value if isinstance(value, Enum) else value
+    return found
