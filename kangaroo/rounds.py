@@ -25,7 +25,6 @@ from kangaroo.costs import measured
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 
-UNREAD = 64  # states of committed tokens that wait for the drafting layer
 PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
 PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
 
@@ -81,7 +80,9 @@ class Rounds:
         self.lm, self.batch, self.drafter = lm, batch, drafter
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
-        unread = UNREAD + 2 * capacity
+        # Committed tokens whose states wait until the drafting layer drafts again, as many as there
+        # may be: what never drafts never reads them. Memory that is not written to costs nothing.
+        unread = batch.n_slots if drafter.native_exit else 0
         self.base, self.seed, self.count, self.asking = np.zeros((4, size), np.int64)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
         of_nodes = np.zeros((5, size, capacity), np.int64)
@@ -89,7 +90,7 @@ class Rounds:
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
-        self.unread_BUD = torch.zeros(size, unread, hidden, dtype=lm.dtype)
+        self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
         self.texts: list[list[int] | None] = [None] * size
         arrays = """
             base seed count asking end token parent place has_state choices chances unread accepted

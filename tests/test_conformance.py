@@ -28,7 +28,6 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo import rounds
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
@@ -310,15 +309,6 @@ def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, s
         assert (engine.rounds is not None) == (kind == "native")
         found[kind] = [[(s.tokens, s.accepted, s.drafted) for s in g.steps] for g in done]
     assert found["native"] == found["tensors"]
-
-
-@pytest.mark.parametrize("name", [LOOKUP_OR_CHAIN, "hybrid-tree"])
-def test_states_that_wait_for_the_drafting_layer_are_read_before_they_are_too_many(
-    monkeypatch, name
-):
-    """Where the lookup drafts round after round."""
-    monkeypatch.setattr(rounds, "UNREAD", 0)
-    test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, "greedy", "llama")
 
 
 @pytest.mark.parametrize("name", NATIVE)

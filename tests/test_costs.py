@@ -12,14 +12,17 @@ import pytest
 import torch
 from helpers import adapter_for, random_prompts, tiny, vanilla_texts
 from safetensors.torch import load_file, save_file
+from test_conformance import case_of
+from test_hybrid import choices_without_cache
 
 from kangaroo import costs
 from kangaroo.costs import VerifyCosts
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.engine import Engine
+from kangaroo.engine import Engine, Request
 from kangaroo.huge_pages import LINE, PAGE, settle
 from kangaroo.model import LM
+from kangaroo.sampling import Sampling
 
 STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
 FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
@@ -68,6 +71,28 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monk
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
     assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
     assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
+
+
+def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(monkeypatch):
+    case = case_of("llama", "greedy")
+    lm = LM(case.lm.hf).compile_for_decoding()
+    adapter = adapter_for(lm)
+    engine = Engine(lm, Kangaroo(lm, adapter, 3, 0))
+    batch = engine.open(2, 160, Sampling())
+    for row, prompt in enumerate(random_prompts(9, 30)):
+        engine.admit(batch, row, Request(prompt, 120))
+    rounds = engine.rounds
+    assert rounds is not None
+    monkeypatch.setattr(rounds, "least_gain", lambda rows, nodes, drafting: [1.0] * nodes)
+    for _ in range(80):
+        assert not any(record.drafted for record in engine.step(batch))
+    monkeypatch.setattr(rounds, "least_gain", lambda rows, nodes, drafting: [0.0] * nodes)
+    before = [list(text) for text in batch.texts]
+    engine.step(batch)
+    for row, text in enumerate(before):
+        for drafted in rounds.token[row, 1:4].tolist():
+            assert choices_without_cache(case, text, Sampling(), 0)[0][0] == drafted
+            text.append(drafted)
 
 
 def test_weights_on_huge_pages_are_the_same_and_lie_in_order():

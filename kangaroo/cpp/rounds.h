@@ -154,17 +154,8 @@ template <class T> class Round {
       if (r.count[row]) accept(row, choices.data() + m);
   }
 
-  // The drafting layer reads what it has not read of the rows that have no room for more.
-  void catch_up(i64 room) {
-    clear();
-    for (i64 row = 0; row < r.batch; row++)
-      if (r.count[row] && r.most_unread - r.unread[row] < room)
-        add_unread(row, r.base[row] + r.accepted[row] + 1);
-    pass.run(t.sizes, d->stack, t);
-  }
-
  private:
-  void clear() { pass.clear(r.batch * (r.capacity + r.most_unread), r.capacity); }
+  void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
 
   // States of the nodes that have none yet, by the layers below the exit.
   void find_states() {
