@@ -60,8 +60,8 @@ def page(finished, tmp_path_factory):
 
 def table(page, heading):
     """The rows of the first table below a heading, by their first cell."""
-    text = page.read_text().split(f"## {heading}\n")[1]
-    lines = [line for line in text.split("\n\n")[1].splitlines() if line.startswith("|")]
+    text = page.read_text().split(f"## {heading}\n\n")[1]
+    lines = text.split("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
 
