@@ -76,6 +76,7 @@ ALONE = [
     cli.export,
     cli.import_adapter,
     cli.search_layers,
+    cli.soak,
     cli.speed,
 ]
 

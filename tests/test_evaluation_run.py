@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from evaluation_worker import evaluate_tiny, tiny_lm
 from helpers import adapter_for
+from spec_bench_contract import lines, spec_bench_report
 
 import kangaroo.engine
 import kangaroo.evaluation.run
@@ -50,10 +50,6 @@ def finished(tmp_path_factory, bench):
     """A complete run: its folder and its summary."""
     output = tmp_path_factory.mktemp("finished")
     return output, evaluate_tiny(output, bench)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 TIMES = {
@@ -117,20 +113,6 @@ def test_the_summary_names_its_parts(finished):
         assert 0 < low <= results["speedup"] <= high
         parts = sum(results[f"{part}_seconds"] for part in ("prefill", "draft", "verify", "host"))
         assert results["tokens_per_second"] == pytest.approx(results["tokens"] / parts)
-
-
-def spec_bench_report(answers, baseline, tokenizer):
-    """What Spec-Bench's evaluation/speed.py does with the two files, for the task "overall"."""
-    speeds, accepted, baseline_speeds = [], [], []
-    for line in lines(answers):
-        choice = line["choices"][0]
-        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
-        accepted.extend(choice["accept_lengths"])
-    for line in lines(baseline):
-        choice = line["choices"][0]
-        tokens = sum(len(tokenizer(text).input_ids) - 1 for text in choice["turns"])
-        baseline_speeds.append(tokens / sum(choice["wall_time"]))
-    return np.mean(speeds) / np.mean(baseline_speeds), np.mean(accepted)
 
 
 def test_spec_benchs_report_reads_the_files_and_finds_the_same(finished):

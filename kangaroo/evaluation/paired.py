@@ -114,7 +114,5 @@ def shown(value: float | None, ends: Sequence[float] | None, same: float) -> str
         return "-"
     if ends[0] == ends[1]:
         return number(value)
-    between = " to " if min(ends) < 0 else "-"
-    if ends[0] <= same <= ends[1]:
-        return f"no difference shown ({span(ends, between)})"
-    return f"{number(value)} ({span(ends, between)})"
+    told = f"{number(value)} ({span(ends, ' to ' if min(ends) < 0 else '-')})"
+    return f"{told}, no difference shown" if ends[0] <= same <= ends[1] else told
