@@ -32,6 +32,7 @@ from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
+from kangaroo.provenance import flat
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule, Sampling
 
@@ -121,7 +122,7 @@ def evaluate(
     fixed = _settings(lm, config, questions, limit)
     if ranks.is_first:
         for one, place in zip(contestants, places, strict=True):
-            about = {"model": model_name, "drafter": one.name} | fixed | _flat(one.settings)
+            about = {"model": model_name, "drafter": one.name} | fixed | flat(one.settings)
             parameters = footprint(one.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": one.made_by}
             store.enter(place, about, cost, config.resume)
@@ -363,20 +364,9 @@ def _settings(
         "max_new_tokens": limit,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
-        **_flat({"sampling": asdict(config.sampling)}),
+        **flat({"sampling": asdict(config.sampling)}),
         "seed": config.seed,
         "baselines": [baseline.value for baseline in config.baselines],
         "hf_every": config.hf_every,
         "warmup": config.warmup,
     }
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, as they are written on the command line."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value.value if isinstance(value, Enum) else value
-    return flat
