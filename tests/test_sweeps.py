@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from kangaroo.trained import adapter_files
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
+SWEEPS = (ROOT / "docs/sweeps.md").read_text()
 SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
 
 each_study = pytest.mark.parametrize("name", STUDIES)
@@ -249,6 +252,47 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
         media = ["table/tables/adapters", "images/plots/curves"]
     for part in media:
         assert [path for path in told.media if part in path]
+
+
+@pytest.mark.slow
+def test_optuna_searches_for_what_a_command_returns(tmp_path):
+    """The line of docs/sweeps.md, on a tiny model."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
+    shown = re.findall(r"^python (.*search=optuna.*)$", SWEEPS, flags=re.M)
+    words = [word for line in shown for word in shlex.split(line)]
+    shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / words[0],
+            *words[1:],
+            *SHRUNK["evaluate.py"].split(),
+            *shrunk.split(),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.rglob("optimization_results.yaml")
+    best = yaml.safe_load(found.read_text())
+    summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
+    assert len(summaries) == 4
+    first = max(summaries, key=lambda summary: summary["overall"]["speedup"])
+    assert best["best_value"] == first["overall"]["speedup"]
+    assert best["best_params"] == {
+        name: first["settings"][name] for name in ("drafter.threshold", "drafter.steps")
+    }
+
+
+def test_the_page_lists_every_study_with_its_runs():
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (grid|Bayes), (\d+) runs", SWEEPS, flags=re.M)
+    told = {name: (program, method.lower(), int(runs)) for name, program, method, runs in rows}
+    assert told == {
+        name: (s["program"], s["method"], s.get("run_cap") or sum(1 for _ in every_choice(s)))
+        for name, s in STUDIES.items()
+    }
 
 
 def test_the_metrics_of_the_studies_are_those_that_commands_end_with():
