@@ -116,7 +116,7 @@ APPENDED = {
     "output=kangaroo-ours": "",
     "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",
     "scripts/make_data.py model=smollm2-135m data.shards=3": f"{ONE} {BRIEF} {SHORT}",
-    "evaluate.py -m drafter.threshold=0.4,0.6,0.8 drafter.steps=4,6 logger=wandb "
+    "evaluate.py -m drafter.threshold=0.4,0.8 drafter.steps=4,6 logger=wandb "
     "logger.mode=offline": f"model=tiny {FEW}",
     "train.py -m adapter.exit_layers=[2],[3] trainer.learning_rate=2.5e-3,5e-3 logger=wandb "
     "logger.mode=offline": f"model=tiny {BRIEF} {SHORT}",

@@ -57,7 +57,7 @@ def card(
     parts = [
         front_matter(base_model, drafter, license),
         f"# {repo.rpartition('/')[2]}",
-        f"{KINDS[drafter]} for {_target(config, base_model)}. It drafts tokens, which the model "
+        f"{KINDS[drafter]} for {_target(config, base_model)}, to draft tokens, which the model "
         "then verifies: the text is the one that the model alone would have written, sooner. It "
         f"reads the model's states after {config.exit_layer} of {config.n_layers} layers.",
         tables.markdown(_facts(config)),
