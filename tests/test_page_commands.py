@@ -119,7 +119,7 @@ APPENDED = {
     "evaluate.py -m drafter.threshold=0.4,0.8 drafter.steps=4,6 logger=wandb "
     "logger.mode=offline": f"model=tiny {FEW}",
     "train.py -m adapter.exit_layers=[2],[3] trainer.learning_rate=2.5e-3,5e-3 logger=wandb "
-    "logger.mode=offline": f"model=tiny {BRIEF} {SHORT}",
+    "logger.mode=offline": f"model=tiny {BRIEF} {SHORT} hydra.sweep.subdir=${{hydra.job.num}}",
     # test_sweeps.py runs it where Optuna is installed
     "evaluate.py -m +search=optuna drafter.threshold=interval(0.2,0.9) drafter.steps=range(1,9)": (
         None
