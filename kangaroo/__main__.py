@@ -17,6 +17,8 @@ COMMANDS = {
     "compare": "measure finished adapters on text that they were not trained on",
     "import_adapter": "turn a checkpoint of the authors' code into an adapter",
     "export": "write an adapter for other software",
+    "push": "upload an adapter with its model card to the hub",
+    "pull": "fetch an adapter from the hub",
     "calibrate": "count how often what the hybrid drafter drafts from is right",
     "search_layers": "search the layers that a draft may skip",
     "datastore": "make documents searchable, for drafters that look things up",

@@ -27,6 +27,7 @@ from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
+from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models import ModelConfig
 from kangaroo.sampling import Sampling
 from kangaroo.soak.run import SoakConfig
@@ -191,6 +192,23 @@ class ExportCommand:
 
 
 @dataclass
+class PushCommand(PushConfig):
+    """`python scripts/push.py`: an adapter with its model card to the hub."""
+
+    source: str = MISSING
+    repo: str = MISSING
+    output: str = MISSING
+
+
+@dataclass
+class PullCommand(PullConfig):
+    """`python scripts/pull.py`: an adapter from the hub."""
+
+    repo: str = MISSING
+    output: str = MISSING
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -217,6 +235,8 @@ def register() -> None:
     cs.store(name="datastore_schema", node=DatastoreCommand)
     cs.store(name="import_adapter_schema", node=ImportAdapterCommand)
     cs.store(name="export_schema", node=ExportCommand)
+    cs.store(name="push_schema", node=PushCommand)
+    cs.store(name="pull_schema", node=PullCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)

@@ -29,6 +29,10 @@ class AdapterNotFound(KangarooError):
     """There is no adapter in the folder where one was expected."""
 
 
+class HubError(KangarooError):
+    """The model hub cannot be reached, or refuses."""
+
+
 class PromptError(KangarooError):
     """A prompt is empty, too long for the context, or cannot be written in the chat template."""
 

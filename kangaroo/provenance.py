@@ -6,6 +6,7 @@ import datetime
 import platform
 import subprocess
 import sys
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     )
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, as they are written on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value.value if isinstance(value, Enum) else value
+    return found
 
 
 def _version(package: str) -> str | None:

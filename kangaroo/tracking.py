@@ -5,34 +5,64 @@ The only module that imports wandb, and only when it is asked for.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from kangaroo.errors import ConfigError
+from kangaroo.provenance import flat
+
+# A table's row: a name and numbers by column.
+Row = Mapping[str, str | float]
 
 
 class Tracker(Protocol):
-    """Takes metrics by name, and folders."""
+    """Takes metrics by name, results, and files."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
         ...
 
-    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
-        """Keep a folder's files as version of what `name` names.
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
+        """What the run found: metrics that stand for the whole of it, tables and plots by name."""
+        ...
+
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
+        """Keep files as a version of what `name` names.
 
         Args:
+            folder: what their names are relative to.
             kind: such as "adapter".
             about: what a reader wants to know before fetching it.
         """
         ...
 
-    def finish(self) -> None:
-        """The run has ended, well or not."""
+    def finish(self, failed: bool = False) -> None:
+        """The run has ended."""
         ...
+
+
+@contextmanager
+def finished(tracker: Tracker) -> Iterator[Tracker]:
+    """Tell the tracker that the run has ended, and whether it failed: a search has to know."""
+    failed = True
+    try:
+        yield tracker
+        failed = False
+    finally:
+        tracker.finish(failed)
 
 
 class NoTracker:
@@ -41,10 +71,20 @@ class NoTracker:
     def log(self, metrics: dict[str, float], step: int) -> None:
         pass
 
-    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
         pass
 
-    def finish(self) -> None:
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
+        pass
+
+    def finish(self, failed: bool = False) -> None:
         pass
 
 
@@ -68,15 +108,17 @@ class WandbConfig:
     """Weights & Biases.
 
     Args:
-        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`).
+        project, entity: where it is kept; a run of a W&B sweep is kept where the sweep is.
         group: runs of one sweep or comparison share it.
+        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`);
+            None takes `$WANDB_MODE`, or else "online".
     """
 
     name: str = "wandb"
     project: str = "kangaroo"
     entity: str | None = None
     group: str | None = None
-    mode: str = "online"
+    mode: str | None = None
 
     def start(self, settings: dict[str, Any], output: Path) -> Wandb:
         """Start a run, or go on with the one that `output` belongs to."""
@@ -94,18 +136,13 @@ class Wandb:
                 "logger=wandb needs the package wandb: pip install kangaroo[wandb], or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
-        known = output / "wandb_id"
-        if not known.exists():
-            known.write_text(secrets.token_hex(4))
-        self.artifact = wandb.Artifact
+        self.wandb = wandb
         self.run = wandb.init(
-            project=config.project,
-            entity=config.entity,
+            **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
             group=config.group,
-            mode=cast(Mode, config.mode),
+            mode=cast(Mode | None, config.mode),
             dir=output,
-            config=settings,
-            id=known.read_text(),
+            config=flat(settings),
             resume="allow",
         )
 
@@ -116,13 +153,41 @@ class Wandb:
         if step >= self.run.starting_step:
             self.run.log(metrics, step=step)
 
-    def save(self, folder: Path, name: str, kind: str, about: dict[str, Any]) -> None:
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
+        shown: dict[str, Any] = {f"plots/{k}": self.wandb.Image(str(v)) for k, v in plots.items()}
+        shown |= {f"tables/{name}": self._table(rows) for name, rows in tables.items() if rows}
+        self.run.log(shown)
+        # after the last step has been written, or that would count as the run's result
+        self.run.summary.update(metrics)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        """Empty where a row has no such column."""
+        columns: list[Any] = list(dict.fromkeys(name for row in rows for name in row))
+        data: list[Any] = [[row.get(name) for name in columns] for row in rows]
+        return self.wandb.Table(columns, data)
+
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
         # its names may hold letters, digits and these three
-        artifact = self.artifact(
-            re.sub(r"[^\w.-]", "-", name, flags=re.ASCII), kind, metadata=about
-        )
-        artifact.add_dir(str(folder))
+        name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+        artifact = self.wandb.Artifact(name, kind, metadata=about)
+        for file in files:
+            artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
         self.run.log_artifact(artifact)
 
-    def finish(self) -> None:
-        self.run.finish()
+    def finish(self, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
+    """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
+    known = output / "wandb_id"
+    if not known.exists():
+        known.write_text(secrets.token_hex(4))
+    return {"project": config.project, "entity": config.entity, "id": known.read_text()}

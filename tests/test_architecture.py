@@ -35,7 +35,7 @@ ORDER = [
     {"training"},
     {"estimate"},
     {"benchmark"},
-    {"api", "chat"},
+    {"api", "chat", "hub"},
     {"cli", "cli_schema"},
     {"__main__"},
 ]

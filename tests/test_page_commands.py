@@ -117,6 +117,20 @@ APPENDED = {
     ),
     "scripts/export.py to=official source=adapters/vicuna-7b model=vicuna-7b "
     "output=kangaroo-ours": "",
+    "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",
+    "scripts/make_data.py model=smollm2-135m data.shards=3": f"{ONE} {BRIEF} {SHORT}",
+    "evaluate.py -m drafter.threshold=0.4,0.8 drafter.steps=4,6 logger=wandb "
+    "logger.mode=offline": f"model=tiny {FEW}",
+    "train.py -m adapter.exit_layers=[2],[3] trainer.learning_rate=2.5e-3,5e-3 logger=wandb "
+    "logger.mode=offline": f"model=tiny {BRIEF} {SHORT} hydra.sweep.subdir=${{hydra.job.num}}",
+    # test_sweeps.py runs it where Optuna is installed
+    "evaluate.py -m +search=optuna drafter.threshold=interval(0.2,0.9) drafter.steps=range(1,9)": (
+        None
+    ),
+    "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME dry_run=true": "",
+    # test_hub.py runs these against a hub of its own
+    "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME": None,
+    "scripts/pull.py repo=USER/NAME output=adapters/NAME": None,
     "scripts/compare.py data.shards=7 compare.adapters=[adapters/smollm2-135m, ...]": None,
     "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
     "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "

@@ -8,6 +8,8 @@ from kangaroo.cli.making import (
     datastore,
     export,
     import_adapter,
+    pull,
+    push,
     search_layers,
 )
 from kangaroo.cli.training import cost, estimate, make_data, train
@@ -24,6 +26,8 @@ __all__ = [
     "export",
     "import_adapter",
     "make_data",
+    "pull",
+    "push",
     "search_layers",
     "soak",
     "speed",

@@ -23,6 +23,7 @@ from kangaroo.cli_schema import register
 from kangaroo.errors import KangarooError
 from kangaroo.folders import of_project
 from kangaroo.ranks import Ranks
+from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
 CONFIGS = str(of_project("configs"))
 
@@ -36,25 +37,26 @@ os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 def command(
     config_name: str, shared: bool = False
-) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """A main function that takes its typed config, and says what a user can fix in one line.
+) -> Callable[[Callable[[Any], float | None]], Callable[[], None]]:
+    """A main function that takes its typed config, and says what a user can fix in one line. What
+    it returns is what a sweeper that searches (`hydra/sweeper=optuna`) goes by.
 
     Args:
         config_name: of the file in `configs/`.
         shared: several processes can share the work; else torchrun may start but one.
     """
 
-    def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
+    def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
         @functools.wraps(run)
-        def main(config: DictConfig) -> None:
+        def main(config: DictConfig) -> float | None:
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            failure, in_sweep = None, sweep_folder() is not None
+            found, failure, in_sweep = None, None, sweep_folder() is not None
             try:
                 if not shared:
                     ranks.check_alone()
-                run(OmegaConf.to_object(config))
+                found = run(OmegaConf.to_object(config))
             except Exception as error:
                 fixable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
@@ -68,6 +70,7 @@ def command(
                 raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
             if failure is not None:
                 raise SystemExit(failure)
+            return found
 
         return main
 
@@ -78,6 +81,13 @@ def sweep_folder() -> Path | None:
     """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
     known = HydraConfig.get()
     return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
+
+
+def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
+    """The jobs of a sweep (`-m`) lie in one group of W&B, if no other was asked for."""
+    sweep = sweep_folder()
+    if sweep is not None and isinstance(logger, WandbConfig) and logger.group is None:
+        logger.group = f"{model_name}-{sweep.name}"
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Commands about what drafters use: compare adapters, search, index, import, export."""
+"""Commands about what drafters use: compare adapters, search, index, import, export,
+push to the hub and pull from it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from kangaroo.cli_schema import (
     DatastoreCommand,
     ExportCommand,
     ImportAdapterCommand,
+    PullCommand,
+    PushCommand,
     SearchCommand,
 )
 from kangaroo.data import store
@@ -24,6 +28,8 @@ from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.errors import ConfigError
+from kangaroo.hub import transfer
+from kangaroo.hub.card import measure, short_name
 from kangaroo.provenance import provenance
 from kangaroo.trained import adapter_files, official
 from kangaroo.training import compare as comparing
@@ -119,3 +125,23 @@ def export(config: ExportCommand) -> None:
     adapter = official.write(config.source, blueprint(config.model), Path(config.output))
     options = f"--adapter-path {config.output} --exitlayer {adapter.exit_layer}"
     log.info("%s is for the authors' code: %s", config.output, options)
+
+
+@command("push")
+def push(config: PushCommand) -> None:
+    """Upload an adapter, or show what would be."""
+    address = transfer.push(config)
+    if address is None:
+        names = ", ".join(sorted(file.name for file in Path(config.output).iterdir()))
+        log.info("%s holds what would be uploaded to %s: %s", config.output, config.repo, names)
+    else:
+        log.info("uploaded: %s", address)
+
+
+@command("pull")
+def pull(config: PullCommand) -> None:
+    """Fetch an adapter, check it, and say how to measure it."""
+    found, folder = transfer.pull(config), config.output
+    log.info("%s: exit layer %d of %s", folder, found.exit_layer, found.target)
+    known = short_name(found.target)
+    log.info("measure it: %s", measure(found.target, known, found.architecture.drafter, folder))

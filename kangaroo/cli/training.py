@@ -12,7 +12,7 @@ from kangaroo.api import load_target
 from kangaroo.benchmark import cost_report
 from kangaroo.benchmark.cost import measure
 from kangaroo.blueprint import blueprint
-from kangaroo.cli.command import command, joined, plain
+from kangaroo.cli.command import command, in_group, joined, plain
 from kangaroo.cli_schema import CostCommand, EstimateCommand, TrainCommand
 from kangaroo.data import store
 from kangaroo.estimate import estimate_report
@@ -22,16 +22,19 @@ from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTrackerConfig, Tracker
+from kangaroo.tracking import NoTrackerConfig, Tracker, finished
 from kangaroo.trained import adapter_files
-from kangaroo.training import backend, loop
+from kangaroo.training import backend, curves, loop
 
 log = logging.getLogger(__name__)
 
 
 @command("train", shared=True)
-def train(config: TrainCommand) -> None:
-    """Let the target write its data, train adapters on it, and save them."""
+def train(config: TrainCommand) -> float | None:
+    """Let the target write its data, train adapters on it, and save them. Returns the best
+    held-out compression rate.
+    """
+    in_group(config.logger, config.model.name)
     with joined() as own:
         backend.check(config.trainer, own)
         lm, devices = _target_with_data(config, own)
@@ -44,11 +47,9 @@ def train(config: TrainCommand) -> None:
         check_training(expected.memory, devices)
         logger = config.logger if own.is_first else NoTrackerConfig()
         known = {"dataset": about, "provenance": provenance()}
-        tracker = logger.start(plain(config) | known, output)
-        folders = loop.train(lm, samples, recipes, config.trainer, output, tracker, about, own)
-        for folder in folders if own.is_first else ():
-            _report(folder, config.model.name, tracker)
-        tracker.finish()
+        with finished(logger.start(plain(config) | known, output)) as tracker:
+            folders = loop.train(lm, samples, recipes, config.trainer, output, tracker, about, own)
+            return _report(folders, config.model.name, tracker) if own.is_first else None
 
 
 @command("make_data", shared=True)
@@ -83,19 +84,31 @@ def _target_with_data(config: TrainCommand, own: Ranks) -> tuple[LM, Devices]:
     return lm, devices
 
 
-def _report(folder: Path, model_name: str, tracker: Tracker) -> None:
-    """Hand a trained adapter to the tracker, and say how to measure it."""
-    saved = adapter_files.read_config(str(folder))
-    described = asdict(saved)
-    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
-    progress = described.pop("training")["progress"]
-    tracker.save(folder, f"{model_name}-{folder.name}", "adapter", described | progress)
-    drafter = saved.architecture.drafter
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    log.info(
-        "saved %s; measure it: python evaluate.py drafter=%s 'drafter.adapter=\"%s\"'",
-        *(folder, drafter, folder),
-    )
+def _report(folders: list[Path], model_name: str, tracker: Tracker) -> float:
+    """Hand what was trained to the tracker, and say how to measure it. Returns the best held-out
+    compression rate.
+    """
+    rows: list[dict[str, str | float]] = []
+    for folder in folders:
+        saved = adapter_files.read_config(str(folder))
+        described = asdict(saved)
+        # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+        progress = described.pop("training")["progress"]
+        files, name = sorted(folder.iterdir()), f"{model_name}-{folder.name}"
+        tracker.save(folder, files, name, "adapter", described | progress)
+        facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
+        decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
+        rows.append({"adapter": folder.name} | facts | progress["held_out"] | decoded)
+        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        log.info(
+            "saved %s; measure it: python evaluate.py drafter=%s 'drafter.adapter=\"%s\"'",
+            *(shown, saved.architecture.drafter, shown),
+        )
+    best = max(rows, key=lambda row: float(row["compression_rate"]))
+    plots = {"curves": folders[0].parent / curves.PLOT}
+    numbers = {name: value for name, value in best.items() if not isinstance(value, str)}
+    tracker.result(numbers, {"adapters": rows}, plots)
+    return float(best["compression_rate"])
 
 
 @command("estimate")

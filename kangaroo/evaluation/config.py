@@ -19,6 +19,7 @@ from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_q
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
 from kangaroo.model import LM
+from kangaroo.provenance import flat
 from kangaroo.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -181,14 +182,3 @@ def settings_of(
         "hf_every": config.hf_every,
         "warmup": config.warmup,
     }
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, as they are written on the command line."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value.value if isinstance(value, Enum) else value
-    return found

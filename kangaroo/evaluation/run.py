@@ -26,7 +26,6 @@ from kangaroo.evaluation.config import (
     Contestant,
     EvaluateConfig,
     asked,
-    flat,
     folders,
     foretell,
     noise_floor,
@@ -39,6 +38,7 @@ from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
+from kangaroo.provenance import flat
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule
 

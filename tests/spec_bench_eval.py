@@ -1,0 +1,93 @@
+"""Our own small stand-in for Spec-Bench's `evaluation/eval.py`: the same calls, the same answer
+file, and stricter. It asserts what the real one takes on trust of a `forward_func`."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+
+@torch.inference_mode()
+def run_eval(
+    model,
+    tokenizer,
+    forward_func,
+    model_id,
+    question_file,
+    question_begin,
+    question_end,
+    answer_file,
+    max_new_tokens,
+    num_choices,
+    num_gpus_per_model,
+    num_gpus_total,
+    **kwargs,
+):
+    """Every question, `num_choices` times; a line of the answer file each."""
+    assert num_gpus_total % num_gpus_per_model == 0 and isinstance(model.config._name_or_path, str)
+    model.eval()
+    lines = Path(question_file).read_text().splitlines()[question_begin:question_end]
+    for question in map(json.loads, lines):
+        choices = []
+        for index in range(num_choices):
+            torch.manual_seed(index)
+            choices.append({"index": index} | answers(question, locals() | kwargs, kwargs))
+        Path(answer_file).parent.mkdir(parents=True, exist_ok=True)
+        about = {name: question[name] for name in ("question_id", "category")}
+        line = about | {"answer_id": "x", "model_id": model_id, "choices": choices}
+        with Path(answer_file).open("a") as file:
+            file.write(json.dumps(line | {"tstamp": time.time()}) + "\n")
+
+
+def answers(question, told, kwargs):
+    """All turns of a question; the conversation goes on with the answers."""
+    tokenizer, messages = told["tokenizer"], []
+    found = {k: [] for k in ("turns", "decoding_steps", "new_tokens", "wall_time")}
+    accepted = []
+    for text in question["turns"]:
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer([prompt], return_tensors="pt").to(told["model"].device)
+        random, start = torch.get_rng_state(), time.time()
+        try:
+            output = told["forward_func"](
+                inputs, told["model"], tokenizer, told["max_new_tokens"], **kwargs
+            )
+        except RuntimeError:  # as the real one does, which a method should not rely on
+            raise AssertionError("a RuntimeError would be written as an answer") from None
+        seconds = time.time() - start
+        assert torch.equal(random, torch.get_rng_state()), "the generator of others was used"
+        new_ids, steps, lengths = checked(output, inputs, told["max_new_tokens"])
+        answer = tokenizer.decode(new_ids, skip_special_tokens=True).strip()
+        found["turns"].append(answer)
+        found["decoding_steps"].append(steps)
+        found["new_tokens"].append(len(new_ids))
+        found["wall_time"].append(seconds)
+        accepted += lengths
+        messages.append({"role": "assistant", "content": answer})
+    return found | {"accept_lengths": accepted}
+
+
+def checked(output, inputs, max_new_tokens):
+    """The new ids, the number of steps and the accept lengths of one turn, if all of them fit."""
+    assert type(output) is tuple and len(output) == 4
+    output_ids, new_token, idx, accept_lengths = output
+    length = inputs.input_ids.shape[1]
+    assert isinstance(output_ids, torch.Tensor) and output_ids.dtype == torch.int64
+    assert output_ids.ndim == 2 and output_ids.shape[0] == 1
+    assert output_ids.device == inputs.input_ids.device
+    assert torch.equal(output_ids[:, :length], inputs.input_ids)
+    assert type(new_token) is int and 1 <= new_token <= max_new_tokens
+    assert output_ids.shape[1] == length + new_token
+    assert type(idx) is int and type(accept_lengths) is list and idx == len(accept_lengths)
+    assert all(type(count) is int and count >= 1 for count in accept_lengths)
+    assert sum(accept_lengths) - new_token in (0, 1)
+    return output_ids[0, length:].tolist(), idx, accept_lengths
+
+
+def reorg_answer_file(answer_file):
+    """Sort by question, and keep the last answer of each."""
+    lines = Path(answer_file).read_text().splitlines(keepends=True)
+    last = {json.loads(line)["question_id"]: line for line in lines}
+    Path(answer_file).write_text("".join(last[number] for number in sorted(last)))
