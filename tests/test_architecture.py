@@ -34,6 +34,7 @@ ORDER = [
     {"training"},
     {"estimate"},
     {"benchmark"},
+    {"tuning"},
     {"api", "chat"},
     {"cli", "cli_schema"},
     {"__main__"},
