@@ -115,14 +115,15 @@ def test_replayed_rounds_of_the_hybrid_are_those_of_decoding(case, adapter):
 
 def test_replayed_rounds_of_prompt_lookup_and_of_a_cascade_are_those_of_decoding(case):
     for turn in case.turns:
-        replayed = replay.from_text(turn, PromptLookup(2, 4), NO_EOS)
-        assert rounds(replayed) == rounds_of(case.decoded(PromptLookup(2, 4), turn))
+        looked_up = replay.text_chains(turn, PromptLookup(2, 4), NO_EOS)
+        assert rounds(looked_up.replay(turn)) == rounds_of(case.decoded(PromptLookup(2, 4), turn))
         for threshold, steps in SETTINGS:
-            drafted = turn.drafted["plain"]
-            replayed = replay.cascade(turn, PromptLookup(2, 4), drafted, threshold, steps, NO_EOS)
+            chains = replay.chains(turn, turn.drafted["plain"], threshold, steps)
             second = case.drafter("plain", threshold, steps)
             drafter = Cascade(case.lm, PromptLookup(2, 4), second)
-            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
+            assert rounds(looked_up.where_none(chains).replay(turn)) == rounds_of(
+                case.decoded(drafter, turn)
+            )
 
 
 def test_a_text_that_ends_early_ends_its_rounds():

@@ -8,7 +8,7 @@ Shapes: P positions where a round can begin, S draft steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,7 @@ class Replay:
 
     Args:
         emitted, accepted, drafted: tokens of each round.
-        chain: how many of those that were drafted, verified or not, the adapter drafted.
+        chain: tokens that the adapter drafted in each, verified or not.
         begins: after how many new tokens each round begins.
     """
 
@@ -56,31 +56,83 @@ class Replay:
         self.begins.append(begins)
 
 
-def chain(turn: Turn, drafted: Drafted, threshold: float, steps: int) -> Replay:
-    """Kangaroo's rounds: exactly those of `drafter=kangaroo` with these settings.
+@dataclass(frozen=True)
+class Chains:
+    """What would be drafted from each position of a turn, as far as rounds depend on it.
+
+    Args:
+        counts_P: drafted tokens.
+        right_P: how many of them the text follows.
+        by_adapter_P: how many of them an adapter drafted.
+    """
+
+    counts_P: np.ndarray
+    right_P: np.ndarray
+    by_adapter_P: np.ndarray
+
+    def where_none(self, other: Chains) -> Chains:
+        """The other's draft where this one is empty: a cascade's."""
+        found_P = self.counts_P > 0
+        pairs = (
+            (self.counts_P, other.counts_P),
+            (self.right_P, other.right_P),
+            (self.by_adapter_P, other.by_adapter_P),
+        )
+        return Chains(*(np.where(found_P, mine_P, their_P) for mine_P, their_P in pairs))
+
+    def replay(self, turn: Turn) -> Replay:
+        """The rounds: a draft begins where the last round ended."""
+        counts, right, by_adapter = (
+            part_P.tolist() for part_P in (self.counts_P, self.right_P, self.by_adapter_P)
+        )
+        replay, size, at = Replay(), len(turn.text), 1
+        while at < size:
+            replay.add(at, right[at - 1], size - at, counts[at - 1], by_adapter[at - 1])
+            at += right[at - 1] + 1
+        return replay
+
+
+def nothing(turn: Turn) -> Replay:
+    """Vanilla decoding: a token a round."""
+    none_P = np.zeros(len(turn.text) - 1, int)
+    return Chains(none_P, none_P, none_P).replay(turn)
+
+
+def chains(turn: Turn, drafted: Drafted, threshold: float, steps: int) -> Chains:
+    """What Kangaroo drafts: exactly as `drafter=kangaroo` with these settings.
 
     Errors: `ConfigError` where the trace has no chain of so many steps.
     """
-    counts, right = chain_lengths(turn, drafted, threshold, steps)
-    replay, text, at = Replay(), turn.text, 1
-    while at < len(text):
-        count = counts[at - 1]
-        accepted = min(count, right[at - 1])
-        replay.add(at, accepted, len(text) - at, count, count)
-        at += accepted + 1
-    return replay
-
-
-def chain_lengths(
-    turn: Turn, drafted: Drafted, threshold: float, steps: int
-) -> tuple[list[int], list[int]]:
-    """From each position: how many tokens are drafted, and how many the text would follow of the
-    longest chain."""
     check_steps(drafted, steps)
     # compared as decoding does: a probability in float32, and the threshold as well
     unsure_PS = drafted.chances_PS[:, :steps] <= np.float32(threshold)
     unsure_PS[:, -1:] = True
-    return (unsure_PS.argmax(1) + 1).tolist(), followed(turn, drafted)[:, :steps].sum(1).tolist()
+    counts_P = unsure_PS.argmax(1) + 1
+    right_P = np.minimum(counts_P, followed(turn, drafted).sum(1))
+    return Chains(counts_P, right_P, counts_P)
+
+
+def chain(turn: Turn, drafted: Drafted, threshold: float, steps: int) -> Replay:
+    """The rounds of Kangaroo; see `chains`."""
+    return chains(turn, drafted, threshold, steps).replay(turn)
+
+
+def text_chains(turn: Turn, drafter: FromText, ends: Collection[int]) -> Chains:
+    """What a drafter that reads the text alone drafts: exactly its own.
+
+    Args:
+        ends: the tokens that end a text.
+    """
+    batch = text_batch(turn, ends)
+    drafter.begin(batch)
+    counts, right = [], []
+    for at in range(1, len(turn.text)):
+        found = drafter.continuation(0, batch.texts[0])
+        counts.append(len(found))
+        right.append(shared(found, turn.text[at:]))
+        batch.append(0, turn.text[at : at + 1])
+    counts_P, right_P = np.array(counts, int), np.array(right, int)
+    return Chains(counts_P, right_P, np.zeros_like(counts_P))
 
 
 def followed(turn: Turn, drafted: Drafted) -> np.ndarray:
@@ -99,50 +151,6 @@ def check_steps(drafted: Drafted, steps: int) -> None:
             f"steps={steps} cannot be replayed: the trace has chains of {drafted.steps} tokens. "
             "Choose 1 to that many, or trace again with more."
         )
-
-
-def from_text(turn: Turn, drafter: FromText, ends: Collection[int]) -> Replay:
-    """The rounds of a drafter that reads the text alone: exactly its own.
-
-    Args:
-        ends: the tokens that end a text.
-    """
-    replay, batch = Replay(), text_batch(turn, ends)
-    drafter.begin(batch)
-    while (at := written(batch, turn)) < len(turn.text):
-        found = drafter.continuation(0, batch.texts[0])
-        right = shared(found, turn.text[at:])
-        replay.add(at, right, len(turn.text) - at, len(found), 0)
-        batch.append(0, turn.text[at : at + right + 1])
-    return replay
-
-
-def cascade(
-    turn: Turn,
-    first: FromText,
-    drafted: Drafted,
-    threshold: float,
-    steps: int,
-    ends: Collection[int],
-) -> Replay:
-    """The rounds of `drafter=cascade` of a drafter that reads the text and Kangaroo, without
-    `extend`: exactly its own.
-
-    Errors: `ConfigError` where the trace has no chain of so many steps.
-    """
-    counts, follows = chain_lengths(turn, drafted, threshold, steps)
-    replay, batch = Replay(), text_batch(turn, ends)
-    first.begin(batch)
-    while (at := written(batch, turn)) < len(turn.text):
-        found, left = first.continuation(0, batch.texts[0]), len(turn.text) - at
-        if found:
-            right, count, of_chain = shared(found, turn.text[at:]), len(found), 0
-        else:
-            count = of_chain = counts[at - 1]
-            right = min(count, follows[at - 1])
-        replay.add(at, right, left, count, of_chain)
-        batch.append(0, turn.text[at : at + right + 1])
-    return replay
 
 
 @dataclass(frozen=True)
@@ -223,16 +231,3 @@ def text_batch(turn: Turn, ends: Collection[int]) -> Batch:
     batch.place(0, torch.tensor(turn.prompt), len(turn.text), seed=0)
     batch.append(0, turn.text[:1])
     return batch
-
-
-def written(batch: Batch, turn: Turn) -> int:
-    """New tokens so far."""
-    return len(batch.texts[0]) - len(turn.prompt)
-
-
-Replayer = Callable[[Turn], Replay]
-
-
-def compression_rate(replays: Sequence[Replay]) -> float:
-    """Tokens emitted per forward of the target, the prefill included."""
-    return sum(sum(r.emitted) for r in replays) / sum(len(r.emitted) for r in replays)

@@ -45,6 +45,10 @@ class Drafted:
         """The longest chain that is known."""
         return self.tokens_PS.shape[1]
 
+    def cut(self, positions: int) -> Drafted:
+        """From the first positions alone."""
+        return Drafted(*(getattr(self, field.name)[:positions] for field in fields(self)))
+
 
 @dataclass
 class Turn:
@@ -62,6 +66,12 @@ class Turn:
     prompt: list[int]
     text: list[int]
     drafted: dict[str, Drafted]
+
+    def cut(self, count: int) -> Turn:
+        """The same turn where the text is no longer than so many tokens."""
+        text = self.text[:count]
+        drafted = {name: known.cut(len(text) - 1) for name, known in self.drafted.items()}
+        return Turn(self.prompt, text, drafted)
 
 
 @dataclass
