@@ -8,6 +8,7 @@ from difflib import get_close_matches
 COMMANDS = {
     "chat": "talk to a model in the terminal",
     "evaluate": "measure a drafter on a bench; with -m, several side by side",
+    "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",
     "train": "let a model write its data, and train adapters on it",
     "make_data": "the first part of train alone: write the data",

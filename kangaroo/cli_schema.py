@@ -34,6 +34,7 @@ from kangaroo.trained.base import Architecture
 from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.tuning.tune import TuneConfig
 
 # Of trees and drafts, by drafter and option: a file of configs/hardware.
 Sizes = dict[str, dict[str, int]]
@@ -93,6 +94,16 @@ class SpeedCommand:
     hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING
+
+
+@dataclass
+class TuneCommand(TuneConfig):
+    """`python scripts/tune.py`: the fastest drafter and its settings."""
+
+    output: str = MISSING
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING  # today's
+    hardware: Sizes = field(default_factory=dict)
 
 
 @dataclass
@@ -197,6 +208,7 @@ def register() -> None:
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="chat_schema", node=TalkCommand)
+    cs.store(name="tune_schema", node=TuneCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)

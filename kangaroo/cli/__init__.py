@@ -11,6 +11,7 @@ from kangaroo.cli.making import (
     search_layers,
 )
 from kangaroo.cli.training import cost, estimate, make_data, train
+from kangaroo.cli.tuning import tune
 
 __all__ = [
     "CONFIGS",
@@ -27,4 +28,5 @@ __all__ = [
     "search_layers",
     "speed",
     "train",
+    "tune",
 ]

@@ -8,15 +8,19 @@ Shapes: N rounds, F parts of the time, K knots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from kangaroo.costs import VerifyCosts
-from kangaroo.evaluation.records import Run
+from kangaroo.evaluation.records import Run, write_json
 from kangaroo.evaluation.speedup import prefill_seconds
 from kangaroo.tuning.replay import Replay
+
+Kind = tuple[str, str | None]  # a drafter, and what it drafts with
 
 KNOTS = [1, 2, 3, 5, 9, 17, 33]  # widths between which verification is a straight line
 TYPICAL = 256  # tokens before a round, where one number is shown
@@ -170,3 +174,28 @@ def least_deviations(parts_NF: np.ndarray, seconds_N: np.ndarray) -> np.ndarray:
             break
         free_F[np.flatnonzero(free_F)[some_F.argmin()]] = False
     return found_F
+
+
+def save(file: Path, key: str, costs: Mapping[Kind, RoundCosts], exact: tuple[int, int]) -> None:
+    """Keep what was measured, whole or not at all.
+
+    Args:
+        key: of all that it was measured with.
+        exact: of the turns that were decoded, how many had the replayed rounds.
+    """
+    told = [
+        {"drafter": kind, "source": source} | asdict(own) for (kind, source), own in costs.items()
+    ]
+    write_json(file, {"key": key, "exact": exact, "costs": told})
+
+
+def load(file: Path, key: str) -> tuple[dict[Kind, RoundCosts], tuple[int, int]] | None:
+    """What was measured with the same; None where nothing was."""
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        found = {
+            (one.pop("drafter"), one.pop("source")): RoundCosts(**one) for one in known["costs"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or not ours: measured again
+        return None
+    return (found, (known["exact"][0], known["exact"][1])) if known["key"] == key else None
