@@ -15,6 +15,7 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
@@ -28,9 +29,11 @@ from kangaroo.tuning import replay, trace
 from kangaroo.tuning.recording import Recorder
 from kangaroo.tuning.replay import HybridSettings, Replay
 from kangaroo.tuning.trace import Drafted, TracedQuestion, Turn
+from kangaroo.tuning.trees import trees
 
 LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
 SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps
+TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20)]  # threshold, steps, nodes
 # the second prompt is shorter than the window of a fused adapter; the third repeats itself
 PROMPTS = [*random_prompts(7, 3), [5, 9, 5, 9, 5, 9, 5]]
 NODES = 6
@@ -53,12 +56,17 @@ class Case:
         fused = adapter_for(self.lm, architecture=Architecture(fused=True))
         self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
         drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}
+        drafters |= {f"{name}-tree": self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
         recorder = Recorder(self.lm, drafters, prefill_chunk=CHUNK)
         self.turns = [recorder.turn(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
     def drafter(self, name: str, threshold: float, steps: int) -> Kangaroo:
         adapter, head = self.parts[name]
         return Kangaroo(self.lm, adapter, steps, threshold, head)
+
+    def tree(self, name: str, threshold: float, steps: int, nodes: int) -> KangarooTree:
+        adapter, head = self.parts[name]
+        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes)
 
     def hybrid(self, name: str, settings: HybridSettings) -> Hybrid:
         adapter, head = self.parts[name]
@@ -101,6 +109,20 @@ def test_replayed_rounds_of_kangaroo_are_those_of_decoding(case, adapter):
             assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
             right, drafted = right + sum(replayed.accepted), drafted + sum(replayed.drafted)
     assert 0 < right < drafted  # otherwise right drafts alone were compared, or wrong ones
+
+
+@pytest.mark.parametrize("adapter", ["plain", "fused"])
+def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
+    right = chains = 0
+    for turn in case.turns:
+        grown = turn.grown[f"{adapter}-tree"]
+        for threshold, steps, nodes in TREES:
+            drafter = case.tree(adapter, threshold, steps, nodes)
+            replayed = trees(turn, grown, threshold, steps, nodes).replay(turn)
+            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
+            right += sum(replayed.accepted)
+        chains += sum(replay.chain(turn, turn.drafted[adapter], 0.0, LONGEST).accepted)
+    assert 0 < chains < right  # not chains alone were compared
 
 
 @pytest.mark.parametrize("adapter", ["plain", "fused"])
@@ -159,9 +181,10 @@ def test_drafts_beyond_the_end_of_a_text_count_as_drafted_alone():
 
 
 def test_a_text_of_one_token_has_no_round(case):
-    recorder = Recorder(case.lm, {"plain": case.drafter("plain", 0.0, LONGEST)})
-    turn = recorder.turn(PROMPTS[0], 1)
+    some = {"plain": case.drafter("plain", 0.0, LONGEST), "tree": case.tree("plain", 0.0, 2, 4)}
+    turn = Recorder(case.lm, some).turn(PROMPTS[0], 1)
     assert rounds(replay.chain(turn, turn.drafted["plain"], 0.6, 3)) == ([1], [0], [0])
+    assert rounds(trees(turn, turn.grown["tree"], 0.6, 2, 4).replay(turn)) == ([1], [0], [0])
 
 
 def test_longer_chains_than_were_traced_are_refused(case):
@@ -183,10 +206,11 @@ def test_a_trace_is_read_as_it_was_written(case, tmp_path: Path):
     assert found is not None and (found.question_id, found.category) == (7, "qa")
     for turn, again in zip(case.turns, found.turns, strict=True):
         assert (again.prompt, again.text) == (turn.prompt, turn.text)
-        assert again.drafted.keys() == turn.drafted.keys()
-        for name, drafted in turn.drafted.items():
-            for field, part in asdict(drafted).items():
-                np.testing.assert_array_equal(getattr(again.drafted[name], field), part)
+        for found_parts, parts in ((again.drafted, turn.drafted), (again.grown, turn.grown)):
+            assert found_parts.keys() == parts.keys()
+            for name, known in parts.items():
+                for field, part in asdict(known).items():
+                    np.testing.assert_array_equal(getattr(found_parts[name], field), part)
 
 
 def test_a_trace_of_other_weights_is_refused(case, tmp_path: Path):

@@ -21,6 +21,7 @@ from kangaroo.costs import VerifyCosts
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
@@ -31,7 +32,7 @@ from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.trained import adapter_files
 from kangaroo.tuning import costs
 from kangaroo.tuning.bench import trace_bench
-from kangaroo.tuning.candidates import Candidate, SearchSpace, candidates, chain, sources
+from kangaroo.tuning.candidates import KINDS, Candidate, SearchSpace, candidates, chain, sources
 from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit
 from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
 from kangaroo.tuning.recording import Recorder
@@ -42,9 +43,17 @@ from kangaroo.tuning.tune import TuneConfig, best_by_task, split
 
 UNTRAINED = "untrained:2"
 SPACE = SearchSpace(
-    adapters=[UNTRAINED], vocabularies=[], thresholds=[0.0, 0.6], steps=[1, 4], paces=[1.0],
-    nodes=[5], lookups=[3],
-)  # fmt: skip
+    drafters=list(KINDS),
+    adapters=[UNTRAINED],
+    vocabularies=[],
+    thresholds=[0.0, 0.6],
+    steps=[1, 4],
+    paces=[1.0],
+    nodes=[5],
+    lookups=[3],
+    top_k=2,
+    tree_nodes=[3],
+)
 VERIFY = VerifyCosts([1, 2, 4, 8, 16, 32], [0.020, 0.020, 0.021, 0.022, 0.030, 0.060])
 COSTS = RoundCosts(
     prefill=[0.01, 0.0005],
@@ -63,7 +72,9 @@ def lm() -> LM:
 @pytest.fixture(scope="module")
 def traced(lm) -> list[TracedQuestion]:
     found = sources(lm, "tiny", SPACE)
-    recorder = Recorder(lm, {name: source.drafter for name, source in found.items()})
+    recorder = Recorder(
+        lm, {k: own for source in found.values() for k, own in source.traced.items()}
+    )
     turns = [recorder.turn(prompt, 16) for prompt in [*random_prompts(9, 20), [5, 9, 5, 9, 5]]]
     return [TracedQuestion(i, "qa", [turn]) for i, turn in enumerate(turns)]
 
@@ -78,7 +89,7 @@ def test_every_candidate_decodes_as_it_is_replayed(lm, traced):
             (turn,) = question.turns
             (decoded,) = engine.generate([turn.prompt], 16)
             assert rounds(player.of(candidate)(turn)) == rounds_of(decoded), candidate.name
-    assert kinds == {"vanilla", "kangaroo", "hybrid", "cascade", "prompt_lookup"}
+    assert kinds == {"vanilla", *KINDS}
 
 
 def test_candidates_differ_and_chains_of_one_token_are_tried_once(lm):
@@ -113,6 +124,9 @@ def test_what_no_trace_tells_is_not_foreseen(lm):
     lookup = PromptLookupConfig()
     assert player.knows(Candidate(CascadeConfig(first=lookup, second=known), name))
     assert not player.knows(Candidate(CascadeConfig(first=lookup, second=known, extend=True), name))
+    tree = KangarooTreeConfig(adapter=UNTRAINED, steps=4, top_k=2)
+    assert player.knows(Candidate(tree, name))
+    assert not player.knows(Candidate(replace(tree, top_k=3), name))
     assert not player.knows(Candidate(replace(lookup, reference="somewhere")))
 
 
@@ -255,6 +269,7 @@ FOUND = [
     CHAIN,
     HybridConfig(adapter="adapters/a", steps=8, pace=1.25, nodes=7),
     PromptLookupConfig(num_pred_tokens=8),
+    KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
     CascadeConfig(first=PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
 ]
 

@@ -14,7 +14,9 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.errors import ConfigError
 from kangaroo.folders import SHIPPED, of_project
@@ -22,7 +24,7 @@ from kangaroo.model import LM
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Architecture
 
-KINDS = ("kangaroo", "hybrid", "cascade", "prompt_lookup")
+KINDS = ("kangaroo", "hybrid", "cascade", "prompt_lookup", "kangaroo_tree")
 
 
 @dataclass
@@ -30,17 +32,20 @@ class SearchSpace:
     """The settings that are tried, each with each.
 
     Args:
-        drafters: of kangaroo, hybrid, cascade (of prompt_lookup and kangaroo) and prompt_lookup.
+        drafters: of kangaroo, hybrid, cascade (of prompt_lookup and kangaroo), prompt_lookup and
+            kangaroo_tree, which is not among them by default: its trace takes `top_k` times as
+            long, and on a CPU trees do not pay.
         adapters: folders or hub ids; null is `adapters/NAME` of the model, and what else lies
             beside it as `adapters/NAME-*`.
         vocabularies: draft vocabularies, beside the one that an adapter was saved with, where it
             has as many tokens to draft from.
-        thresholds, steps: of kangaroo.
+        thresholds, steps: of kangaroo and of kangaroo_tree.
+        top_k, tree_nodes: of kangaroo_tree; `top_k` is one number.
         paces, nodes: of the hybrid, whose chain has the most of `steps` and no threshold.
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
 
-    drafters: list[str] = field(default_factory=lambda: list(KINDS))
+    drafters: list[str] = field(default_factory=lambda: list(KINDS[:4]))
     adapters: list[str] | None = None
     vocabularies: list[int] = field(default_factory=lambda: [1024, 4096])
     thresholds: list[float] = field(
@@ -50,6 +55,8 @@ class SearchSpace:
     paces: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
     nodes: list[int] = field(default_factory=lambda: [7, 15])
     lookups: list[int] = field(default_factory=lambda: [3, 5, 8])
+    top_k: int = 3
+    tree_nodes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
@@ -58,7 +65,7 @@ class SearchSpace:
                 raise ConfigError(
                     f"search.drafters has '{name}'; what a trace can replay is {', '.join(KINDS)}."
                 )
-        for name in ("drafters", "thresholds", "steps", "paces", "nodes", "lookups"):
+        for name in ("drafters", "thresholds", "steps", "paces", "nodes", "lookups", "tree_nodes"):
             if not getattr(self, name):
                 raise ConfigError(f"search.{name} is empty; give at least one value.")
 
@@ -70,11 +77,24 @@ class Source:
     Args:
         config: of Kangaroo with it, with the longest chain that is searched.
         drafter: built from this.
+        tree: the same for trees, where these are searched.
     """
 
     name: str
     config: KangarooConfig
     drafter: LayerChain
+    tree: LayerTree | None = None
+
+    @property
+    def traced(self) -> dict[str, LayerChain | LayerTree]:
+        """What is traced, by its name in the trace."""
+        own: dict[str, LayerChain | LayerTree] = {self.name: self.drafter}
+        return own if self.tree is None else own | {self.tree_name: self.tree}
+
+    @property
+    def tree_name(self) -> str:
+        """Of its trees, in a trace."""
+        return f"{self.name}-tree"
 
 
 @dataclass(frozen=True)
@@ -114,7 +134,8 @@ def _settings(config: DrafterConfig) -> list[str]:
         return [f"pace={config.pace:g}", f"nodes={config.nodes}", f"steps={config.steps}"]
     if not isinstance(config, EarlyExitConfig):
         return []
-    return [f"threshold={config.threshold:g}", f"steps={config.steps}"]
+    told = [f"threshold={config.threshold:g}", f"steps={config.steps}"]
+    return [*told, f"nodes={config.nodes}"] if isinstance(config, KangarooTreeConfig) else told
 
 
 def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
@@ -127,10 +148,13 @@ def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
     for path in paths:
         for vocabulary in [None, *_vocabularies(path, space.vocabularies)]:
             config = KangarooConfig(adapter=path, steps=max(space.steps), vocabulary=vocabulary)
-            drafter = config.of(lm, *config.load(lm))
+            trained = config.load(lm)
+            drafter = config.of(lm, *trained)
             name = f"{Path(path).name.replace(':', '')}-{drafter.head.size}"
             if name not in found:
-                found[name] = Source(name, config, drafter)
+                trees = "kangaroo_tree" in space.drafters
+                tree = tree_config(config, space, 0.0, 1).of(lm, *trained) if trees else None
+                found[name] = Source(name, config, drafter, tree)
             elif found[name].config.adapter != path:
                 raise ConfigError(
                     f"search.adapters has '{found[name].config.adapter}' and '{path}', which "
@@ -185,6 +209,12 @@ def candidates(space: SearchSpace, found: Sequence[Source]) -> list[Candidate]:
         ]
         if "kangaroo" in space.drafters:
             made += [Candidate(config, source.name) for config in chains]
+        if "kangaroo_tree" in space.drafters:
+            made += [
+                Candidate(tree_config(config, space, config.threshold, nodes), source.name)
+                for config, nodes in itertools.product(chains, space.tree_nodes)
+                if config.steps > 1
+            ]
         if "cascade" in space.drafters:
             made += [
                 Candidate(CascadeConfig(first=lookup, second=config), source.name)
@@ -201,6 +231,20 @@ def candidates(space: SearchSpace, found: Sequence[Source]) -> list[Candidate]:
 def chain(source: Source, threshold: float, steps: int) -> Candidate:
     """Kangaroo with a source."""
     return Candidate(replace(source.config, threshold=threshold, steps=steps), source.name)
+
+
+def tree_config(
+    chain: KangarooConfig, space: SearchSpace, threshold: float, nodes: int
+) -> KangarooTreeConfig:
+    """Trees as deep as a chain."""
+    return KangarooTreeConfig(
+        adapter=chain.adapter,
+        vocabulary=chain.vocabulary,
+        steps=chain.steps,
+        threshold=threshold,
+        top_k=space.top_k,
+        nodes=nodes,
+    )
 
 
 def hybrid(source: Source, pace: float, nodes: int) -> HybridConfig:

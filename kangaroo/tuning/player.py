@@ -13,9 +13,11 @@ import numpy as np
 from kangaroo.costs import measured
 from kangaroo.drafters import odds
 from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import OF_A_CPU, HybridConfig, verify_curve
 from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.odds import Odds
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import VanillaConfig
@@ -29,6 +31,7 @@ from kangaroo.tuning.candidates import Candidate, Source, parts
 from kangaroo.tuning.costs import Kind, RoundCosts
 from kangaroo.tuning.replay import Chains, HybridSettings, Replay
 from kangaroo.tuning.trace import TracedQuestion, Turn
+from kangaroo.tuning.trees import trees
 
 Replayer = Callable[[Turn], Replay]
 # What was measured of each drafter, by kind and source.
@@ -63,18 +66,21 @@ class Player:
         source = candidate.source
         assert source is not None
         if isinstance(config, CascadeConfig):
-            first, limits = config.first, (config.second.threshold, config.second.steps)
+            first, chain = config.first, (config.second.threshold, config.second.steps)
 
             def play(turn: Turn) -> Replay:
-                second = replay.chains(turn, turn.drafted[source], *limits)
+                second = replay.chains(turn, turn.drafted[source], *chain)
                 return self._looked_up(first, turn).where_none(second).replay(turn)
 
             return play
         if isinstance(config, HybridConfig):
             settings = self._settings(config, self.sources[source])
             return lambda turn: replay.hybrid(turn, turn.drafted[source], settings, ends)
-        assert isinstance(config, KangarooConfig)
+        assert isinstance(config, KangarooConfig | KangarooTreeConfig)
         threshold, steps = config.threshold, config.steps
+        if isinstance(config, KangarooTreeConfig):
+            name, limits = self.sources[source].tree_name, (threshold, steps, config.nodes)
+            return lambda turn: trees(turn, turn.grown[name], *limits).replay(turn)
         return lambda turn: replay.chain(turn, turn.drafted[source], threshold, steps)
 
     def knows(self, candidate: Candidate) -> bool:
@@ -86,10 +92,16 @@ class Player:
             return of_kinds and not config.extend and self.knows(first) and self.knows(second)
         if isinstance(config, PromptLookupConfig):
             return config.reference is None
-        if not isinstance(config, KangarooConfig | HybridConfig) or candidate.source is None:
+        if not isinstance(config, EarlyExitConfig) or candidate.source is None:
             return isinstance(config, VanillaConfig)
-        known = config.steps <= self.sources[candidate.source].drafter.steps
-        return known and (isinstance(config, KangarooConfig) or config.reference is None)
+        source = self.sources[candidate.source]
+        if config.steps > source.drafter.steps:
+            return False
+        if isinstance(config, KangarooTreeConfig):
+            return source.tree is not None and config.top_k == source.tree.top_k
+        if isinstance(config, HybridConfig):
+            return config.reference is None
+        return isinstance(config, KangarooConfig)
 
     def _looked_up(self, config: PromptLookupConfig, turn: Turn) -> Chains:
         """What prompt lookup finds; kept, since cascades ask again."""

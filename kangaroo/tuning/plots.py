@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,12 +110,14 @@ def over_threshold(grids: dict[str, Grid], subtitle: str) -> Figure:
 def over_exit(grids: dict[str, Grid], exits: dict[str, int], subtitle: str) -> Figure:
     """The best chain of each adapter and vocabulary, over the exit layer."""
     figure, axes = blank(subtitle, 3.6, "Kangaroo over the exit layer: speedup, and CR (hollow)")
+    beside: Counter[int] = Counter()  # adapters of one exit stand side by side
     for color, (name, grid) in zip(cycle(len(grids)), grids.items(), strict=True):
-        best = max(grid.values(), key=lambda one: one.speedup)
-        low, high = best.interval
-        axes.plot([exits[name]] * 2, [low, high], color=color, linewidth=1.2)
-        axes.plot(exits[name], best.speedup, "o", color=color, label=name)
-        axes.plot(exits[name], best.compression_rate, "o", color=color, fillstyle="none")
+        best, at = max(grid.values(), key=lambda one: one.speedup), exits[name]
+        x, (low, high) = at + 0.06 * beside[at], best.interval
+        axes.plot([x, x], [low, high], color=color, linewidth=1.2)
+        axes.plot(x, best.speedup, "o", color=color, label=name)
+        axes.plot(x, best.compression_rate, "o", color=color, fillstyle="none")
+        beside[at] += 1
     axes.axhline(1, color=INK, linewidth=1, linestyle=":")
     axes.set_xticks(sorted(set(exits.values())))
     axes.set_xlabel("exit layer", fontsize=9)

@@ -23,13 +23,15 @@ from kangaroo.cache import Block, occupied
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.early_exit import started
 from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.tree import Draft, Tree
-from kangaroo.tuning.trace import Drafted, Turn
+from kangaroo.tuning.trace import Drafted, Grown, Turn
+from kangaroo.tuning.trees import grow
 from kangaroo.verify import Verdict
 
 POSITIONS = 64  # that draft side by side
@@ -77,11 +79,14 @@ class Recorder:
             is not read.
     """
 
-    def __init__(self, lm: LM, drafters: Mapping[str, LayerChain], prefill_chunk: int = 1024):
+    def __init__(
+        self, lm: LM, drafters: Mapping[str, LayerChain | LayerTree], prefill_chunk: int = 1024
+    ):
         self.lm, self.drafters = lm, drafters
         taps = sorted({tap for drafter in drafters.values() for tap in drafter.taps})
-        most = max((drafter.steps for drafter in drafters.values()), default=0)
-        self.watcher = Watcher(taps, POSITIONS * most)
+        # places: side by side, those of a round each
+        most = max((side_by_side(own) * own.max_nodes for own in drafters.values()), default=0)
+        self.watcher = Watcher(taps, most)
         self.engine = Engine(lm, self.watcher, prefill_chunk=prefill_chunk)
 
     def turn(self, prompt: Sequence[int], max_new_tokens: int) -> Turn:
@@ -90,30 +95,48 @@ class Recorder:
         Errors: `PromptError`.
         """
         (generation,) = self.engine.generate([prompt], max_new_tokens)
-        drafted = {name: self._drafted(drafter) for name, drafter in self.drafters.items()}
-        return Turn(list(prompt), generation.tokens, drafted)
+        turn = Turn(list(prompt), generation.tokens, {})
+        for name, drafter in self.drafters.items():
+            if isinstance(drafter, LayerTree):
+                turn.grown[name] = Grown(*self._everywhere(drafter))
+            else:
+                turn.drafted[name] = Drafted(*self._everywhere(drafter))
+        return turn
 
     @torch.inference_mode()
-    def _drafted(self, drafter: LayerChain) -> Drafted:
+    def _everywhere(self, drafter: LayerChain | LayerTree) -> list[np.ndarray]:
+        """The arrays of what it drafts from every position."""
         batch, watcher = self.engine.batch, self.watcher
         assert batch is not None
         if not watcher.pending:  # the text is a single token
-            nothing = np.zeros((0, drafter.steps)), np.zeros((0, further_choices(drafter)))
-            kinds = (np.int32, np.float32)
-            return Drafted(*(part.astype(kind) for part in nothing for kind in kinds))
+            return no_positions(drafter)
         drafter.begin(batch)
         for tokens_1T, block, taps in watcher.prompts:
             drafter.prefill(batch, tokens_1T, block, taps)
         drafter.read_prompts()
         states_PD = read_text(self.lm, drafter, batch, watcher.pending)
-        first = batch.lengths[0] - 1 - len(states_PD)
-        parts = [
-            chains(self.lm, drafter, batch, first + at, part_PD)
-            for at, part_PD in zip(
-                range(0, len(states_PD), POSITIONS), states_PD.split(POSITIONS), strict=True
+        first, size = batch.lengths[0] - 1 - len(states_PD), side_by_side(drafter)
+        parts = []
+        for at in range(0, len(states_PD), size):
+            place = self.lm, batch, first + at, states_PD[at : at + size]
+            parts.append(
+                grow(drafter, *place) if isinstance(drafter, LayerTree) else chains(drafter, *place)
             )
-        ]
-        return Drafted(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+
+def no_positions(drafter: LayerChain | LayerTree) -> list[np.ndarray]:
+    """The arrays of a text in which no round begins."""
+    if isinstance(drafter, LayerTree):
+        grown = (0, drafter.steps, drafter.top_k)
+        return [np.zeros(grown, kind) for kind in (np.int32, np.int32, np.float32)]
+    shapes = (0, drafter.steps), (0, further_choices(drafter))
+    return [np.zeros(shape, kind) for shape in shapes for kind in (np.int32, np.float32)]
+
+
+def side_by_side(drafter: LayerChain | LayerTree) -> int:
+    """From how many positions it drafts together."""
+    return max(1, POSITIONS // drafter.top_k) if isinstance(drafter, LayerTree) else POSITIONS
 
 
 def further_choices(drafter: LayerChain) -> int:
@@ -122,7 +145,7 @@ def further_choices(drafter: LayerChain) -> int:
 
 
 def read_text(
-    lm: LM, drafter: LayerChain, batch: Batch, pending: Sequence[dict[int, Tensor]]
+    lm: LM, drafter: LayerChain | LayerTree, batch: Batch, pending: Sequence[dict[int, Tensor]]
 ) -> Tensor:
     """What a drafter has at each position of a text that it has read up to there, `[P, D]`.
 
@@ -156,7 +179,7 @@ def read_text(
 
 
 def chains(
-    lm: LM, drafter: LayerChain, batch: Batch, first: int, states_PD: Tensor
+    drafter: LayerChain, lm: LM, batch: Batch, first: int, states_PD: Tensor
 ) -> tuple[np.ndarray, ...]:
     """What a drafter drafts from neighbouring positions: the arrays of `Drafted`.
 

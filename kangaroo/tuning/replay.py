@@ -23,7 +23,7 @@ from kangaroo.drafters.hybrid import Lookup
 from kangaroo.drafters.odds import Odds
 from kangaroo.errors import ConfigError
 from kangaroo.sampling import Sampling
-from kangaroo.tuning.trace import Drafted, Turn
+from kangaroo.tuning.trace import Drafted, Grown, Turn
 
 
 @dataclass
@@ -137,19 +137,24 @@ def text_chains(turn: Turn, drafter: FromText, ends: Collection[int]) -> Chains:
 
 def followed(turn: Turn, drafted: Drafted) -> np.ndarray:
     """`[P, S]`: whether the text is the chain up to this step."""
-    coming = np.full(len(turn.text) + drafted.steps, -1)
-    coming[: len(turn.text)] = turn.text
-    windows_PS = np.lib.stride_tricks.sliding_window_view(coming[1:], drafted.steps)
-    same_PS = drafted.tokens_PS == windows_PS[: len(drafted.tokens_PS)]
+    tokens_PS = drafted.tokens_PS
+    same_PS = tokens_PS == coming(turn, drafted.steps)[: len(tokens_PS)]
     return np.logical_and.accumulate(same_PS, axis=1)
 
 
-def check_steps(drafted: Drafted, steps: int) -> None:
+def coming(turn: Turn, steps: int) -> np.ndarray:
+    """`[P + 1, S]`: the text after each position; -1 beyond its end."""
+    padded = np.full(len(turn.text) + steps, -1)
+    padded[: len(turn.text)] = turn.text
+    return np.lib.stride_tricks.sliding_window_view(padded[1:], steps)
+
+
+def check_steps(known: Drafted | Grown, steps: int) -> None:
     """Raise `ConfigError` where a trace does not reach so far."""
-    if not 1 <= steps <= drafted.steps:
+    if not 1 <= steps <= known.steps:
         raise ConfigError(
-            f"steps={steps} cannot be replayed: the trace has chains of {drafted.steps} tokens. "
-            "Choose 1 to that many, or trace again with more."
+            f"steps={steps} cannot be replayed: the trace has drafts of {known.steps}. Choose 1 to "
+            "that many, or trace again with more."
         )
 
 

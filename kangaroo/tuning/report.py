@@ -24,6 +24,7 @@ from kangaroo.tuning.tune import TuneConfig, Tuned, best_by_task, told
 
 PAGE, NUMBERS, SETTINGS = "tune.md", "tune.json", Path("drafter", "tuned.yaml")
 MOST = 0.05  # that a prediction may be off
+ALIKE = 0.002  # compression rates that are the same, but for a round
 SHOWN = 8  # of a long table
 
 
@@ -74,8 +75,8 @@ def page(found: Tuned, config: TuneConfig, about: str, drawn: Sequence[str]) -> 
     parts = [
         f"# Tuning {about}",
         verdict(found),
-        f"Use it: `python evaluate.py --config-dir={config.output} drafter=tuned`. In all, "
-        f"{told(found.split, config.seed)}.",
+        f"Use it: `python evaluate.py --config-dir={config.output} drafter=tuned`. "
+        f"{told(found.split, config.seed).capitalize()}.",
         "## On questions that nothing was chosen by",
         markdown(reporting_rows(found)),
         "## Prediction and decoding",
@@ -96,8 +97,20 @@ def page(found: Tuned, config: TuneConfig, about: str, drawn: Sequence[str]) -> 
         "included, from the exit layer on.",
         markdown(cost_rows(found)),
         "Seconds: " + ", ".join(f"{name} {s:.0f}" for name, s in found.seconds.items()) + ".",
+        made_by(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def made_by() -> str:
+    """The command and the machine, in a sentence."""
+    about = provenance()
+    machine, versions = about["hardware"], about["versions"]
+    return (
+        f"Made by `{about['command']}` on {machine['cuda'] or machine['cpu']}, "
+        f"{machine['threads']} threads, torch {versions['torch']}, "
+        f"revision {about['git_revision']}."
+    )
 
 
 def verdict(found: Tuned) -> str:
@@ -138,21 +151,27 @@ def prediction_words(found: Tuned) -> str:
     known = [one for one in found.confirmed if one.difference is not None]
     within = sum(abs(one.difference or 0) <= MOST for one in known)
     exact, decoded = found.exact
-    inside = [one.name for one in known if abs(one.difference or 0) > MOST and measured_covers(one)]
     text = (
         f"{within} of {len(known)} predictions are within {MOST:.0%} of what decoding gave on the "
         f"same questions. {exact} of {decoded} turns that were decoded to be timed had exactly the "
         "rounds of their replay: where all have, a difference is one of time alone."
     )
-    if inside:
-        text += f" Within the interval of the measurement all the same: {', '.join(inside)}."
+    for one in known:
+        if abs(one.difference or 0) > MOST:
+            text += f" {why_off(one)}"
     return text
 
 
-def measured_covers(one: Confirmed) -> bool:
-    """Whether the interval of what was measured holds the prediction."""
+def why_off(one: Confirmed) -> str:
+    """What a prediction that is off differs in."""
+    assert one.predicted is not None
+    rates = one.predicted.compression_rate, one.measured["overall"]["compression_rate"]
+    if abs(rates[0] / rates[1] - 1) > ALIKE:
+        return f"`{one.name}` decoded in other rounds, as its CR shows."
     low, high = one.measured["overall"]["speedup_ci95"]
-    return one.predicted is not None and low <= one.predicted.speedup <= high
+    if low <= one.predicted.speedup <= high:
+        return f"`{one.name}` is off, but within the interval of what was measured."
+    return f"`{one.name}` had the predicted rounds; they took another time than those measured."
 
 
 def prediction_row(one: Confirmed) -> Row:

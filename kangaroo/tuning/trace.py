@@ -2,7 +2,8 @@
 
 A file holds one question. A run that was killed loses the question at hand and nothing else.
 
-Shapes: P positions where a round can begin, S draft steps, C choices for a token.
+Shapes: P positions where a round can begin, S draft steps, C choices for a token, L nodes of a
+level.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -47,7 +48,34 @@ class Drafted:
 
     def cut(self, positions: int) -> Drafted:
         """From the first positions alone."""
-        return Drafted(*(getattr(self, field.name)[:positions] for field in fields(self)))
+        return Drafted(*(getattr(self, part.name)[:positions] for part in fields(self)))
+
+
+@dataclass
+class Grown:
+    """What a drafter of trees drafts from every position, level by level, L nodes each.
+
+    Args:
+        tokens_PSL: of the nodes.
+        parents_PSL: their parents' places in the level before; 0 in the first level.
+        scores_PSL: the product of the probabilities on their paths, the highest first.
+    """
+
+    tokens_PSL: np.ndarray
+    parents_PSL: np.ndarray
+    scores_PSL: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """How many levels are known."""
+        return self.tokens_PSL.shape[1]
+
+    def cut(self, positions: int) -> Grown:
+        """From the first positions alone."""
+        return Grown(*(getattr(self, part.name)[:positions] for part in fields(self)))
+
+
+Kind = TypeVar("Kind", Drafted, Grown)
 
 
 @dataclass
@@ -60,18 +88,21 @@ class Turn:
     Args:
         prompt: token ids.
         text: what the target wrote after it, greedily, EOS included.
-        drafted: by the drafter's name.
+        drafted: chains, by the drafter's name.
+        grown: trees, likewise.
     """
 
     prompt: list[int]
     text: list[int]
     drafted: dict[str, Drafted]
+    grown: dict[str, Grown] = field(default_factory=dict)
 
     def cut(self, count: int) -> Turn:
         """The same turn where the text is no longer than so many tokens."""
         text = self.text[:count]
         drafted = {name: known.cut(len(text) - 1) for name, known in self.drafted.items()}
-        return Turn(self.prompt, text, drafted)
+        grown = {name: known.cut(len(text) - 1) for name, known in self.grown.items()}
+        return Turn(self.prompt, text, drafted, grown)
 
 
 @dataclass
@@ -134,10 +165,11 @@ def save(traced: TracedQuestion, key: str, folder: Path) -> None:
     for number, turn in enumerate(traced.turns):
         tensors[f"{number}/prompt"] = np.array(turn.prompt, np.int32)
         tensors[f"{number}/text"] = np.array(turn.text, np.int32)
-        for name, drafted in turn.drafted.items():
-            for field in fields(Drafted):
-                part = getattr(drafted, field.name)
-                tensors[f"{number}/{field.name}/{name}"] = np.ascontiguousarray(part)
+        drafts: list[tuple[str, Drafted | Grown]] = [*turn.drafted.items(), *turn.grown.items()]
+        for name, known in drafts:
+            for part in fields(known):
+                array = np.ascontiguousarray(getattr(known, part.name))
+                tensors[f"{number}/{part.name}/{name}"] = array
     file = file_of(folder, traced.question_id)
     partial = file.with_suffix(".partial")
     about = {"key": key, "category": traced.category, "turns": str(len(traced.turns))}
@@ -174,11 +206,11 @@ def load(question_id: int, key: str, folder: Path) -> TracedQuestion | None:
 
 
 def _turn(tensors: dict[str, np.ndarray], number: int) -> Turn:
-    prefix = f"{number}/tokens_PS/"
-    names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-    drafted = {
-        name: Drafted(*(tensors[f"{number}/{field.name}/{name}"] for field in fields(Drafted)))
-        for name in sorted(names)
-    }
+    def known(kind: type[Kind]) -> dict[str, Kind]:
+        names = [part.name for part in fields(kind)]
+        prefix = f"{number}/{names[0]}/"
+        found = sorted(name.removeprefix(prefix) for name in tensors if name.startswith(prefix))
+        return {one: kind(*(tensors[f"{number}/{name}/{one}"] for name in names)) for one in found}
+
     prompt, text = (tensors[f"{number}/{part}"].tolist() for part in ("prompt", "text"))
-    return Turn(prompt, text, drafted)
+    return Turn(prompt, text, known(Drafted), known(Grown))

@@ -62,8 +62,8 @@ class TuneConfig:
     tuning_questions: int = 24
     reporting_questions: int = 24
     max_new_tokens: int = 64
-    measure_turns: int = 4
-    measure_tokens: int = 48
+    measure_turns: int = 3
+    measure_tokens: int = 40
     confirm: int = 3
     confirm_questions: int = 12
     resume: bool = True
@@ -203,9 +203,12 @@ def traces(
     model: dict[str, Any],
 ) -> list[TracedQuestion]:
     """The traces of these questions."""
-    recorder = Recorder(lm, {name: source.drafter for name, source in found.items()})
+    everything = [item for source in found.values() for item in source.traced.items()]
+    recorder = Recorder(lm, dict(everything))
     drafters = {name: source.config.settings() for name, source in found.items()}
-    folder, settings = Path(config.output, "trace"), {"model": model, "drafters": drafters}
+    top_k = config.search.top_k if "kangaroo_tree" in config.search.drafters else None
+    settings = {"model": model, "drafters": drafters, "top_k": top_k}
+    folder = Path(config.output, "trace")
     if not config.resume:
         for old in folder.glob("*"):
             old.unlink()
