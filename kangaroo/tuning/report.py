@@ -123,7 +123,7 @@ def verdict(found: Tuned) -> str:
     if gain <= 1:
         return (
             f"**Today's drafter is best**: `{found.best.name}` seemed faster on the questions for "
-            f"tuning, but is {times} on the others."
+            f"tuning, but is {times} on the others. `{SETTINGS}` holds it all the same."
         )
     return f"**`{found.best.name}`** is {times}.{sure}"
 
@@ -153,8 +153,8 @@ def prediction_words(found: Tuned) -> str:
     exact, decoded = found.exact
     text = (
         f"{within} of {len(known)} predictions are within {MOST:.0%} of what decoding gave on the "
-        f"same questions. {exact} of {decoded} turns that were decoded to be timed had exactly the "
-        "rounds of their replay: where all have, a difference is one of time alone."
+        f"same questions. Of {decoded} texts that were decoded to be timed, {exact} had exactly "
+        "the rounds of their replay: where all have, a difference is one of time alone."
     )
     for one in known:
         if abs(one.difference or 0) > MOST:

@@ -59,13 +59,13 @@ class TuneConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     search: SearchSpace = field(default_factory=SearchSpace)
     seed: int = 0
-    tuning_questions: int = 24
+    tuning_questions: int = 18
     reporting_questions: int = 24
     max_new_tokens: int = 64
     measure_turns: int = 3
     measure_tokens: int = 40
     confirm: int = 3
-    confirm_questions: int = 12
+    confirm_questions: int = 10
     resume: bool = True
 
 
