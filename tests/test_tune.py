@@ -35,11 +35,12 @@ from kangaroo.tuning import costs
 from kangaroo.tuning.bench import trace_bench
 from kangaroo.tuning.candidates import KINDS, Candidate, SearchSpace, candidates, chain, sources
 from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit
+from kangaroo.tuning.measuring import spread
 from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
 from kangaroo.tuning.recording import Recorder
 from kangaroo.tuning.replay import Replay
 from kangaroo.tuning.report import write_settings
-from kangaroo.tuning.trace import TracedQuestion
+from kangaroo.tuning.trace import TracedQuestion, Turn
 from kangaroo.tuning.tune import TuneConfig, best_by_task, split
 
 UNTRAINED = "untrained:2"
@@ -180,6 +181,15 @@ def test_widths_that_no_round_had_take_what_is_known_of_the_machine():
     found = fit(samples, VERIFY)
     scale = np.median([COSTS.verify[i] / VERIFY.at(KNOTS[i]) for i in range(1, 5)])
     assert found.verify[-1] == pytest.approx(scale * VERIFY.at(KNOTS[-1]), rel=0.1)
+
+
+def test_turns_that_are_timed_have_prompts_of_all_lengths():
+    turns = [Turn([0] * length, [1] * (length % 4 + 1), {}) for length in range(1, 13)]
+    lengths = [len(turn.prompt) for turn in spread(turns, 3)]  # of 9: not 4, 8 and 12
+    assert lengths == [2, 6, 10]
+    assert len(spread(turns, 20)) == 9
+    with pytest.raises(ConfigError, match="a single token"):
+        spread([turns[3]], 3)
 
 
 def test_rounds_are_compared_from_the_first_on():

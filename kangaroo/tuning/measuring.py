@@ -34,7 +34,7 @@ def measure(
     decoded, how many had the replayed rounds, and how many there were.
 
     Args:
-        turns: so many are decoded, whose prompts are as unlike in length as can be.
+        turns: so many are decoded, with short prompts and with long ones.
         max_new_tokens: of each.
 
     Errors: `ConfigError` where a drafter's rounds are not the replayed ones from the first on.
@@ -93,12 +93,13 @@ def to_be_timed(space: SearchSpace, sources: Sequence[Source]) -> list[Candidate
 
 
 def spread(turns: Sequence[Turn], count: int) -> list[Turn]:
-    """So many turns with more than one token, from the shortest prompt to the longest.
+    """So many turns with more than one token, from short prompts to long ones: the middle of as
+    many parts of equal size.
 
     Errors: `ConfigError` where no text has a round.
     """
     known = sorted((t for t in turns if len(t.text) > 1), key=lambda turn: len(turn.prompt))
     if not known:
         raise ConfigError("every answer is a single token, so there is no round to be timed.")
-    places = torch.linspace(0, len(known) - 1, min(count, len(known))).round().int().tolist()
-    return [known[place] for place in places]
+    count = min(count, len(known))
+    return [known[(2 * part + 1) * len(known) // (2 * count)] for part in range(count)]
