@@ -183,6 +183,12 @@ def test_widths_that_no_round_had_take_what_is_known_of_the_machine():
     assert found.verify[-1] == pytest.approx(scale * VERIFY.at(KNOTS[-1]), rel=0.1)
 
 
+def test_a_wider_verification_never_takes_less():
+    falling = replace(COSTS, verify=[0.020, 0.030, 0.010, 0.025, 0.024, 0.032, 0.060])
+    found = fit([made_of(falling, seed) for seed in range(6)], VERIFY)
+    assert found.verify == sorted(found.verify)
+
+
 def test_turns_that_are_timed_have_prompts_of_all_lengths():
     turns = [Turn([0] * length, [1] * (length % 4 + 1), {}) for length in range(1, 13)]
     lengths = [len(turn.prompt) for turn in spread(turns, 3)]  # of 9: not 4, 8 and 12
