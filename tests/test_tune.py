@@ -31,9 +31,19 @@ from kangaroo.evaluation.records import Run
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.trained import adapter_files
+from kangaroo.trained.medusa_heads import Architecture as Heads
+from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.tuning import costs
 from kangaroo.tuning.bench import trace_bench
-from kangaroo.tuning.candidates import KINDS, Candidate, SearchSpace, candidates, chain, sources
+from kangaroo.tuning.candidates import (
+    KINDS,
+    Candidate,
+    SearchSpace,
+    candidates,
+    chain,
+    shipped,
+    sources,
+)
 from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit
 from kangaroo.tuning.measuring import spread
 from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
@@ -106,6 +116,19 @@ def test_an_adapter_is_tried_with_the_vocabularies_that_it_has(tmp_path: Path, l
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, {}), torch.arange(60), folder)
     space = replace(SPACE, adapters=[str(folder)], vocabularies=[30, 61])
     assert {source.drafter.head.size for source in sources(lm, "tiny", space).values()} == {30, 64}
+
+
+def test_all_adapters_of_a_model_are_tried_that_kangaroo_can_use(tmp_path, monkeypatch, lm):
+    monkeypatch.chdir(tmp_path)
+    heads = MedusaHeads(lm, Heads(heads=2))
+    for name, trained in {
+        "": adapter_for(lm),
+        "-deep": adapter_for(lm, 3),
+        "-medusa": heads,
+    }.items():
+        about = adapter_files.describe(lm, trained, {})
+        adapter_files.save(trained, about, None, Path("adapters", f"mine{name}"))
+    assert shipped("mine") == ["adapters/mine", "adapters/mine-deep"]
 
 
 def test_costs_are_kept_for_the_same_run_alone(tmp_path: Path):
