@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train speed soak estimate test test-slow check format clean
+.PHONY: help setup demo chat train tune speed soak estimate test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ chat: setup  ## talk to the model in the terminal
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
+
+tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
+	$(BIN)/python scripts/tune.py $(ARGS)
 
 speed: setup  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)

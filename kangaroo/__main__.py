@@ -8,6 +8,7 @@ from difflib import get_close_matches
 COMMANDS = {
     "chat": "talk to a model in the terminal",
     "evaluate": "measure a drafter on a bench; with -m, several side by side",
+    "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",
     "soak": "decode very many tokens by every drafter, and compare all with vanilla's",
     "train": "let a model write its data, and train adapters on it",

@@ -36,6 +36,7 @@ from kangaroo.trained.base import Architecture
 from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.tuning.tune import TuneConfig
 
 # Of trees and drafts, by drafter and option: a file of configs/hardware.
 Sizes = dict[str, dict[str, int]]
@@ -107,6 +108,16 @@ class SoakCommand:
     bench: BenchConfig = field(default_factory=BenchConfig)  # what the model is asked
     soak: SoakConfig = field(default_factory=SoakConfig)
     output: str = MISSING
+
+
+@dataclass
+class TuneCommand(TuneConfig):
+    """`python scripts/tune.py`: the fastest drafter and its settings."""
+
+    output: str = MISSING
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING  # today's
+    hardware: Sizes = field(default_factory=dict)
 
 
 @dataclass
@@ -229,6 +240,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="soak_schema", node=SoakCommand)
     cs.store(name="chat_schema", node=TalkCommand)
+    cs.store(name="tune_schema", node=TuneCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)

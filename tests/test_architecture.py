@@ -35,6 +35,7 @@ ORDER = [
     {"training"},
     {"estimate"},
     {"benchmark"},
+    {"tuning"},
     {"api", "chat", "hub"},
     {"cli", "cli_schema"},
     {"__main__"},

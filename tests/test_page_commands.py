@@ -40,6 +40,10 @@ SPEED = (
     "speed.new_tokens=20 speed.context_tokens=20 speed.phase_context=40 speed.batches=[1,2] "
     "speed.bandwidth_megabytes=16"
 )
+TUNED = (
+    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 measure_turns=1 "
+    "measure_tokens=8 search.thresholds=[0.0,0.6] search.steps=[1,6]"
+)
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"
 
@@ -106,6 +110,10 @@ APPENDED = {
     ),
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
+    "scripts/tune.py": f"model=tiny bench.path=questions.jsonl {TUNED}",
+    "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
+    "evaluate.py --config-dir=OUTPUT drafter=tuned": None,
+    "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
     "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/estimate.py model=vicuna-7b": "",

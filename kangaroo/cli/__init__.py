@@ -13,6 +13,7 @@ from kangaroo.cli.making import (
     search_layers,
 )
 from kangaroo.cli.training import cost, estimate, make_data, train
+from kangaroo.cli.tuning import tune
 
 __all__ = [
     "CONFIGS",
@@ -32,4 +33,5 @@ __all__ = [
     "soak",
     "speed",
     "train",
+    "tune",
 ]

@@ -1,0 +1,6 @@
+"""Find the fastest drafter for a model: python scripts/tune.py (see docs/tuning.md)."""
+
+from kangaroo.cli import tune
+
+if __name__ == "__main__":
+    tune()

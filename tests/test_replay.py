@@ -1,0 +1,255 @@
+"""A trace tells, round by round, what decoding does: without decoding."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+
+from kangaroo.api import load_target, model_config
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.expected_gain import Costs
+from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.odds import assumed
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Generation
+from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.prompts import Message, prompt_ids
+from kangaroo.trained.adapter import Architecture
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.tuning import replay, trace
+from kangaroo.tuning.recording import Recorder
+from kangaroo.tuning.replay import HybridSettings, Replay
+from kangaroo.tuning.trace import Drafted, TracedQuestion, Turn
+from kangaroo.tuning.trees import trees
+
+LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
+SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps
+TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20)]  # threshold, steps, nodes
+# the second prompt is shorter than the window of a fused adapter; the third repeats itself
+PROMPTS = [*random_prompts(7, 3), [5, 9, 5, 9, 5, 9, 5]]
+NODES = 6
+COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+NO_EOS: frozenset[int] = frozenset()
+
+
+class Case:
+    """A target, two adapters, and the traces of all prompts.
+
+    Args:
+        eos: the token that ends a text.
+    """
+
+    def __init__(self, native: bool, eos: int | None = None):
+        self.lm = tiny(eos_token_id=eos)
+        if native:
+            self.lm.compile_for_decoding()
+        half = DraftHead(self.lm, vocabulary_K=torch.arange(1, 60, 2))  # others cannot be drafted
+        fused = adapter_for(self.lm, architecture=Architecture(fused=True))
+        self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
+        drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}
+        drafters |= {f"{name}-tree": self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
+        recorder = Recorder(self.lm, drafters, prefill_chunk=CHUNK)
+        self.turns = [recorder.turn(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+    def drafter(self, name: str, threshold: float, steps: int) -> Kangaroo:
+        adapter, head = self.parts[name]
+        return Kangaroo(self.lm, adapter, steps, threshold, head)
+
+    def tree(self, name: str, threshold: float, steps: int, nodes: int) -> KangarooTree:
+        adapter, head = self.parts[name]
+        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes)
+
+    def hybrid(self, name: str, settings: HybridSettings) -> Hybrid:
+        adapter, head = self.parts[name]
+        limits = settings.steps, settings.threshold
+        chosen = {"odds": settings.odds, "costs": settings.costs, "nodes": settings.nodes}
+        return Hybrid(self.lm, adapter, *limits, head, **chosen)
+
+    def decoded(self, drafter, turn: Turn) -> Generation:
+        engine = Engine(self.lm, drafter, prefill_chunk=CHUNK)
+        return engine.generate([turn.prompt], NEW_TOKENS)[0]
+
+
+def rounds_of(decoded: Generation) -> tuple[list[int], list[int], list[int]]:
+    steps = decoded.steps
+    emitted = [len(step.tokens) for step in steps]
+    return emitted, [step.accepted for step in steps], [step.drafted for step in steps]
+
+
+def rounds(replayed: Replay) -> tuple[list[int], list[int], list[int]]:
+    return replayed.emitted, replayed.accepted, replayed.drafted
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["tensors", "native"])
+def case(request) -> Case:
+    return Case(native=request.param)
+
+
+def test_the_text_of_a_trace_is_the_targets_own(case):
+    texts = vanilla_texts(case.lm, PROMPTS, NEW_TOKENS)
+    assert [turn.prompt + turn.text for turn in case.turns] == texts
+
+
+@pytest.mark.parametrize("adapter", ["plain", "fused"])
+def test_replayed_rounds_of_kangaroo_are_those_of_decoding(case, adapter):
+    right = drafted = 0
+    for turn in case.turns:
+        for threshold, steps in SETTINGS:
+            drafter = case.drafter(adapter, threshold, steps)
+            replayed = replay.chain(turn, turn.drafted[adapter], threshold, steps)
+            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
+            right, drafted = right + sum(replayed.accepted), drafted + sum(replayed.drafted)
+    assert 0 < right < drafted  # otherwise right drafts alone were compared, or wrong ones
+
+
+@pytest.mark.parametrize("adapter", ["plain", "fused"])
+def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
+    right = chains = 0
+    for turn in case.turns:
+        grown = turn.grown[f"{adapter}-tree"]
+        for threshold, steps, nodes in TREES:
+            drafter = case.tree(adapter, threshold, steps, nodes)
+            replayed = trees(turn, grown, threshold, steps, nodes).replay(turn)
+            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
+            right += sum(replayed.accepted)
+        chains += sum(replay.chain(turn, turn.drafted[adapter], 0.0, LONGEST).accepted)
+    assert 0 < chains < right  # not chains alone were compared
+
+
+@pytest.mark.parametrize("adapter", ["plain", "fused"])
+def test_replayed_rounds_of_the_hybrid_are_those_of_decoding(case, adapter):
+    for turn in case.turns:
+        for threshold, steps in SETTINGS:
+            settings = HybridSettings(assumed(), COSTS, threshold, steps, NODES)
+            replayed = replay.hybrid(turn, turn.drafted[adapter], settings, NO_EOS)
+            decoded = case.decoded(case.hybrid(adapter, settings), turn)
+            assert rounds(replayed) == rounds_of(decoded)
+
+
+def test_replayed_rounds_of_prompt_lookup_and_of_a_cascade_are_those_of_decoding(case):
+    for turn in case.turns:
+        looked_up = replay.text_chains(turn, PromptLookup(2, 4), NO_EOS)
+        assert rounds(looked_up.replay(turn)) == rounds_of(case.decoded(PromptLookup(2, 4), turn))
+        for threshold, steps in SETTINGS:
+            chains = replay.chains(turn, turn.drafted["plain"], threshold, steps)
+            second = case.drafter("plain", threshold, steps)
+            drafter = Cascade(case.lm, PromptLookup(2, 4), second)
+            assert rounds(looked_up.where_none(chains).replay(turn)) == rounds_of(
+                case.decoded(drafter, turn)
+            )
+
+
+def test_a_text_that_ends_early_ends_its_rounds():
+    (generation,) = Engine(tiny(), Vanilla()).generate([PROMPTS[2]], NEW_TOKENS)
+    eos = generation.tokens[NEW_TOKENS // 2]
+    case = Case(native=True, eos=eos)
+    assert any(len(turn.text) < NEW_TOKENS for turn in case.turns)
+    settings = HybridSettings(assumed(), COSTS, 0.0, LONGEST, NODES)
+    for turn in case.turns:
+        drafted = turn.drafted["plain"]
+        decoded = case.decoded(case.drafter("plain", 0.0, LONGEST), turn)
+        assert rounds(replay.chain(turn, drafted, 0.0, LONGEST)) == rounds_of(decoded)
+        decoded = case.decoded(case.hybrid("plain", settings), turn)
+        assert rounds(replay.hybrid(turn, drafted, settings, {eos})) == rounds_of(decoded)
+
+
+def made_up(tokens: list[list[int]], chances: list[list[float]]) -> Drafted:
+    nothing = np.zeros((len(tokens), 0))
+    return Drafted(np.array(tokens), np.array(chances, np.float32), nothing, nothing)
+
+
+def test_the_token_that_stops_a_draft_is_verified():
+    turn = Turn([1], [5, 6, 7, 8], {})
+    drafted = made_up([[6, 7]] * 3, [[0.6, 0.9]] * 3)
+    assert rounds(replay.chain(turn, drafted, 0.6, 2)) == ([1, 2, 1], [0, 1, 0], [0, 1, 1])
+    assert rounds(replay.chain(turn, drafted, 0.5, 2)) == ([1, 3], [0, 2], [0, 2])
+
+
+def test_drafts_beyond_the_end_of_a_text_count_as_drafted_alone():
+    turn = Turn([1], [5, 6], {})
+    drafted = made_up([[6, 7, 8]], [[0.9] * 3])
+    assert rounds(replay.chain(turn, drafted, 0.0, 3)) == ([1, 1], [0, 1], [0, 3])
+
+
+def test_a_text_of_one_token_has_no_round(case):
+    some = {"plain": case.drafter("plain", 0.0, LONGEST), "tree": case.tree("plain", 0.0, 2, 4)}
+    turn = Recorder(case.lm, some).turn(PROMPTS[0], 1)
+    assert rounds(replay.chain(turn, turn.drafted["plain"], 0.6, 3)) == ([1], [0], [0])
+    assert rounds(trees(turn, turn.grown["tree"], 0.6, 2, 4).replay(turn)) == ([1], [0], [0])
+
+
+def test_longer_chains_than_were_traced_are_refused(case):
+    turn = case.turns[0]
+    for steps in (0, LONGEST + 1):
+        with pytest.raises(ConfigError, match=f"steps={steps} cannot be replayed"):
+            replay.chain(turn, turn.drafted["plain"], 0.6, steps)
+
+
+SAVED = {"model": "tiny", "drafters": {"plain": {"weights": "a"}}}
+
+
+def test_a_trace_is_read_as_it_was_written(case, tmp_path: Path):
+    key = trace.enter(tmp_path, SAVED)
+    question = TracedQuestion(7, "qa", case.turns)
+    assert trace.load(7, key, tmp_path) is None
+    trace.save(question, key, tmp_path)
+    found = trace.load(7, key, tmp_path)
+    assert found is not None and (found.question_id, found.category) == (7, "qa")
+    for turn, again in zip(case.turns, found.turns, strict=True):
+        assert (again.prompt, again.text) == (turn.prompt, turn.text)
+        for found_parts, parts in ((again.drafted, turn.drafted), (again.grown, turn.grown)):
+            assert found_parts.keys() == parts.keys()
+            for name, known in parts.items():
+                for field, part in asdict(known).items():
+                    np.testing.assert_array_equal(getattr(found_parts[name], field), part)
+
+
+def test_a_trace_of_other_weights_is_refused(case, tmp_path: Path):
+    key = trace.enter(tmp_path, SAVED)
+    trace.save(TracedQuestion(7, "qa", case.turns), key, tmp_path)
+    with pytest.raises(ConfigError, match=r"drafters=.*'b'.* now"):
+        trace.enter(tmp_path, SAVED | {"drafters": {"plain": {"weights": "b"}}})
+    with pytest.raises(ConfigError, match="question-7"):
+        trace.load(7, "another", tmp_path)
+
+
+def test_a_trace_that_was_cut_short_is_told(case, tmp_path: Path):
+    key = trace.enter(tmp_path, SAVED)
+    trace.save(TracedQuestion(7, "qa", case.turns), key, tmp_path)
+    file = trace.file_of(tmp_path, 7)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(CorruptFile, match=r"question-7.*Delete it"):
+        trace.load(7, key, tmp_path)
+    (tmp_path / trace.ABOUT).write_text("{")
+    with pytest.raises(CorruptFile, match="Delete the folder"):
+        trace.enter(tmp_path, SAVED)
+
+
+SHIPPED = ["smollm2-135m", "smollm2-135m-layer", "smollm2-135m-fused"]
+FIVE = [(0.0, 6), (0.3, 8), (0.6, 6), (0.6, 3), (0.8, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_replay_of_a_shipped_adapter_is_decoding_on_the_demo_bench(name):
+    lm, tokenizer = load_target(model_config("smollm2-135m"))
+    most = max(steps for _, steps in FIVE)
+    config = KangarooConfig(adapter=f"adapters/{name}", steps=most)
+    recorder = Recorder(lm, {name: config.build(lm)})
+    for question in load_questions(BenchConfig())[::3]:
+        prompt = prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
+        turn = recorder.turn(prompt, 32)
+        for threshold, steps in FIVE:
+            drafter = replace(config, threshold=threshold, steps=steps).build(lm)
+            (decoded,) = Engine(lm, drafter).generate([prompt], 32)
+            replayed = replay.chain(turn, turn.drafted[name], threshold, steps)
+            assert (decoded.tokens, rounds_of(decoded)) == (turn.text, rounds(replayed))
