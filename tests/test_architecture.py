@@ -31,7 +31,7 @@ ORDER = [
     {"drafters"},
     {"engine"},
     {"streaming", "data", "evaluation"},
-    {"training"},
+    {"training", "paper"},
     {"estimate"},
     {"benchmark"},
     {"api", "chat"},

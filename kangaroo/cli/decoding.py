@@ -16,12 +16,14 @@ from kangaroo.benchmark.speed import measure
 from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions
-from kangaroo.cli.command import command, joined, plain, sweep_folder
+from kangaroo.cli.command import command, joined, plain, sweep_folder, varied
 from kangaroo.cli_schema import EvaluateCommand, SpeedCommand, TalkCommand
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
 from kangaroo.evaluation.run import Contestant
+from kangaroo.paper import report as study_report
+from kangaroo.paper.study import StudyConfig
 from kangaroo.provenance import provenance
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
@@ -31,14 +33,15 @@ log = logging.getLogger(__name__)
 @command("evaluate", shared=True)
 def evaluate(config: EvaluateCommand) -> None:
     """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
-    one run or in the jobs of a sweep, the table that compares them.
+    one run or in the jobs of a sweep, the table that compares them, or that of a study.
     """
     sweep = sweep_folder()
     if sweep is not None:
         _check(config, sweep)
-    drafters = {config.drafter.name: config.drafter, **config.more}
-    if len(drafters) == len(config.more):
-        raise ConfigError(f"more.{config.drafter.name} is drafter={config.drafter.name} again.")
+    drafters = varied(config.drafter, config.variants)
+    for name in drafters.keys() & config.more.keys():
+        raise ConfigError(f"more.{name} is drafter={name} again.")
+    drafters |= config.more
     with joined() as own:
         # an adapter that is not there is told before gigabytes of target are fetched
         settings = {name: drafter.settings() for name, drafter in drafters.items()}
@@ -71,7 +74,9 @@ def evaluate(config: EvaluateCommand) -> None:
         finally:
             tracker.finish()
             # whatever became of this one; a text that is not vanilla's has to show there
-            if own.is_first and (sweep is not None or config.more):
+            if own.is_first and config.study is not None:
+                _study(config.study, sweep or Path(config.output))
+            elif own.is_first and (sweep is not None or len(drafters) > 1):
                 _compare(sweep or Path(config.output))
 
 
@@ -92,6 +97,14 @@ def _compare(folder: Path) -> None:
         comparison.write(found, folder)
         Console().print(comparison.terminal_table(found))
         log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)
+
+
+def _study(config: StudyConfig, folder: Path) -> None:
+    """Print and write the study of what a run or a sweep has measured so far."""
+    if found := study_report.study_of(config, folder):
+        study_report.write(found, folder)
+        Console().print(study_report.terminal_table(found))
+        log.info("%s.md, .json and .png are in %s", config.name, folder)
 
 
 @command("speed")
