@@ -36,7 +36,8 @@ from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 
-# Of trees and drafts, by drafter and option: a file of configs/hardware.
+# Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
+# configs/hardware.
 Sizes = dict[str, dict[str, int]]
 # Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
 SMALL = ("smollm2-135m", "tiny")

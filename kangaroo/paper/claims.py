@@ -12,6 +12,7 @@ from kangaroo.paper.ratios import Value, difference, pairs, value
 from kangaroo.paper.study import Claim, StudyConfig
 
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
+LEAST = 8  # questions; a bootstrap over fewer is too sure
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Checked:
     Args:
         more, less: the two values.
         difference: of the first less the second, with its paired interval.
-        verdict: agrees or disagrees where the interval leaves no doubt; else open.
+        verdict: agrees or disagrees where the interval leaves no doubt; else, and where there were
+            fewer than `LEAST` questions, open.
         published: the paper's two values, of the first model that it gives both for.
     """
 
@@ -40,7 +42,8 @@ def check(
     points: Sequence[Point],
     published: Sequence[Published],
 ) -> Checked | None:
-    """What a study says of a claim; None where it has not measured both of its methods.
+    """What a study says of a claim; None where it has not measured both of its methods, or asked
+    nothing of its task.
 
     Errors: `ConfigError` where the two were not asked the same questions.
     """
@@ -54,6 +57,8 @@ def check(
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
+    if not both[0]:
+        return None
     more_Q2, less_Q2 = (pairs(records, claim.metric) for records in both)
     more, less = value(more_Q2), value(less_Q2)
     if more is None or less is None:
@@ -73,11 +78,11 @@ def check(
     theirs, others = told(claim.more), told(claim.less)
     models = [model for model in theirs if model in others]
     values = (theirs[models[0]], others[models[0]]) if models else None
-    return Checked(claim, more, less, found, verdict(found), values)
+    return Checked(claim, more, less, found, verdict(found, len(asked[0])), values)
 
 
-def verdict(difference: Value) -> str:
-    """What an interval of a difference that should be positive says."""
-    if difference.low is None or difference.high is None:
+def verdict(difference: Value, questions: int) -> str:
+    """What the interval of a difference that should be positive says."""
+    if questions < LEAST or difference.low is None or difference.high is None:
         return OPEN
     return AGREES if difference.low > 0 else DISAGREES if difference.high < 0 else OPEN

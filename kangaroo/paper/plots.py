@@ -35,10 +35,9 @@ def plot(
     metrics = list(ours[0].values)
     apart = study.x == "task" and bool(theirs)
     rows, columns = (len(metrics), 2) if apart else (1, len(metrics))
-    size = max(6.4, 4.1 * columns), 1.5 + 2.9 * rows
+    size = max(6.4, 4.1 * columns), 1.3 + 2.6 * rows
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{study.title}\n", fontsize=11, x=0.01, ha="left")
-    figure.text(0.01, 1 - 0.38 / size[1], subtitle, fontsize=8, color="#666666", va="top")
+    figure.suptitle(f"{study.title}: {subtitle}", fontsize=10, x=0.01, ha="left")
     panels = figure.subplots(rows, columns, squeeze=False, sharey="row" if apart else False)
     scale = Scale(study, ours, theirs)
     for i, metric in enumerate(metrics):
@@ -106,11 +105,7 @@ class Scale:
             own = [point for point in ours if point.curve == curve]
             values = {point.x: v.value for point in own if (v := point.values[metric])}
             self.line(axes, curve, values, marker="o", linewidth=1.6, color=color)
-            for point in own:
-                v = point.values[metric]
-                if v and v.low is not None and v.high is not None and point.x is not None:
-                    at = self.at(point.x, curve)
-                    axes.plot([at, at], [v.low, v.high], color=color, linewidth=1, alpha=0.7)
+            self.intervals(axes, curve, own, metric)
         self.ticks(axes)
 
     def line(self, axes: Axes, curve: Place, values: dict[Place, float], **look: Any) -> None:
@@ -125,12 +120,31 @@ class Scale:
             at = [self.at(x, curve) for x in known]
             axes.plot(at, list(known.values()), markersize=4.5, **look)
 
+    def intervals(self, axes: Axes, curve: Place, own: Sequence[Point], metric: str) -> None:
+        """A band along a curve, where the lines of several would hide each other; else lines."""
+        ends = [
+            (self.at(point.x, curve), v.low, v.high)
+            for point in own
+            if point.x is not None
+            and (v := point.values[metric]) is not None
+            and v.low is not None
+            and v.high is not None
+        ]
+        color = self.color(curve)
+        if self.words or len(ends) == 1 or len(self.curves) == 1:
+            for at, low, high in ends:
+                axes.plot([at, at], [low, high], color=color, linewidth=1, alpha=0.7)
+        elif ends:
+            at_P, low_P, high_P = zip(*ends, strict=True)
+            axes.fill_between(at_P, low_P, high_P, color=color, alpha=0.12, linewidth=0)
+
     def ticks(self, axes: Axes) -> None:
         """The places, and what they are of."""
         if self.words:
             names = [NAMES.get(x, x) for x in self.words]
             turned: dict[str, Any] = dict(rotation=30, ha="right") if len(names) > 3 else {}
             axes.set_xticks(range(len(names)), names, **turned)
+            axes.set_xlim(-0.5, len(names) - 0.5)
         elif self.study.log_x:
             axes.set_xscale("log")
         elif len(self.places) <= 10:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -19,7 +19,7 @@ from kangaroo.paper.points import Measured, Place, Point, fixed, in_order, measu
 from kangaroo.paper.published import PAPER, Published, published
 from kangaroo.paper.ratios import Value
 from kangaroo.paper.study import StudyConfig
-from kangaroo.tables import Row, number, short
+from kangaroo.tables import Row, number, short, span
 
 HEADINGS = {
     "compression_rate": "CR",
@@ -55,11 +55,11 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 
 def write(study: Study, folder: Path) -> None:
     """The study's files."""
-    name = study.config.name
+    name, about = study.config.name, study.methods[0].summary
     found = {
         "study": asdict(study.config),
-        **{key: study.methods[0].summary[key] for key in ("model", "bench", "dtype", "device")},
-        "size": size(study),
+        **{key: about[key] for key in ("model", "bench", "dtype", "device", "questions")},
+        "max_new_tokens": about["settings"]["max_new_tokens"],
         "points": [asdict(point) for point in study.points],
         "published": [asdict(point) for point in study.published],
         "checked": [asdict(one) for one in study.checked],
@@ -74,8 +74,10 @@ def write(study: Study, folder: Path) -> None:
 
 
 def terminal_table(study: Study) -> Table:
-    """The table, for a rich console."""
-    return tables.terminal(table(study), study.config.title, size(study))
+    """What was measured, without the paper's values, for a rich console of 80 columns."""
+    own = replace(study, published=[])
+    rows = wide(own, intervals=False) if study.config.x in WIDE else long(own)
+    return tables.terminal(rows, study.config.title, size(study))
 
 
 def body(study: Study, image: str) -> str:
@@ -123,8 +125,9 @@ def table(study: Study) -> list[Row]:
     return wide(study) if study.config.x in WIDE else long(study)
 
 
-def wide(study: Study) -> list[Row]:
+def wide(study: Study, intervals: bool = True) -> list[Row]:
     """A row for each curve, ours and below it those of the paper; the places are columns."""
+    cell = shown if intervals else plain
     models = list(dict.fromkeys(one.model for one in study.published))
     metrics = list(study.points[0].values)
     places = in_order(point.x for point in study.points)
@@ -135,7 +138,7 @@ def wide(study: Study) -> list[Row]:
     for curve in in_order(point.curve for point in study.points):
         head = {study.config.curve_label or "method": word(curve)}
         cells = {
-            heading(study, x): joined([shown(ours[curve, x][m]) for m in metrics])
+            heading(study, x): joined([cell(ours[curve, x][m]) for m in metrics])
             if (curve, x) in ours
             else "-"
             for x in places
@@ -188,7 +191,7 @@ def claim_rows(checked: Sequence[Checked]) -> list[Row]:
             "metric": HEADINGS.get(one.claim.metric, one.claim.metric),
             "the paper": " > ".join(map(number, one.published)) if one.published else "-",
             HERE: f"{number(one.more.value)}, {number(one.less.value)}",
-            "difference": shown(one.difference),
+            "difference": shown(one.difference, " to "),
             "verdict": f"**{one.verdict}**",
         }
         for one in checked
@@ -229,11 +232,16 @@ def word(x: Place) -> str:
     return "-" if x is None else f"{x:g}" if isinstance(x, float) else x
 
 
-def shown(value: Value | None) -> str:
+def plain(value: Value | None) -> str:
+    """A value alone."""
+    return number(value.value if value else None)
+
+
+def shown(value: Value | None, between: str = "-") -> str:
     """A value with its interval."""
     if value is None or value.low is None or value.high is None:
-        return number(value.value if value else None)
-    return f"{number(value.value)} ({number(value.low)} to {number(value.high)})"
+        return plain(value)
+    return f"{plain(value)} ({span([value.low, value.high], between)})"
 
 
 def joined(cells: Sequence[str]) -> str:
