@@ -29,10 +29,11 @@ from kangaroo.evaluation.records import Writer
 from kangaroo.evaluation.run import EvaluateConfig, asked
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.paper import page, ratios, report
+from kangaroo.paper import page, ratios, report, rows
 from kangaroo.paper.claims import AGREES, DISAGREES, OPEN, verdict
 from kangaroo.paper.published import published
 from kangaroo.paper.ratios import Value
+from kangaroo.paper.results import study_of
 from kangaroo.paper.study import Claim, StudyConfig
 from kangaroo.trained import adapter_files
 
@@ -69,7 +70,7 @@ def methods_of(name):
     params, found = jobs(name).sweeper.params, []
     for temperature in str(params["sampling.temperature"]).split(","):
         for rule in params["sampling.rule"].split(","):
-            found.append(f"temperature={temperature},rule={rule}")
+            found.append(f"temperature={temperature},Rule.{rule}")
     assert len(names) == 1
     return found
 
@@ -101,7 +102,7 @@ def test_a_models_results_have_a_folder_and_its_experiments_have_folders_there()
     assert jobs("tree", "model=vicuna-7b").run.dir == f"{home}/tree"
     sweep = jobs("temperature", "model=vicuna-7b")
     assert sweep.mode is RunMode.MULTIRUN and sweep.sweep.dir == f"{home}/temperature"
-    assert sweep.sweep.subdir == "temperature=0.0,rule=match"  # of the job's own settings
+    assert sweep.sweep.subdir == "temperature=0.0,Rule.match"  # of the job's own settings
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -287,31 +288,57 @@ STUDY = StudyConfig(
 
 
 def test_settings_are_places_and_curves_and_the_baseline_is_neither(results):
-    found = report.study_of(STUDY, results)
+    found = study_of(STUDY, results)
     assert [(p.curve, p.x) for p in found.points] == [(4, 0), (4, 0.6), (6, 0), (6, 0.6)]
     assert len(found.methods) == 4
 
 
 def test_the_papers_values_stand_beside_ours_and_what_it_alone_has_is_a_row(results):
-    rows = report.table(report.study_of(STUDY, results))
-    by_place = {(row["steps"], row["threshold"]): row for row in rows}
+    found = rows.table(study_of(STUDY, results))
+    by_place = {(row["steps"], row["threshold"]): row for row in found}
     assert by_place["6", "0.6"]["Vicuna-7B: speedup"] == "1.50"
     assert by_place["6", "0.6"]["CR"].startswith("3.00")
     assert by_place["4", "0.6"]["Vicuna-7B: speedup"] == "-"
     assert by_place["8", "0.5"]["CR"] == "-" and by_place["8", "0.5"]["Vicuna-7B: CR"] == "2.13"
 
 
+def test_vanilla_decoded_again_is_a_level_with_its_name(tmp_path):
+    """It has no setting of a drafter, and so no place along the plot."""
+    finish(tmp_path / "exit2", answered(1.0), {"drafter": "exit2", "drafter.exit_layer": 2})
+    finish(tmp_path / "vanilla again", answered(1.0), {"drafter": "vanilla again"})
+    exits = StudyConfig("exits", "Exits", x="drafter.exit_layer", x_label="exit layer")
+    found = study_of(exits, tmp_path)
+    assert [(p.curve, p.x) for p in found.points] == [("", 2), ("vanilla again", None)]
+    assert [row["exit layer"] for row in rows.table(found)] == ["2", "vanilla again"]
+    report.write(found, tmp_path)
+
+
+def test_drafters_of_the_jobs_of_a_sweep_have_curves_of_their_own(tmp_path):
+    for rule in ("match", "rejection"):
+        for drafter in ("kangaroo", "vanilla again"):
+            told = {"drafter": drafter, "sampling.rule": rule, "sampling.temperature": 0.5}
+            (tmp_path / rule).mkdir(exist_ok=True)
+            finish(tmp_path / rule / drafter, answered(1.0), told)
+    found = study_of(composed("temperature").study, tmp_path)
+    assert [point.curve for point in found.points] == [
+        f"{rule}, {drafter}"
+        for rule in ("matched noise", "rejection sampling")
+        for drafter in ("kangaroo", "vanilla again")
+    ]
+    assert "sampled" in report.size(found)
+
+
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
-    found = report.study_of(STUDY, results)
+    found = study_of(STUDY, results)
     assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
     assert [one.published for one in found.checked] == [(1.50, 1.21), (1.21, 1.50)]
-    (told,) = report.reasons(found.checked)
+    (told,) = rows.reasons(found.checked)
     assert told == "- *and it is not* (disagrees): It is not."
 
 
 def test_a_claim_about_a_method_that_was_left_out_is_not_checked(results):
     shutil.rmtree(results / CLAIM.more)
-    assert report.study_of(STUDY, results).checked == []
+    assert study_of(STUDY, results).checked == []
 
 
 def test_a_claim_about_methods_that_were_asked_different_questions_is_refused(results):
@@ -319,17 +346,17 @@ def test_a_claim_about_methods_that_were_asked_different_questions_is_refused(re
     told = {"drafter": CLAIM.more, "drafter.steps": 6, "drafter.threshold": 0.6}
     finish(results / CLAIM.more, answered(1.0, ids=range(3)), told)
     with pytest.raises(ConfigError, match="were not asked the same questions"):
-        report.study_of(STUDY, results)
+        study_of(STUDY, results)
 
 
 def test_results_of_other_settings_are_not_mixed(results):
     finish(results / "other", answered(1.0), {"drafter": "other", "max_new_tokens": 99})
     with pytest.raises(ConfigError, match=r"'other'.* cannot be in one study: max_new_tokens=8 "):
-        report.study_of(STUDY, results)
+        study_of(STUDY, results)
 
 
 def test_a_folder_without_results_is_no_study(tmp_path):
-    assert report.study_of(STUDY, tmp_path) is None
+    assert study_of(STUDY, tmp_path) is None
 
 
 def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
@@ -342,8 +369,8 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
             for r in answered(1.0, ids=[2 * i, 2 * i + 1], category=x)
         ]
         finish(tmp_path / name, records, {"drafter": name})
-    first, second, *_ = rows = report.table(report.study_of(study, tmp_path))
-    assert [row["method"] for row in rows] == 3 * ["Kangaroo, no tree"] + 3 * ["Lookahead"]
+    first, second, *_ = found = rows.table(study_of(study, tmp_path))
+    assert [row["method"] for row in found] == 3 * ["Kangaroo, no tree"] + 3 * ["Lookahead"]
     assert list(first) == ["method", "CR / speedup", "QA", "RAG", "overall"]
     assert first["overall"].startswith("3.00 (3.00-3.00) / ")
     assert second == {
@@ -357,9 +384,9 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
 
 def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
     finish(tmp_path / "kangaroo", answered(1.0, (3, 1)), {"drafter": "kangaroo"})
-    found = report.study_of(composed("position").study, tmp_path)
+    found = study_of(composed("position").study, tmp_path)
     assert [(p.x, p.values["ctar"].value) for p in found.points] == [(1, 1), (2, 0.5), (3, 0.5)]
-    (row,) = report.table(found)
+    (row,) = rows.table(found)
     assert row == {"method": "Kangaroo", "CTAR(w)": "here"} | {
         f"w = {w}": f"{x} ({x}-{x})" for w, x in ((1, "1.00"), (2, "0.50"), (3, "0.50"))
     }
@@ -380,7 +407,7 @@ def test_every_study_has_a_plot_with_all_its_curves(name, tmp_path):
             "task": None,
         }
         finish(tmp_path / method, answered(1.0, category="math_reasoning"), told)
-    found = report.study_of(config.study, tmp_path)
+    found = study_of(config.study, tmp_path)
     report.write(found, tmp_path)
     assert {f"{name}.{kind}" for kind in ("json", "md", "png")} <= {
         x.name for x in tmp_path.iterdir()
@@ -416,7 +443,7 @@ Between.
 def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_path):
     folder = tmp_path / "of-a-model"
     shutil.copytree(results, folder / "threshold", ignore=lambda *_: ["of-a-model"])
-    report.write(report.study_of(STUDY, folder / "threshold"), folder / "threshold")
+    report.write(study_of(STUDY, folder / "threshold"), folder / "threshold")
     file = tmp_path / "paper.md"
     file.write_text(PAGE)
     page.rewrite(file, folder)

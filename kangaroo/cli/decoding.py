@@ -23,6 +23,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
 from kangaroo.evaluation.run import Contestant
 from kangaroo.paper import report as study_report
+from kangaroo.paper.results import study_of
 from kangaroo.paper.study import StudyConfig
 from kangaroo.provenance import provenance
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
@@ -101,7 +102,7 @@ def _compare(folder: Path) -> None:
 
 def _study(config: StudyConfig, folder: Path) -> None:
     """Print and write the study of what a run or a sweep has measured so far."""
-    if found := study_report.study_of(config, folder):
+    if found := study_of(config, folder):
         study_report.write(found, folder)
         Console().print(study_report.terminal_table(found))
         log.info("%s.md, .json and .png are in %s", config.name, folder)

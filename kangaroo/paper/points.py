@@ -99,10 +99,7 @@ def in_order(places: Iterable[Place]) -> list[Place]:
 
 def points_of(study: StudyConfig, one: Measured) -> list[Point]:
     """A method's points: one, or where it has several places one for each."""
-    curve: Place = ""
-    if study.curve is not None:
-        known = where(study.curve, one)
-        curve = labelled(study, one.name if known is None else known)
+    curve = curve_of(study, one)
 
     def point(x: Place, records: Sequence[Record], metrics: dict[str, str]) -> Point:
         values = {name: value(pairs(records, metric)) for name, metric in metrics.items()}
@@ -110,13 +107,30 @@ def points_of(study: StudyConfig, one: Measured) -> list[Point]:
 
     metrics = {name: name for name in study.metrics}
     if study.x == "position":
-        longest = len(one.summary["overall"]["ctar"])
+        longest = max(1, len(one.summary["overall"]["ctar"]))
         return [point(float(w), one.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)]
     if study.x == "task":
         tasks = dict.fromkeys(task_of(record.category) for record in one.records)
         parts = {task: of_task(one.records, task) for task in [*tasks, OVERALL]}
         return [point(task, some, metrics) for task, some in parts.items()]
     return [point(labelled(study, where(study.x, one)), one.records, metrics)]
+
+
+def curve_of(study: StudyConfig, one: Measured) -> Place:
+    """What a method's curve has in common; of one without such a setting, or without a place along
+    the plot, its name. Where the jobs of a sweep measured several drafters, theirs too.
+    """
+    known = "" if study.curve is None else where(study.curve, one)
+    if known is None or (known == "" and not has_places(study, one)):
+        return labelled(study, one.name)
+    job, _, drafter = one.name.rpartition("/")
+    curve = labelled(study, known)
+    return f"{curve}, {labelled(study, drafter)}" if job and study.curve != "method" else curve
+
+
+def has_places(study: StudyConfig, one: Measured) -> bool:
+    """Whether the study's x says where the method belongs."""
+    return study.x in ("task", "position") or where(study.x, one) is not None
 
 
 def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
