@@ -336,6 +336,15 @@ def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(res
     assert told == "- *and it is not* (disagrees): It is not."
 
 
+def test_a_value_whose_place_the_paper_does_not_tell_is_that_of_the_curve(tmp_path):
+    study = composed("tree").study
+    for name in ("kangaroo", "kangaroo_tree,top_k=10,nodes=32"):
+        told = {"drafter.top_k": 10, "drafter.nodes": 32} if "tree" in name else {}
+        finish(tmp_path / name, answered(1.0), {"drafter": name} | told)
+    found = study_of(study, tmp_path)
+    assert [one.published for one in found.checked] == [None, (1.72, 1.50)]
+
+
 def test_a_claim_about_a_method_that_was_left_out_is_not_checked(results):
     shutil.rmtree(results / CLAIM.more)
     assert study_of(STUDY, results).checked == []
@@ -451,10 +460,21 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     assert "Written by hand." in text and "\nBetween.\n" in text and "\nold\n" not in text
     assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
     assert "Of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
+    assert "With fewer than" not in text
     assert "![Thresholds](img/paper/threshold.png)" in text
     assert (tmp_path / "img/paper/threshold.png").is_file()
     page.rewrite(file, folder)
     assert file.read_text() == text
+
+
+def test_the_page_says_which_results_are_too_small_to_tell_anything(results):
+    study = study_of(STUDY, results)
+    report.write(study, results)
+    told = json.loads((results / "threshold.json").read_text())
+    assert "With fewer than 8 questions" in page.summary([told, told | {"questions": 7}])
+    assert "asked 7 to 8 questions of b, with at most 8 new tokens" in page.summary(
+        [told, told | {"questions": 7}]
+    )
 
 
 def test_a_page_without_a_place_for_a_study_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 
 from kangaroo import tables
 from kangaroo.errors import DataError
-from kangaroo.paper.claims import AGREES, DISAGREES, OPEN
+from kangaroo.paper.claims import AGREES, DISAGREES, LEAST, OPEN
 
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
@@ -71,6 +71,11 @@ def summary(studies: Sequence[dict[str, Any]]) -> str:
         f"Of {counts.total()} findings of the paper that were checked, {counts[AGREES]} agree, "
         f"{counts[DISAGREES]} disagree, and {counts[OPEN]} are open.",
     ]
+    if any(study["questions"] < LEAST for study in studies):
+        parts.append(
+            f"With fewer than {LEAST} questions a finding is always open: such an experiment shows "
+            "what the results look like, and no more."
+        )
     rows = [
         {
             "finding of the paper": one["claim"]["says"],

@@ -22,7 +22,8 @@ TITLES = {
     "ctar": "CTAR(w)",
     "ctar1": "CTAR(1)",
 }
-MARKERS = ["D", "s", "^"]  # of the models in the paper; ours are circles
+# Of the models in the paper; ours are circles and whole lines.
+MARKERS = [("D", "--"), ("s", ":"), ("^", "-.")]
 
 
 def plot(
@@ -94,13 +95,13 @@ class Scale:
             axes.axhline(1, color=INK, linewidth=1, linestyle=":")
         for curve in self.curves:
             color = self.color(curve)
-            for model, marker in zip(self.models, MARKERS, strict=False):
+            for model, (marker, dashes) in zip(self.models, MARKERS, strict=False):
                 told = {
                     one.x: one.values[metric]
                     for one in theirs
                     if (one.model, one.curve) == (model, curve) and metric in one.values
                 }
-                look: dict[str, Any] = dict(linestyle="--", linewidth=1, alpha=0.7, color=color)
+                look: dict[str, Any] = dict(linestyle=dashes, linewidth=1, alpha=0.7, color=color)
                 self.line(axes, curve, told, markerfacecolor="white", marker=marker, **look)
             own = [point for point in ours if point.curve == curve]
             values = {point.x: v.value for point in own if (v := point.values[metric])}
@@ -164,12 +165,25 @@ class Scale:
             for curve in self.curves
             if curve != ""
         ]
-        ink: dict[str, Any] = dict(color=INK, linestyle="", markersize=5)
-        theirs = [
-            Line2D([], [], marker=marker, markerfacecolor="white", label=f"paper: {model}", **ink)
-            for model, marker in zip(self.models, MARKERS, strict=False)
+        ink: dict[str, Any] = dict(color=INK, linewidth=1, markersize=5)
+        lines = [("here", "o", "-", INK)]
+        lines += [
+            (f"paper: {model}", marker, dashes, "white")
+            for model, (marker, dashes) in zip(self.models, MARKERS, strict=False)
         ]
-        return [*curves, Line2D([], [], marker="o", label="here", **ink), *theirs]
+        marks = [
+            Line2D(
+                [],
+                [],
+                marker=marker,
+                linestyle="" if self.words else dashes,
+                markerfacecolor=face,
+                label=label,
+                **ink,
+            )
+            for label, marker, dashes, face in lines
+        ]
+        return [*curves, *marks]
 
 
 def named(curve: Place, of: str) -> str:
