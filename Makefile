@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train tune speed soak estimate test test-slow check format clean
+.PHONY: help setup demo chat train tune speed soak estimate paper test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -55,6 +55,16 @@ estimate: setup  ## write the table of what each training takes (outputs/estimat
 	for name in ours-7b smollm2; do \
 	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
 	done
+
+# The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
+PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
+PAPER_TRAINING = trainer.epochs=2 trainer.remember=true trainer.vocabulary=8192 trainer.decode_prompts=0
+paper: setup  ## measure the paper's experiments, and write them into docs/paper.md
+	$(BIN)/python train.py experiment=paper/adapters $(PAPER_TRAINING)
+	for name in $(PAPER); do \
+	  $(BIN)/python evaluate.py experiment=paper/$$name $(ARGS) || exit 1; \
+	done
+	$(BIN)/python scripts/paper.py outputs/paper/smollm2-135m docs/paper.md
 
 # Two workers with one thread each (tests/conftest.py).
 test: setup  ## run the CPU tests

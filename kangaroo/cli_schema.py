@@ -29,6 +29,7 @@ from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models import ModelConfig
+from kangaroo.paper.study import StudyConfig
 from kangaroo.sampling import Sampling
 from kangaroo.soak.run import SoakConfig
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
@@ -38,10 +39,13 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tuning.tune import TuneConfig
 
-# Of trees and drafts, by drafter and option: a file of configs/hardware.
+# Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
+# configs/hardware.
 Sizes = dict[str, dict[str, int]]
 # Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
 SMALL = ("smollm2-135m", "tiny")
+# Of which families there is a draft model (configs/drafter).
+DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
 
 @dataclass
@@ -81,9 +85,11 @@ class EvaluateCommand(EvaluateConfig):
     output: str = MISSING
     model: ModelConfig = MISSING
     drafter: Any = MISSING
+    variants: dict[str, list[Any]] = field(default_factory=dict)  # values of the drafter's options
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
+    study: StudyConfig | None = None  # what the results are a table and a plot of
 
 
 @dataclass
@@ -264,8 +270,18 @@ def register() -> None:
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
+    OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
 
 
 def hardware_of(model: str) -> str:
     """The file of configs/hardware that a model's drafters take if none is asked for."""
     return "cpu" if model in SMALL else "gpu"
+
+
+def draft_model_of(model: str, option: str) -> str | None:
+    """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
+    smaller one with its tokens `adapter`, which makes one of its own first layers.
+    """
+    small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
+    adapter = None if small else f"adapters/{model}"
+    return {"model": small, "adapter": adapter}[option]

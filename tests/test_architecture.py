@@ -31,7 +31,7 @@ ORDER = [
     {"drafters"},
     {"engine"},
     {"streaming", "data", "evaluation"},
-    {"soak"},
+    {"soak", "paper"},
     {"training"},
     {"estimate"},
     {"benchmark"},

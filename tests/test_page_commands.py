@@ -73,11 +73,16 @@ APPENDED = {
     ),
     "evaluate.py -m bench=demo drafter=vanilla,kangaroo,kangaroo_tree,draft_model,medusa,lookahead,"
     "prompt_lookup,rest,draft_verify,cascade,hybrid": f"model=tiny {FEW}",
+    "evaluate.py experiment=paper/table1": f"model=tiny {FEW} question_every=1",
+    "evaluate.py experiment=paper/table1 model=vicuna-7b": f"{FEW} question_every=1",
     "evaluate.py model=vicuna-7b": FEW,
     "evaluate.py model=llama-3.1-70b model.device_map=auto": FEW,
     "train.py model=smollm2-135m": f"{ONE} {BRIEF} {SHORT}",
     "train.py model=vicuna-7b": f"{PAPERS} {ONE} {BRIEF}",
     "train.py model=vicuna-7b --cfg job": "",
+    "train.py model=vicuna-7b adapter=medusa": f"{PAPERS} {BRIEF}",
+    "train.py experiment=paper/adapters": f"model=tiny {ONE} {BRIEF} {SHORT}",
+    "train.py experiment=paper/adapters model=vicuna-7b": f"{PAPERS} {ONE} {BRIEF}",
     "train.py experiment=debug adapter=eagle": SHORT,
     "train.py model=smollm2-135m adapter=eagle": f"{BRIEF} {SHORT}",
     "evaluate.py -m drafter=vanilla,kangaroo,eagle": f"model=tiny {FEW}",
@@ -116,6 +121,8 @@ APPENDED = {
     "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
     "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
+    "scripts/datastore.py model=vicuna-7b": SHORT,
+    "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
     "scripts/estimate.py model=vicuna-7b": "",
     "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
         "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"

@@ -1,7 +1,8 @@
 """The commands; with `cli_schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
 from kangaroo.cli.command import CONFIGS
-from kangaroo.cli.decoding import chat, evaluate, soak, speed
+from kangaroo.cli.decoding import chat, soak, speed
+from kangaroo.cli.evaluating import evaluate
 from kangaroo.cli.making import (
     calibrate,
     compare,

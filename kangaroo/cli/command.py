@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import transformers
@@ -17,10 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kangaroo import ranks
 from kangaroo.cli_schema import register
-from kangaroo.errors import KangarooError
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.errors import ConfigError, KangarooError
 from kangaroo.folders import of_project
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
@@ -104,3 +107,23 @@ def plain(config: Any) -> dict[str, Any]:
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:
+    """A drafter with every combination of values of its options, by its name and these values.
+
+    Errors: `ConfigError` for an option that it does not have, or a value of another type.
+    """
+    if not options:
+        return {drafter.name: drafter}
+    found = {}
+    for values in itertools.product(*options.values()):
+        chosen = dict(zip(options, values, strict=True))
+        name = ",".join([drafter.name, *(f"{k}={v}" for k, v in chosen.items())])
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(drafter), chosen)
+            found[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
+        except OmegaConfBaseException as error:
+            told = str(error).splitlines()[0]
+            raise ConfigError(f"variants={options} for drafter={drafter.name}: {told}.") from error
+    return found

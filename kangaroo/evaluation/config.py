@@ -15,7 +15,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import planning
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, task_of
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
 from kangaroo.model import LM
@@ -38,6 +38,7 @@ class EvaluateConfig:
 
     Args:
         output: folder of records and artefacts; a run that was stopped goes on from there.
+        task: ask only the questions of this task (`bench.task_of`); None is all.
         question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
             flags of these names); None is the end of the list.
         question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
@@ -58,6 +59,7 @@ class EvaluateConfig:
 
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
+    task: str | None = None
     question_begin: int = 0
     question_end: int | None = None
     question_every: int = 1
@@ -97,6 +99,13 @@ def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
     `load_questions`.
     """
     all_questions = load_questions(config.bench)
+    if config.task is not None:
+        tasks = list(dict.fromkeys(task_of(question.category) for question in all_questions))
+        if config.task not in tasks:
+            raise ConfigError(
+                f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
+            )
+        all_questions = [x for x in all_questions if task_of(x.category) == config.task]
     for name, every in {
         "question_every": config.question_every,
         "hf_every": config.hf_every,
@@ -170,6 +179,7 @@ def settings_of(
     return {
         "bench": config.bench.name,
         "bench.fingerprint": fingerprint(questions),
+        "task": config.task,
         "question_begin": config.question_begin,
         "question_end": config.question_end,
         "question_every": config.question_every,
