@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 BATCHES = (1, 4, 20, 20)  # rows at a time; the largest twice, since it is the cheapest
 FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that rows are refilled
-CHUNKS = (16, 1024)  # tokens of a prompt that enter the cache together
 
 
 @dataclass
@@ -135,9 +134,9 @@ def decode(part: str, number: int, name: str, setting: Setting, build: Build, se
     """
     started = running()
     draw = Draw(Random(f"{seed}/{part}/{number}/{name}"))
-    engine = Engine(
-        setting.lm, build(setting, draw), prefill_chunk=draw.of("prefill_chunk", *CHUNKS)
-    )
+    drafter = build(setting, draw)
+    chunk = draw.of("prefill_chunk", *setting.prefill_chunks)
+    engine = Engine(setting.lm, drafter, prefill_chunk=chunk)
     engine.eos_ids = setting.eos_ids
     rows = draw.of("batch", *BATCHES)
     count = min(max(FEWEST, 2 * rows), len(setting.requests))

@@ -34,6 +34,7 @@ class Setting:
         sampling: a name of `SAMPLINGS`.
         texts: of each request, without the prompt, decoded alone.
         eos_ids: tokens that end a text.
+        prefill_chunks: sizes in which prompts may enter the cache without another text.
     """
 
     family: str
@@ -42,6 +43,7 @@ class Setting:
     requests: Sequence[Request]
     texts: Sequence[list[int]]
     eos_ids: frozenset[int]
+    prefill_chunks: Sequence[int]
 
 
 class Draw:
