@@ -44,7 +44,7 @@ from kangaroo.tuning.candidates import (
     shipped,
     sources,
 )
-from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit
+from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit, prefill_costs
 from kangaroo.tuning.measuring import spread
 from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
 from kangaroo.tuning.recording import Recorder
@@ -192,7 +192,8 @@ def made_of(own: RoundCosts, seed: int, noise: float = 0.0, cascade: bool = Fals
 
 @pytest.mark.parametrize("cascade", [False, True])
 def test_costs_foresee_rounds_of_another_turn_though_some_rounds_were_late(cascade):
-    found = fit([made_of(COSTS, seed, noise=0.05, cascade=cascade) for seed in range(8)], VERIFY)
+    samples = [made_of(COSTS, seed, noise=0.05, cascade=cascade) for seed in range(8)]
+    found = fit(samples, prefill_costs(samples), VERIFY)
     for seed in range(20, 25):
         other = made_of(COSTS, seed, cascade=cascade)
         foreseen = found.seconds(other.prompt_tokens, other.replay)
@@ -201,14 +202,14 @@ def test_costs_foresee_rounds_of_another_turn_though_some_rounds_were_late(casca
 
 def test_widths_that_no_round_had_take_what_is_known_of_the_machine():
     samples = [made_of(COSTS, seed) for seed in range(4)]  # at most nine tokens wide
-    found = fit(samples, VERIFY)
+    found = fit(samples, COSTS.prefill, VERIFY)
     scale = np.median([COSTS.verify[i] / VERIFY.at(KNOTS[i]) for i in range(1, 5)])
     assert found.verify[-1] == pytest.approx(scale * VERIFY.at(KNOTS[-1]), rel=0.1)
 
 
 def test_a_wider_verification_never_takes_less():
     falling = replace(COSTS, verify=[0.020, 0.030, 0.010, 0.025, 0.024, 0.032, 0.060])
-    found = fit([made_of(falling, seed) for seed in range(6)], VERIFY)
+    found = fit([made_of(falling, seed) for seed in range(6)], COSTS.prefill, VERIFY)
     assert found.verify == sorted(found.verify)
 
 

@@ -107,10 +107,11 @@ def verify_parts(prompt_tokens: int, replay: Replay) -> np.ndarray:
     return np.concatenate([hats_NK.reshape(-1, len(KNOTS)), context_N[:, None]], 1)
 
 
-def fit(samples: Sequence[Sample], known: VerifyCosts) -> RoundCosts:
+def fit(samples: Sequence[Sample], prefill: list[float], known: VerifyCosts) -> RoundCosts:
     """The costs that explain these samples best; at least one must have a round in common.
 
     Args:
+        prefill: `prefill_costs` of all drafters.
         known: of verification, on the same machine: its shape fills in widths that no sample has.
     """
     draft, verify, draft_seconds, verify_seconds, host = [], [], [], [], []
@@ -128,15 +129,20 @@ def fit(samples: Sequence[Sample], known: VerifyCosts) -> RoundCosts:
     sums_FF[:-1, :-1] = np.tril(np.ones((len(KNOTS), len(KNOTS))))
     rows_NF, seconds_N = with_known(verify_NF, verify_N, known)
     *knots, context = (sums_FF @ least_deviations(rows_NF @ sums_FF, seconds_N)).tolist()
-    prefill_N2 = np.array([[1.0, sample.prompt_tokens] for sample in samples])
-    prefill_N = np.array([prefill_seconds(sample.run) for sample in samples])
     return RoundCosts(
-        prefill=least_deviations(prefill_N2, prefill_N).tolist(),
+        prefill=prefill,
         draft=least_deviations(np.concatenate(draft), np.array(draft_seconds)).tolist(),
         verify=knots,
         context=context,
         host=float(np.median(host)),
     )
+
+
+def prefill_costs(samples: Sequence[Sample]) -> list[float]:
+    """Of a turn, and of each token of its prompt: the same work for every drafter."""
+    parts_N2 = np.array([[1.0, sample.prompt_tokens] for sample in samples])
+    seconds_N = np.array([prefill_seconds(sample.run) for sample in samples])
+    return least_deviations(parts_N2, seconds_N).tolist()
 
 
 def with_known(

@@ -16,7 +16,7 @@ from kangaroo.evaluation.methods import by_engine
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.tuning.candidates import Candidate, SearchSpace, Source, candidates, chain
-from kangaroo.tuning.costs import Kind, RoundCosts, Sample, fit
+from kangaroo.tuning.costs import Kind, RoundCosts, Sample, fit, prefill_costs
 from kangaroo.tuning.player import VANILLA, Player
 from kangaroo.tuning.trace import TracedQuestion, Turn
 
@@ -55,6 +55,7 @@ def measure(
             samples[candidate.kind, candidate.source].append(sample)
     with torch.inference_mode():
         known = measure_verification(lm)
+    prefill = prefill_costs([sample for own in samples.values() for sample in own])
     costs = {}
     for kind, own in samples.items():
         if not any(sample.rounds > 1 for sample in own):
@@ -65,7 +66,7 @@ def measure(
             )
         # a cascade's rounds are prompt lookup's and Kangaroo's; the latter's tell more
         more = samples["kangaroo", kind[1]] if kind[0] == "cascade" else []
-        costs[kind] = fit([*own, *more], known)
+        costs[kind] = fit([*own, *more], prefill, known)
     exact = [sample.is_exact for own in samples.values() for sample in own]
     return costs, (sum(exact), len(exact))
 
