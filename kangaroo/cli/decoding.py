@@ -42,7 +42,8 @@ def evaluate(config: EvaluateCommand) -> None:
     drafters = varied(config.drafter, config.variants)
     for name in drafters.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
-    drafters |= config.more
+    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
+    drafters |= {name: one for name, one in config.more.items() if not isinstance(one, dict)}
     with joined() as own:
         # an adapter that is not there is told before gigabytes of target are fetched
         settings = {name: drafter.settings() for name, drafter in drafters.items()}
