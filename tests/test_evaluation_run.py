@@ -321,7 +321,7 @@ def test_who_goes_first_alternates(bench, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kangaroo.engine.Engine, "generate", noted)
     evaluate_tiny(tmp_path, bench, question_begin=2, question_end=4, warmup=0)
-    assert calls == ["method", "vanilla", "vanilla", "method"]
+    assert calls == ["vanilla", "method", "method", "vanilla"]
 
 
 def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, monkeypatch):
