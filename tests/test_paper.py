@@ -544,9 +544,10 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     folder = here / "outputs/paper/tiny/steps"
     assert (folder / "steps.png").is_file()
     found = json.loads((folder / "steps.json").read_text())
-    assert len(found["points"]) == 10 and len(found["checked"]) == 3
+    methods = [point["method"] for point in found["points"]]
+    assert len(methods) == 11 and "vanilla again" in methods and len(found["checked"]) == 3
     records = sorted(folder.glob("*/records-0.jsonl"))
-    assert len(records) == 10
+    assert len(records) == 11
     cut = records[3].read_bytes().splitlines(keepends=True)
     records[3].write_bytes(b"".join(cut[:3]) + cut[3][:9])  # as a kill leaves it
     before = [x.read_bytes() for x in records]

@@ -116,11 +116,13 @@ class Player:
         if config.adapter not in self.odds:
             self.odds[config.adapter] = config.counted() or odds.assumed()
         verify, draft_cost = verify_curve(OF_A_CPU, config.nodes), source.drafter.draft_cost
+        states = 0.0
         if config.verify_costs is not None:
             verify, draft_cost = verify_curve(config.verify_costs, config.nodes), config.draft_cost
         elif Rounds.can_run(self.lm, source.drafter, Sampling()):
             verify = measured(self.lm).curve(1, config.nodes)
-        costs = Costs(verify, draft_cost, config.pace)
+            states = source.drafter.shallow_cost
+        costs = Costs(verify, draft_cost, config.pace, states)
         limits = config.threshold, config.steps, config.nodes
         return HybridSettings(self.odds[config.adapter], costs, *limits)
 
