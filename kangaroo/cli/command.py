@@ -88,9 +88,9 @@ def sweep_folder() -> Path | None:
 
 def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
     """The jobs of a sweep (`-m`) lie in one group of W&B, if no other was asked for."""
-    sweep = sweep_folder()
-    if sweep is not None and isinstance(logger, WandbConfig) and logger.group is None:
-        logger.group = f"{model_name}-{sweep.name}"
+    if isinstance(logger, WandbConfig) and logger.group is None:
+        sweep = sweep_folder()
+        logger.group = None if sweep is None else f"{model_name}-{sweep.name}"
 
 
 @contextmanager
