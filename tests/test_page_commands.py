@@ -104,8 +104,8 @@ APPENDED = {
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
     "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
-    "speed.contexts=[256,1024] "
-    "speed.leave_out=[hf_lookup,hf_early_exit,hf_truncated,hf_assistant]": (
+    "speed.contexts=[256,1024] speed.batches=[1,8,32] "
+    "speed.leave_out=[hf_lookup,hf_early_exit,hf_truncated,hf_assistant,llama_ngram]": (
         f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
     ),
     "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
