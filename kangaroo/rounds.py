@@ -182,22 +182,18 @@ class Rounds:
             parents: as `Draft.listed` takes them.
         """
         count = int(self.count[row])
-        before = list(
-            zip(*(of[row, :count].tolist() for of in (self.parent, self.token)), strict=True)
-        )
-        known = {key: node for node, key in reversed(list(enumerate(before))) if node}
+        parents_before, before = (of[row, 1:count].tolist() for of in (self.parent, self.token))
+        keys = zip(parents_before, before, strict=True)
+        known = {key: node for node, key in enumerate(keys, start=1)}
         places, states = self.place[row, :count].tolist(), self.has_state[row, :count].tolist()
         same, free = [0], count  # the node that each of the tree's was, or -1
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-            same.append(known.get((same[parent], token), -1))
-            if same[node] < 0:
+            same.append(was := known.get((same[parent], token), -1))
+            if was < 0:
                 self.place[row, node], free = free, free + 1
             else:
-                self.place[row, node], self.has_state[row, node] = (
-                    places[same[node]],
-                    states[same[node]],
-                )
+                self.place[row, node], self.has_state[row, node] = places[was], states[was]
 
     def draft(
         self,
