@@ -23,7 +23,7 @@ def settle(parameters: Iterable[Tensor]) -> None:
     the memory that it had: both are never held for more than one of them.
 
     A loader maps the checkpoint's file, and its pages are held from when they are read; they are
-    given back too, so they must not have been written to.
+    given back too, where nothing was written to the mapping.
 
     Nothing is moved where the system has no huge pages to ask for, as on macOS and Windows.
     """
@@ -47,17 +47,20 @@ def settle(parameters: Iterable[Tensor]) -> None:
 
 
 def _mapped_files() -> list[range]:
-    """The addresses where files are mapped that this process alone may have changed."""
+    """The addresses where files are mapped and hold what the files do: no page was written to."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    found, addresses = [], range(0)
     for line in lines:
-        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
-        if name and inode != "0" and access.endswith("p"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(range(begin, end))
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):  # a mapping's first line; its numbers follow
+            begin, end = (int(address, 16) for address in first.split("-"))
+            of_file = len(rest) == 5 and rest[3] != "0"
+            addresses = range(begin, end) if of_file else range(0)
+        elif first == "Anonymous:" and rest[0] == "0" and addresses:
+            found.append(addresses)
     return found
 
 

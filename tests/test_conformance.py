@@ -50,6 +50,7 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.model import LM
 from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling
+from kangaroo.soak.tiny import LLAMA3_ROPE
 from kangaroo.trained import medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.draft_head import DraftHead
@@ -184,15 +185,6 @@ SAMPLINGS = {
 }
 
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 FAMILIES: dict[str, Callable[[], LM]] = {
     "llama": lambda: tiny("llama"),

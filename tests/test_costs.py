@@ -120,6 +120,16 @@ def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(
     assert torch.equal(kept, whole["b"])
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_was_written_to_a_mapped_checkpoint_is_not_lost(tmp_path):
+    save_file({"a": torch.zeros(2**20)}, tmp_path / "weights.safetensors")
+    tensor = load_file(tmp_path / "weights.safetensors")["a"]
+    alias = tensor.detach()
+    tensor += 1
+    settle([tensor])
+    assert tensor.data_ptr() != alias.data_ptr() and bool((alias == 1).all())
+
+
 def file_pages() -> int:
     """Bytes of files that are in this process's memory."""
     status = Path("/proc/self/status").read_text()
