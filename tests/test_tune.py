@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from commands import python
+from evaluation_records import run
 from helpers import adapter_for, random_prompts, tiny
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -45,7 +47,7 @@ from kangaroo.tuning.candidates import (
     sources,
 )
 from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit, prefill_costs
-from kangaroo.tuning.measuring import spread
+from kangaroo.tuning.measuring import in_turns, spread
 from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
 from kangaroo.tuning.recording import Recorder
 from kangaroo.tuning.replay import Replay
@@ -220,6 +222,28 @@ def test_turns_that_are_timed_have_prompts_of_all_lengths():
     assert len(spread(turns, 20)) == 9
     with pytest.raises(ConfigError, match="a single token"):
         spread([turns[3]], 3)
+
+
+def test_what_the_machine_does_meanwhile_is_taken_out_of_the_times():
+    """Two methods on a machine that grows slower and faster, by a twentieth from run to run."""
+    runs = itertools.count()
+
+    def method(step):
+        def decode(prompt, count, seed):
+            pace = 1 + 0.05 * abs(next(runs) % 8 - 4)
+            return run([1] * count, [0] * count, [0] * count, [0.0] + [step * pace] * (count - 1))
+
+        return decode
+
+    turns = [Turn([0] * 3, [1] * 20, {}) for _ in range(40)]
+    seconds = defaultdict(list)
+    for number, turn, decoded in in_turns([method(1.0), method(1.1)], turns):
+        assert turn in turns and decoded.host_seconds[-1] == decoded.verify_seconds[-1] / 2
+        seconds[number].append(decoded.verify_seconds[-1])
+    assert [len(own) for own in seconds.values()] == [40, 40]
+    own, others = seconds[0], seconds[1]
+    assert max(own) / min(own) < 1.06 and max(others) / min(others) < 1.06  # 1.2 as it was timed
+    assert np.mean(others) / np.mean(own) == pytest.approx(1.1, rel=0.005)
 
 
 def test_rounds_are_compared_from_the_first_on():

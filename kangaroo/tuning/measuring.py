@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -12,13 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.costs import measure as measure_verification
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.methods import by_engine
+from kangaroo.evaluation.methods import Method, by_engine
+from kangaroo.evaluation.records import Run
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.tuning.candidates import Candidate, SearchSpace, Source, candidates, chain
 from kangaroo.tuning.costs import Kind, RoundCosts, Sample, fit, prefill_costs
 from kangaroo.tuning.player import VANILLA, Player
 from kangaroo.tuning.trace import TracedQuestion, Turn
+
+GLANCE = 12  # tokens that vanilla decodes between two runs, to see how fast the machine is then
 
 
 def measure(
@@ -43,16 +49,14 @@ def measure(
     sampling = Sampling()
     methods = [by_engine(Engine(lm, one.config.build(lm)), tokenizer, sampling) for one in timed]
     chosen = spread([turn for question in questions for turn in question.turns], turns)
+    chosen = [turn.cut(max_new_tokens) for turn in chosen]
     for method in methods:  # what only the first run takes
         method(chosen[0].prompt, 2, 0)
     samples: dict[Kind, list[Sample]] = defaultdict(list)
-    for number, turn in enumerate(tqdm(chosen, unit="turn", desc="measuring")):
-        turn = turn.cut(max_new_tokens)
-        pairs = list(zip(timed, methods, strict=True))
-        for candidate, method in pairs[:: -1 if number % 2 else 1]:
-            run = method(turn.prompt, len(turn.text), 0)
-            sample = Sample(len(turn.prompt), run, player.of(candidate)(turn))
-            samples[candidate.kind, candidate.source].append(sample)
+    for number, turn, run in in_turns(methods, chosen):
+        candidate = timed[number]
+        sample = Sample(len(turn.prompt), run, player.of(candidate)(turn))
+        samples[candidate.kind, candidate.source].append(sample)
     with torch.inference_mode():
         known = measure_verification(lm)
     prefill = prefill_costs([sample for own in samples.values() for sample in own])
@@ -69,6 +73,47 @@ def measure(
         costs[kind] = fit([*own, *more], prefill, known)
     exact = [sample.is_exact for own in samples.values() for sample in own]
     return costs, (sum(exact), len(exact))
+
+
+def in_turns(methods: Sequence[Method], turns: Sequence[Turn]) -> list[tuple[int, Turn, Run]]:
+    """Every turn as each method decodes it, by the method's number; the first is vanilla decoding.
+
+    A machine shared with others changes its speed by a tenth within a minute: more than two methods
+    differ by. So vanilla decoding shows between all runs how fast it is, and times are told as they
+    would have been at its usual speed.
+    """
+    found, glances = [], [glance(methods[0], turns[0])]
+    for count, turn in enumerate(tqdm(turns, unit="turn", desc="measuring")):
+        for number in list(range(len(methods)))[:: -1 if count % 2 else 1]:
+            found.append((number, turn, methods[number](turn.prompt, len(turn.text), 0)))
+            glances.append(glance(methods[0], turns[0]))
+    usual = float(np.median(glances))
+    return [
+        (number, turn, at_pace(run, (before + after) / 2 / usual))
+        for (number, turn, run), (before, after) in zip(
+            found, itertools.pairwise(glances), strict=True
+        )
+    ]
+
+
+def glance(vanilla: Method, turn: Turn) -> float:
+    """Seconds of a step of vanilla decoding, now."""
+    return float(np.median(vanilla(turn.prompt, GLANCE, 0).verify_seconds[1:]))
+
+
+def at_pace(run: Run, pace: float) -> Run:
+    """The run on a machine that needs 1 / `pace` of the time for everything."""
+    draft, verify, host = (
+        [seconds / pace for seconds in part]
+        for part in (run.draft_seconds, run.verify_seconds, run.host_seconds)
+    )
+    return replace(
+        run,
+        seconds=run.seconds / pace,
+        draft_seconds=draft,
+        verify_seconds=verify,
+        host_seconds=host,
+    )
 
 
 def to_be_timed(space: SearchSpace, sources: Sequence[Source]) -> list[Candidate]:
