@@ -110,8 +110,8 @@ class Engine:
 
     Args:
         tokenizer: needed for stop strings alone.
-        prefill_chunk: prompts enter the cache in chunks of this many tokens, which bounds the
-            memory of a prefill whatever the prompt's length.
+        prefill_chunk: prompts enter the cache in chunks of at most this many tokens, which bounds
+            the memory of a prefill whatever the prompt's length; None is as many as are quick.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class Engine:
         lm: LM,
         drafter: Drafter,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        prefill_chunk: int = 1024,
+        prefill_chunk: int | None = None,
     ):
-        if prefill_chunk < 1:
+        if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = min(prefill_chunk or lm.prompt_chunk, lm.prompt_chunk)
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.rounds: Rounds | None = None  # of the batch, where these are native

@@ -28,6 +28,7 @@ from kangaroo.huge_pages import settle
 from kangaroo.native import LayerWeights, Sizes
 from kangaroo.tree import Tree
 
+PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 AttentionInterface.register(ATTENTION, attention)
@@ -121,6 +122,12 @@ class LM(nn.Module):
     def n_layers(self) -> int:
         """Layers of the whole model."""
         return len(self.layers)
+
+    @property
+    def prompt_chunk(self) -> int:
+        """The most tokens of a prompt that are run at a time."""
+        layers = self.native_layers
+        return native.PROMPT_CHUNK if layers and layers.reads_prompts else PROMPT_CHUNK
 
     @property
     def context(self) -> int:

@@ -37,7 +37,8 @@ MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
 SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-MOST_TOKENS = 256  # more are a prompt's: arithmetic then takes the time, at which PyTorch is better
+MOST_TOKENS = 256  # in a pass
+PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES = 3  # of `choice.h`
 
@@ -82,6 +83,12 @@ class Sizes:
     feed_forward: int
     eps: float
     scaling: float
+
+    @property
+    def fits_tiles(self) -> bool:
+        """Whether a matrix unit can multiply all matrices of a layer."""
+        widths = self.hidden, self.feed_forward, self.heads * self.head_size, self.head_size
+        return all(width % 32 == 0 for width in widths)
 
     def native(self) -> Structure:
         """The same for native code, with as many threads as torch has now."""
@@ -142,20 +149,22 @@ class Stack:
         self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
+        self.reads_prompts = (
+            self.dtype == torch.bfloat16 and sizes.fits_tiles and has_tiles(library)
+        )
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
-        decoding, or the end of a prompt. A text that is learnt has one mask for all rows, or a
-        boolean one.
+        decoding, or a later part of a prompt; where the processor has a matrix unit, its first part
+        too. Elsewhere PyTorch's products of many tokens are faster. A text that is learnt has one
+        mask for all rows, or a boolean one.
         """
+        few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias = block.bias_R1TE
-        return (
-            bias is not None
-            and len(bias) == len(block.slots_RT) == len(x_RTD)
-            and bias.dtype == x_RTD.dtype
-            and x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS
-            and not torch.is_grad_enabled()
-        )
+        if bias is None:  # from the first position on
+            return few and self.reads_prompts and len(x_RTD) == len(block.slots_RT) == 1
+        own = isinstance(bias, Tensor) and len(bias) == len(block.slots_RT) == len(x_RTD)
+        return few and own and bias.dtype == x_RTD.dtype
 
     def native(self, cache: KVCache, layers: range) -> Structure:
         """Some of the layers with their keys and values; it holds as long as the cache."""
@@ -181,10 +190,12 @@ class Stack:
 
         Keys and values are written at the block's slots.
         """
-        assert block.bias_R1TE is not None
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
-        held = [t.contiguous() for t in (block.bias_R1TE, *block.rope, block.slots_RT)]
+        bias_R1TE = block.bias_R1TE
+        if bias_R1TE is None:
+            bias_R1TE = x_RTD.new_full((tokens, tokens), -torch.inf).triu_(1)
+        held = [t.contiguous() for t in (bias_R1TE, *block.rope, block.slots_RT)]
         self.call(
             byref(self.sizes.native()),
             byref(self.native(cache, layers)),
@@ -236,6 +247,11 @@ def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> 
     found = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
     found.argtypes, found.restype = takes, None
     return found
+
+
+def has_tiles(library: CDLL) -> bool:
+    """Whether the processor has a matrix unit, and the system lets this process use it."""
+    return bool(library.uses_tiles())
 
 
 @cache

@@ -123,6 +123,60 @@ def test_other_models_stay_eager(overrides):
     assert lm.native_layers is None and lm.native_head is None
 
 
+TILES = pytest.mark.skipif(
+    native.library() is None or not native.has_tiles(native.library()),
+    reason="this processor has no matrix unit",
+)
+
+
+@TILES
+def test_where_there_is_a_matrix_unit_a_prompt_may_come_in_any_parts():
+    """Its states are the same bit by bit, beside other tokens or not, and close to the modules'."""
+    sizes = dict(hidden_size=64, intermediate_size=96, head_dim=32, dtype=torch.bfloat16)
+    tokens_1T = random_tokens(1, 200)
+    states = {}
+    for parts in ("eager", 200, 64, 33, 7):
+        lm = tiny(**sizes)
+        if parts != "eager":
+            lm.compile_for_decoding()
+            assert lm.prompt_chunk == native.PROMPT_CHUNK
+        cache, found = lm.new_cache(1, 256), []
+        step = 200 if parts == "eager" else parts
+        for first in range(0, 200, step):
+            last = min(first + step, 200)
+            block = lm.chunk(first, last, 0, cache.n_slots)
+            with torch.no_grad():
+                x_1TD = lm.embed(tokens_1T[:, first:last])
+                found.append(lm.run(x_1TD, cache, block, range(4))[0])
+        states[parts] = torch.cat(found, 1)
+    for parts in (64, 33, 7):
+        assert torch.equal(states[parts], states[200]), parts
+    torch.testing.assert_close(
+        states[200], states["eager"], atol=TOLERANCE[torch.bfloat16], rtol=0.02
+    )
+
+
+@TILES
+def test_products_of_many_tokens_are_those_of_one(monkeypatch):
+    """Tiles take tokens by the sixteen and rows of weights in parts: neither shows in a bit."""
+    monkeypatch.setattr(native, "MOST_TOKENS", 1000)
+    sizes = dict(hidden_size=320, intermediate_size=608, head_dim=64, num_key_value_heads=1)
+    lm = tiny(**sizes, dtype=torch.bfloat16).compile_for_decoding()
+    tokens_B1 = random_tokens(150, 1)
+    with torch.no_grad():
+        together = lm.new_cache(150, SLOTS)
+        block = lm.block(Tree.chain(1, lm.device), torch.zeros(150, dtype=torch.long), 1, SLOTS)
+        x_B1D, _ = lm.run(lm.embed(tokens_B1), together, block, range(4))
+        logits_B1V = lm.logits(x_B1D)
+        for count in (1, 16, 17, 32, 33, 64, 149):
+            alone = lm.new_cache(count, SLOTS)
+            start = torch.zeros(count, dtype=torch.long)
+            block = lm.block(Tree.chain(1, lm.device), start, 1, SLOTS)
+            own_B1D, _ = lm.run(lm.embed(tokens_B1[:count]), alone, block, range(4))
+            assert torch.equal(own_B1D, x_B1D[:count]), count
+            assert torch.equal(lm.logits(own_B1D), logits_B1V[:count]), count
+
+
 def test_prompts_and_training_stay_eager():
     lm = tiny().compile_for_decoding()
     cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)

@@ -15,12 +15,25 @@ struct Sizes {  // what all layers share, as Python fills it in
   i64 group() const { return heads / kv_heads; }
 };
 
+// Memory that begins at a cache line.
+template <class T> class Lines {
+ public:
+  explicit Lines(i64 count) : words((count * sizeof(T) + sizeof(Words) - 1) / sizeof(Words)) {}
+  T& operator[](i64 i) { return ((T*)words.data())[i]; }
+  const T& operator[](i64 i) const { return ((const T*)words.data())[i]; }
+
+ private:
+  std::vector<Words> words;
+};
+
 // One thread's part of the work. Queries are [tokens, H, C]; partial sums [tokens, K, chunks, G, 2 + C]:
 // the largest score, the sum of weights, the weighted values.
 template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
-      : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0) {}
+      : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
+        asked(LANES * sizes.head_size), weighted(LANES * sizes.head_size),
+        turned(CHUNK * (sizes.head_size + 2 * LANES)), paired(CHUNK / 2 * sizes.head_size) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -31,30 +44,28 @@ template <class T> class Attention {
       const Piece& piece = sight.pieces[item / s.kv_heads];
       const i64 head = item % s.kv_heads, *slots = sight.slots(piece);
       i64 at = piece.row * n_slots * stride + head * size;
-      if (!tiled) turn(keys + at, stride, piece, slots);
-      for (i64 i = 0; i < piece.n_members * group; i += LANES) {
+      Fetch fetch;
+      if (item + s.kv_heads < mine.last) fetch = fetch_of(item + s.kv_heads, keys, values);
+      turn(keys + at, stride, piece, slots, fetch);
+      if (tiled) pair(values + at, stride, piece, slots);
+      i64 member = 0, query = 0;  // of the member
+      for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
         const T* asking[LANES];
         float* out[LANES];
-        Ints widths;
-        i64 count = std::min<i64>(LANES, piece.n_members * group - i);
-        for (i64 j = 0; j < LANES; j++) {
-          i64 query = i + std::min(j, count - 1);
-          const Member& member = sight.members[piece.members + query / group];
-          asking[j] = queries + (member.token * s.heads + head * group + query % group) * size;
-          out[j] = partial + place(member.token, head, piece.first / CHUNK, query % group);
-          widths[j] = int(member.width);
+        i64 widths[LANES], count = std::min<i64>(LANES, left);
+        for (i64 j = 0; j < count; j++) {
+          auto [token, width] = sight.members[piece.members + member];
+          asking[j] = queries + (token * s.heads + head * group + query) * size;
+          out[j] = partial + place(token, head, piece.first / CHUNK, query);
+          widths[j] = width;
+          if (++query == group) query = 0, member++;
         }
-        if (tiled) score_tiles(asking, keys + at, stride, piece, slots);
+        if (tiled) score_tiled(asking, count);
         else score(asking, count);
-        soften(widths, piece.width, count, out);
-        // of the next chunk as much as is this key head's share, in one piece, which memory likes
-        i64 next = at - head * size + (piece.first + CHUNK) * stride + CHUNK * head * size;
-        for (i64 j = 0; j < count; j += 4) {
-          if (i + j == 0 && !slots)
-            weigh<true>(values + at, stride, piece, slots, j, count, out, keys + next, values + next);
-          else
-            weigh<false>(values + at, stride, piece, slots, j, count, out);
-        }
+        for (i64 j = 0; j < count; j++) soften(scores[j], widths[j], out[j]);
+        if (tiled) weigh_tiled(count, out);
+        else
+          for (i64 j = 0; j < count; j += 4) weigh(values + at, stride, piece, slots, j, count, out);
       }
     }
   }
@@ -92,18 +103,42 @@ template <class T> class Attention {
     return slots ? slots[n] : piece.first + n;
   }
 
+  // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, in
+  // one part of memory, which memory likes.
+  struct Fetch {
+    const char *keys = nullptr, *values = nullptr;
+    i64 left = 0;
+    void line() {
+      if (left <= 0) return;
+      __builtin_prefetch(keys);
+      __builtin_prefetch(values);
+      keys += 64, values += 64, left -= 64;
+    }
+  };
+
+  Fetch fetch_of(i64 item, const T* keys, const T* values) const {
+    const Piece& piece = sight.pieces[item / s.kv_heads];
+    i64 size = s.head_size, share = piece.width * size;
+    i64 from = (piece.row * n_slots + piece.first) * s.kv_heads * size + item % s.kv_heads * share;
+    return {(const char*)(keys + from), (const char*)(values + from), i64(share * sizeof(T))};
+  }
+
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
-  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots) {
+  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch fetch) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
-    turned.resize((s.head_size + step - 1) / step * LANES * CHUNK);
     for (i64 c = 0; c < s.head_size; c += step)
       for (i64 n = 0; n < CHUNK; n += LANES) {
         Words block[LANES] = {};
         i64 count = std::min<i64>(LANES, piece.width - n), left = std::min(step, s.head_size - c);
-        for (i64 i = 0; i < count; i++) {
-          const T* key = keys + slot_of(piece, slots, n + i) * stride + c;
-          if (left == step) std::memcpy(&block[i], key, sizeof(Words));
-          else std::memcpy(&block[i], key, left * sizeof(T));
+        if (count == LANES && left == step && !slots) {
+          const T* key = keys + (piece.first + n) * stride + c;
+          for (int i = 0; i < LANES; i++, key += stride) {
+            std::memcpy(&block[i], key, sizeof(Words));
+            fetch.line();
+          }
+        } else {
+          for (i64 i = 0; i < count; i++)
+            std::memcpy(&block[i], keys + slot_of(piece, slots, n + i) * stride + c, left * sizeof(T));
         }
         transpose(block);
         for (i64 i = 0; i < LANES; i++)
@@ -111,38 +146,41 @@ template <class T> class Attention {
       }
   }
 
-  // Products of sixteen queries with a chunk of keys, by tiles.
-  void score_tiles(const T* const* asking, const T* keys, i64 stride, const Piece& piece, const i64* slots) {
-    i64 size = s.head_size, words = size / 2;
-    turned_queries.resize(words);
-    for (i64 k = 0; k < words; k += LANES) {
-      for (i64 i = 0; i < LANES; i++) std::memcpy(&turned_queries[k + i], asking[i] + 2 * k, sizeof(Words));
-      transpose(&turned_queries[k]);
-    }
-    gathered.resize(LANES * size);
-    for (i64 n = 0; n < piece.width; n += LANES) {
-      const T* from = keys + (piece.first + n) * stride;
-      i64 step = stride, count = std::min<i64>(LANES, piece.width - n);
-      if (slots || count < LANES) {
-        for (i64 i = 0; i < count; i++)
-          std::copy_n(keys + slot_of(piece, slots, n + i) * stride, size, &gathered[i * size]);
-        from = gathered.data(), step = size;
+  // A chunk of values with those of two positions side by side: paired[position / 2][c], a word being both.
+  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots) {
+    i64 size = s.head_size;
+    auto value = [&](i64 n, i64 c) {
+      Words words{};
+      if (n < piece.width)
+        std::memcpy(&words, values + slot_of(piece, slots, n) * stride + c, sizeof words);
+      return words;
+    };
+    for (i64 n = 0; n < CHUNK; n += 2)
+      for (i64 c = 0; c < size; c += 2 * LANES) {
+        Words a = value(n, c), b = value(n + 1, c);
+        Words even = (a & 0xffffu) | (b << 16), odd = (a >> 16) | (b & 0xffff0000u);
+        Words low = PICK(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        Words high = PICK(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        std::memcpy(&paired[n / 2 * size + c], &low, sizeof low);
+        std::memcpy(&paired[n / 2 * size + c + LANES], &high, sizeof high);
       }
-      times_tiles(turned_queries.data(), size, from, step, nullptr, scores + n);
-    }
   }
 
-  // Products of up to sixteen queries with a turned chunk of keys.
+  // Products of up to sixteen queries with the turned keys.
+  void score_tiled(const T* const* asking, i64 count) {
+    for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
+    scores_by_tiles(&asked[0], s.head_size, &turned[0], scores[0]);
+  }
+
   void score(const T* const* asking, i64 count) {
-    Floats by_query[LANES][CHUNK / LANES];
-    for (i64 i = 0; i < count; i += 4) score_four(asking + i, by_query + i);
-    for (int j = 0; j < CHUNK / LANES; j++) {
-      for (int i = 0; i < LANES; i++) scores[j * LANES + i] = by_query[std::min<i64>(i, count - 1)][j];
-      transpose((Words*)scores + j * LANES);
+    for (i64 j = 0; j < count; j += 4) {
+      const T* four[4];
+      for (i64 i = 0; i < 4; i++) four[i] = asking[std::min(j + i, count - 1)];
+      score_four(four, scores + j);
     }
   }
 
-  void score_four(const T* const* asking, Floats (*sum)[CHUNK / LANES]) const {
+  void score_four(const T* const* asking, float (*out)[CHUNK]) const {
     constexpr i64 per_word = 4 / sizeof(T);
     using Type = typename Vector<T>::Type;
     Floats part[4][CHUNK / LANES] = {};
@@ -159,49 +197,51 @@ template <class T> class Attention {
         }
       }
     }
-    std::memcpy(sum, part, sizeof part);
+    std::memcpy(out, part, sizeof part);
   }
 
-  // Scores become weights, 0 from a query's width on; out = (largest score, sum of weights).
-  void soften(Ints widths, i64 width, i64 count, float* const* out) {
+  // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
+  void soften(float* scores, i64 width, float* out) const {
     const Floats never = Floats{} + NEVER;
-    Floats largest = never, sum{};
-    for (int n = 0; n < width; n++) {
-      scores[n] = n < widths ? scores[n] * float(s.scaling) : never;
-      largest = larger(largest, scores[n]);
+    Ints place;
+    for (int i = 0; i < LANES; i++) place[i] = i;
+    Floats part[CHUNK / LANES], largest = never, sum{};
+    for (int i = 0; i < CHUNK / LANES; i++) {
+      part[i] = place + i * LANES < int(width) ? get(scores + i * LANES) * float(s.scaling) : never;
+      largest = larger(largest, part[i]);
     }
-    for (int n = 0; n < width; n++) {
-      scores[n] = exp16(scores[n] - largest);
-      sum += scores[n];
+    out[0] = fold(largest, larger);
+    for (int i = 0; i < CHUNK / LANES; i++) {
+      part[i] = exp16(part[i] - out[0]);
+      sum += part[i];
+      put(scores + i * LANES, part[i]);
     }
-    for (i64 j = 0; j < count; j++) {
-      out[j][0] = largest[j];
-      out[j][1] = sum[j];
-    }
+    out[1] = sum_of(sum);
   }
 
-  // The weighted values of four queries, so that a value is read once for all; meanwhile what comes next
-  // is fetched, line by line.
-  template <bool fetch>
+  // The values weighted by sixteen queries.
+  void weigh_tiled(i64 count, float* const* out) {
+    i64 size = s.head_size;
+    for (i64 i = 0; i < count; i++)
+      for (i64 n = 0; n < CHUNK; n += LANES) put(&weights[i * CHUNK + n], get(&scores[i][n]));
+    values_by_tiles(weights, &paired[0], size, &weighted[0]);
+    for (i64 i = 0; i < count; i++) std::copy_n(&weighted[i * size], size, out[i] + 2);
+  }
+
+  // The weighted values of four queries, so that a value is read once for all.
   void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
-             float* const* out, const T* next_keys = nullptr, const T* next_values = nullptr) const {
-    const float* weights = (const float*)scores + query;
+             float* const* out) const {
     const T* first = values + piece.first * stride;
     for (i64 c = 0; c < s.head_size; c += 2 * LANES) {
       i64 left = s.head_size - c;
       Pair sum[4] = {};
       auto add = [&](auto load) {
         for (i64 n = 0; n < piece.width; n++) {
-          if (fetch)
-            for (i64 i = 0; i < 2 * LANES; i += 64 / i64(sizeof(T))) {
-              __builtin_prefetch(next_keys + c * CHUNK + n * 2 * LANES + i);
-              __builtin_prefetch(next_values + c * CHUNK + n * 2 * LANES + i);
-            }
           Pair value = load((slots ? values + slots[n] * stride : first + n * stride) + c);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) {
-            sum[i].a += weights[n * LANES + i] * value.a;
-            sum[i].b += weights[n * LANES + i] * value.b;
+            sum[i].a += scores[query + i][n] * value.a;
+            sum[i].b += scores[query + i][n] * value.b;
           }
         }
       };
@@ -224,10 +264,11 @@ template <class T> class Attention {
   const Sight& sight;
   i64 n_slots;
   bool tiled;
-  Floats scores[CHUNK];  // of sixteen queries at each position
-  std::vector<std::uint32_t> turned;
-  std::vector<Words> turned_queries;
-  std::vector<T> gathered;
+  alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
+  alignas(64) T weights[LANES * CHUNK] = {};
+  Lines<T> asked;
+  Lines<float> weighted;
+  Lines<std::uint32_t> turned, paired;
 };
 
 }  // namespace

@@ -21,7 +21,6 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
 #pragma omp parallel num_threads(s.threads)
   {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
-    std::vector<float> block(tokens * LANES);
     for (i64 m = 0; head.norm && m < tokens; m++)
       rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
     TileUse tiles;
@@ -29,12 +28,15 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
     Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
     Matrix<T> w{head.weight, head.outputs, s.hidden};
     Part mine(blocks(head.outputs));
-    for (i64 i = mine.first; i < mine.last; i++) {
-      i64 n = i * LANES;
-      products(in, Block<T>{&w, n, w.row(n + LANES)}, block.data());
-      for (i64 m = 0; m < tokens; m++)
-        put(logits + m * head.outputs + n, get(&block[m * LANES]), head.outputs - n);
-    }
+    Room room_for_sums;
+    products(
+        in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, w.row(mine.last * LANES),
+        room_for_sums,
+        [&](i64 i, const float* sums) {
+          i64 n = i * LANES;
+          for (i64 m = 0; m < tokens; m++)
+            put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
+        });
   }
 }
 

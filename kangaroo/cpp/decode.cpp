@@ -45,5 +45,9 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
     Round<T>(*target, drafting, *rows).verify();                                                         \
   }
 
+extern "C" int uses_tiles() {
+  return has_tiles<bf16>();
+}
+
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)

@@ -54,7 +54,6 @@ template <class T> class Pass {
        T* x)
       : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), x(x),
         attention(sizes, sight, n_slots) {
-    block.resize(2 * tokens.total * LANES);
     normed.resize(tokens.total * s.hidden);
   }
 
@@ -112,16 +111,16 @@ template <class T> class Pass {
         {{layer.v, of_k, s.hidden}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
     auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
     Part mine(blocks(of_q) + 2 * blocks(of_k));
-    for (i64 i = mine.first; i < mine.last; i++) {
-      auto &part = part_of(i), &then = part_of(i + 1);
-      i64 n = (i - part.before) * LANES, width = part.w.rows - n;
-      const T* next = i + 1 < mine.last ? then.w.row((i + 1 - then.before) * LANES)
-                                        : share_of(layer.o, s.hidden, of_q);
-      products(in, Block<T>{&part.w, n, next}, block.data());
-      Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
-      for (i64 m = 0; m < tokens.total; m++)
-        put(&scratch.qkv[m * all + part.first + n], get(&block[m * LANES]) + shift, width);
-    }
+    products(
+        in, mine.first, mine.last,
+        [&](i64 i) { return Block<T>{&part_of(i).w, (i - part_of(i).before) * LANES}; },
+        share_of(layer.o, s.hidden, of_q), room_for_sums, [&](i64 i, const float* sums) {
+          auto& part = part_of(i);
+          i64 n = (i - part.before) * LANES, width = part.w.rows - n;
+          Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
+          for (i64 m = 0; m < tokens.total; m++)
+            put(&scratch.qkv[m * all + part.first + n], get(sums + m * LANES) + shift, width);
+        });
   }
 
   // Rotary positions of queries and keys; keys and values to their slots.
@@ -160,20 +159,20 @@ template <class T> class Pass {
   void activate(const Layer<T>& layer) {
     Input<T> in = norm(layer.feed_forward_norm);
     Matrix<T> gate{layer.gate, s.feed_forward, s.hidden}, up{layer.up, s.feed_forward, s.hidden};
-    float *gates = block.data(), *ups = gates + tokens.total * LANES;
     Part mine(blocks(s.feed_forward));
-    for (i64 i = mine.first; i < mine.last; i++) {
-      i64 n = i * LANES;
-      const T* next = i + 1 < mine.last ? gate.row(n + LANES)
-                                        : share_of(layer.down, s.hidden, s.feed_forward);
-      products(in, Block<T>{&gate, n, up.row(n)}, gates);
-      products(in, Block<T>{&up, n, next}, ups);
-      for (i64 m = 0; m < tokens.total; m++) {
-        Floats g = stored<T>(get(gates + m * LANES)), silu = stored<T>(g / (1.0f + exp16(-g)));
-        put(&scratch.activated[m * s.feed_forward + n], silu * stored<T>(get(ups + m * LANES)),
-            s.feed_forward - n);
-      }
-    }
+    products(
+        in, 2 * mine.first, 2 * mine.last,
+        [&](i64 i) { return Block<T>{i % 2 ? &up : &gate, i / 2 * LANES}; },
+        share_of(layer.down, s.hidden, s.feed_forward), room_for_sums, [&](i64 i, const float* sums) {
+          if (i % 2 == 0) return;  // with its `up`, which follows
+          const float *ups = sums, *gates = sums - tokens.total * LANES;
+          i64 n = i / 2 * LANES;
+          for (i64 m = 0; m < tokens.total; m++) {
+            Floats g = stored<T>(get(gates + m * LANES)), silu = stored<T>(g / (1.0f + exp16(-g)));
+            put(&scratch.activated[m * s.feed_forward + n], silu * stored<T>(get(ups + m * LANES)),
+                s.feed_forward - n);
+          }
+        });
   }
 
   // x += in . weight
@@ -181,15 +180,16 @@ template <class T> class Pass {
     Input<T> in = input(x_in, room);
     Matrix<T> w{weight, s.hidden, x_in.width};
     Part mine(blocks(s.hidden));
-    for (i64 i = mine.first; i < mine.last; i++) {
-      i64 n = i * LANES, width = s.hidden - n;
-      products(in, Block<T>{&w, n, i + 1 < mine.last ? w.row(n + LANES) : after}, block.data());
-      Floats shift = bias ? get(bias + n, width) : Floats{};
-      for (i64 m = 0; m < tokens.total; m++) {
-        T* to = x + m * s.hidden + n;
-        put(to, get(to, width) + stored<T>(get(&block[m * LANES]) + shift), width);
-      }
-    }
+    products(
+        in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, after, room_for_sums,
+        [&](i64 i, const float* sums) {
+          i64 n = i * LANES, width = s.hidden - n;
+          Floats shift = bias ? get(bias + n, width) : Floats{};
+          for (i64 m = 0; m < tokens.total; m++) {
+            T* to = x + m * s.hidden + n;
+            put(to, get(to, width) + stored<T>(get(sums + m * LANES) + shift), width);
+          }
+        });
   }
 
   const Sizes& s;
@@ -199,7 +199,7 @@ template <class T> class Pass {
   Scratch<T>& scratch;  // shared by all threads; what follows is each thread's own
   T* x;
   Attention<T> attention;
-  std::vector<float> block;
+  Room room_for_sums;
   std::vector<T> normed;
   std::vector<Words> room;
   TileUse tiles;

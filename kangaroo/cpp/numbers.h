@@ -97,7 +97,7 @@ Pair together(Pair p, bf16) {
 }
 
 // Row i, word j becomes row j, word i.
-void transpose(Words* r) {
+inline __attribute__((always_inline)) void transpose(Words* r) {
   for (int i = 0; i < 8; i++) {
     Words a = r[i], b = r[i + 8];
     r[i] = PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);

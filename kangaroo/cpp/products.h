@@ -21,6 +21,7 @@ namespace {
 
 constexpr int GROUP = 8;     // tokens that share one reading of a weight from the first-level cache
 constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
+constexpr i64 PART = 288;    // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 template <class T> struct Vector;
 
@@ -93,11 +94,11 @@ struct Part {  // what one thread does of `count` pieces of work
   }
 };
 
-// One block of weights, and where this thread reads on after it.
+// One block of weights, and where this thread reads on after it, if anywhere.
 template <class T> struct Block {
   const Matrix<T>* w;
   i64 n;  // its first row
-  const T* next;
+  const T* next = nullptr;
 
   // What lies AHEAD of row j of the block, counted on in the next one where this one ends.
   const char* ahead_of(i64 j) const {
@@ -184,20 +185,88 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 
 // out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
 // the block in the cache.
-template <class T> void products(const Input<T>& in, const Block<T>& block, float* out) {
-  if (in.tiles && block.w->rows % LANES == 0) {
-    for (i64 m = 0; m < in.x.rows; m += LANES) {
-      const T* weights = block.w->row(block.n);
-      const char* next = m ? nullptr : (const char*)block.next;
-      Floats sum[LANES];
-      times_tiles(in.tiles + m / LANES * (in.x.width / 2), in.x.width, weights, in.x.width, next, sum);
-      transpose((Words*)sum);
-      for (i64 i = 0; i < std::min<i64>(LANES, in.x.rows - m); i++) put(out + (m + i) * LANES, sum[i]);
-    }
-    return;
+template <class T> void by_vectors(const Matrix<T>& x, const Block<T>& block, float* out) {
+  times_group<T, true>(x, 0, block, out);
+  for (i64 m = GROUP; m < x.rows; m += GROUP) times_group<T, false>(x, m, block, out + m * LANES);
+}
+
+// The sums of numbers k to `last` for one or two blocks and one group of sixteen tokens from m on, or two.
+template <class T, int count, int groups>
+void part_by_tiles(const Input<T>& in, i64 m, i64 k, i64 last, const Block<T>* block, Floats* sums) {
+  const T* weights[count];
+  const char* next[count];
+  for (int b = 0; b < count; b++) {
+    weights[b] = block[b].w->row(block[b].n);
+    next[b] = m ? nullptr : (const char*)block[b].next;
   }
-  times_group<T, true>(in.x, 0, block, out);
-  for (i64 m = GROUP; m < in.x.rows; m += GROUP) times_group<T, false>(in.x, m, block, out + m * LANES);
+  i64 width = in.x.width;
+  const Words* tokens = in.tiles + m / LANES * (width / 2);
+  times_tiles<count, groups>(tokens, k, last, width, weights, next, sums + m * count);
+}
+
+// The same for one or two blocks by tiles, out[block][m][j]. Where there are many tokens, rows are multiplied
+// in parts, so that a part of a block stays in the first-level cache for all tokens.
+//   sums: room for [groups, blocks, 16, 16]
+template <class T, int count>
+void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* out) {
+  i64 width = in.x.width, rows = in.x.rows, parts = rows > 2 * LANES ? (width + PART - 1) / PART : 1;
+  i64 part = ((width + parts - 1) / parts + 31) / 32 * 32;
+  for (i64 k = 0; k < width; k += part) {
+    i64 m = 0, last = std::min(k + part, width);
+    for (; m + LANES < rows; m += 2 * LANES) part_by_tiles<T, count, 2>(in, m, k, last, block, sums);
+    if (m < rows) part_by_tiles<T, count, 1>(in, m, k, last, block, sums);
+  }
+  for (i64 m = 0; m < rows; m += LANES) {
+    i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;
+    for (int b = 0; b < count; b++) {
+      Floats* part = sums + pair * count + b * groups * LANES + (m - pair);
+      transpose((Words*)part);
+      for (i64 i = 0; i < std::min<i64>(LANES, rows - m); i++) put(out + (b * rows + m + i) * LANES, part[i]);
+    }
+  }
+}
+
+struct Room {  // of the sums of two blocks, kept from one to the next
+  std::vector<float> out;
+  std::vector<Floats> sums;
+  void hold(i64 size) {
+    if (i64(out.size()) >= size) return;
+    out.resize(size);
+    sums.resize(size / LANES + 2 * LANES);
+  }
+};
+
+// Products of all tokens with blocks `first` to `last`, of which `block_of(i)` tells the i-th, though not
+// what follows it: after the last one, this thread reads on at `after`.
+//   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if i - first is odd.
+template <class T, class BlockOf, class Store>
+void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T* after, Room& room,
+              Store store) {
+  const i64 size = in.x.rows * LANES;
+  room.hold(2 * size);
+  float* out = room.out.data();
+  auto start_of = [&](i64 i) -> const T* {
+    if (i >= last) return i == last ? after : nullptr;
+    Block<T> block = block_of(i);
+    return block.w->row(block.n);
+  };
+  for (i64 i = first; i < last; i += 2) {
+    i64 count = std::min<i64>(2, last - i);
+    Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
+    bool tiled = in.tiles && block[0].w->rows % LANES == 0 && block[1].w->rows % LANES == 0;
+    // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
+    if (tiled && count == 2 && in.x.rows > LANES) {
+      for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
+      by_tiles<T, 2>(in, block, room.sums.data(), out);
+    } else {
+      for (int b = 0; b < count; b++) {
+        block[b].next = start_of(i + b + 1);
+        if (tiled) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
+        else by_vectors<T>(in.x, block[b], out + b * size);
+      }
+    }
+    for (int b = 0; b < count; b++) store(i + b, out + b * size);
+  }
 }
 
 // Where this thread's share of a matrix begins.

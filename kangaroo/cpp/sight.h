@@ -72,13 +72,14 @@ struct Sight {
     list_of.resize(last - first);
     for (i64 m = first; m < last; m++) list_of[m - first] = join(seen[m], common, own);
     for (i64 list = own; list < n_lists; list++) {
-      i64 length = lists[list].size();
+      i64 length = lists[list].size(), in_place = 0;
+      while (in_place < length && lists[list][in_place] == common + in_place) in_place++;
       for (i64 at = 0; at < length; at += CHUNK) {
-        Piece piece{seen[first].row, common + at, std::min(CHUNK, length - at), list, at,
-                    i64(members.size()), 0};
+        i64 width = std::min(CHUNK, length - at), group = at + width <= in_place ? -1 : list;
+        Piece piece{seen[first].row, common + at, width, group, at, i64(members.size()), 0};
         for (i64 m = first; m < last; m++) {
-          i64 width = std::min(CHUNK, seen[m].count - common - at);
-          if (list_of[m - first] == list && width > 0) members.push_back({m, width});
+          i64 sees = std::min(CHUNK, seen[m].count - common - at);
+          if (list_of[m - first] == list && sees > 0) members.push_back({m, sees});
         }
         piece.n_members = members.size() - piece.members;
         pieces.push_back(piece);

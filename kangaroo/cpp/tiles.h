@@ -1,6 +1,6 @@
-// Products of sixteen rows of weights with sixteen tokens by a processor's matrix unit (AMX), where it has
-// one: then sixteen tokens take hardly longer than one. Its sums are of another order than the vectors', but
-// the same for any number of tokens, so a matrix is multiplied by one or the other throughout.
+// Products of sixteen rows with sixteen by a processor's matrix unit (AMX), where it has one: then sixteen
+// tokens take hardly longer than one. Its sums are of another order than the vectors', but the same for any
+// number of tokens, so a matrix is multiplied by one or the other throughout.
 
 #pragma once
 
@@ -30,13 +30,18 @@ bool tiles_allowed() {
   return allowed;
 }
 
+// The compiler does not know which memory the instructions for tiles read: all that was written before this
+// is there for them.
+inline void all_written() { asm volatile("" ::: "memory"); }
+
 // A thread uses tiles as long as this lives.
 struct TileUse {
   TileUse() {
     if (!tiles_allowed()) return;
     TileConfig config;
-    std::fill(config.rows, config.rows + 6, 16);
-    std::fill(config.row_bytes, config.row_bytes + 6, 64);
+    std::fill(config.rows, config.rows + 8, 16);
+    std::fill(config.row_bytes, config.row_bytes + 8, 64);
+    all_written();
     _tile_loadconfig(&config);
   }
   ~TileUse() {
@@ -44,33 +49,103 @@ struct TileUse {
   }
 };
 
-// out[j][i] = row j of the weights . token i; meanwhile what lies at `next` is fetched, if anything.
-//   tokens: sixteen side by side, a word being two numbers.
-//   step: numbers from row to row of the weights.
-void times_tiles(const Words* tokens, i64 width, const bf16* weights, i64 step, const char* next,
-                 Floats* out) {
-  const i64 stride = step * sizeof(bf16);
-  auto fetch = [&] {
-    if (!next) return;
-    for (int i = 0; i < 16; i++, next += 64) __builtin_prefetch(next);
+// Products of `blocks` times sixteen rows of weights with `groups` times sixteen tokens, one or two each, for
+// numbers `first` to `last` of both; meanwhile what lies at `next` is fetched, if anything, for each block.
+//   tokens: sixteen of a group side by side, a word being two numbers; a group after the other.
+//   width: of a row of weights, and of a token.
+//   out: [blocks][groups][16 rows][16 tokens]; added to, unless `first` is 0.
+template <int blocks, int groups>
+void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16* const* weights,
+                 const char* const* next, Floats* out) {
+  const i64 stride = width * sizeof(bf16);
+  const Words* more = tokens + width / 2;
+  auto fetch = [&](int b, i64 k) {
+    if (!next[b]) return;
+    const char* at = next[b] + k * LANES * sizeof(bf16);
+    // for two groups the first-level cache is full with what is in use
+    for (int i = 0; i < 16; i++, at += 64) __builtin_prefetch(at, 0, groups > 1 ? 2 : 3);
   };
+  all_written();
+  if (first) {
+    _tile_loadd(0, out, 64);
+    if (groups > 1) _tile_loadd(1, out + LANES, 64);
+    if (blocks > 1) _tile_loadd(2, out + groups * LANES, 64);
+    if (blocks > 1 && groups > 1) _tile_loadd(3, out + 3 * LANES, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (i64 k = first; k < last; k += 32) {
+    _tile_loadd(6, tokens + k / 2, 64);
+    _tile_loadd(4, weights[0] + k, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (groups > 1) {
+      _tile_loadd(7, more + k / 2, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    fetch(0, k);
+    if (blocks > 1) {
+      _tile_loadd(5, weights[1] + k, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (groups > 1) _tile_dpbf16ps(3, 5, 7);
+      fetch(1, k);
+    }
+  }
+  _tile_stored(0, out, 64);
+  if (groups > 1) _tile_stored(1, out + LANES, 64);
+  if (blocks > 1) _tile_stored(2, out + groups * LANES, 64);
+  if (blocks > 1 && groups > 1) _tile_stored(3, out + 3 * LANES, 64);
+}
+
+// Products of sixteen rows with CHUNK positions' turned keys: out[i][n] for each row i and position n.
+//   rows: sixteen, [16, width]; turned: [width / 2, 64 positions], a word being two numbers.
+void scores_by_tiles(const bf16* rows, i64 width, const std::uint32_t* turned, float* out) {
+  all_written();
   _tile_zero(0);
   _tile_zero(1);
-  for (i64 k = 0; k < width; k += 64) {
-    _tile_loadd(2, weights + k, stride);
-    _tile_loadd(3, tokens + k / 2, 64);
-    _tile_dpbf16ps(0, 2, 3);
-    fetch();
-    if (k + 32 == width) break;
-    _tile_loadd(4, weights + k + 32, stride);
-    _tile_loadd(5, tokens + k / 2 + 16, 64);
-    _tile_dpbf16ps(1, 4, 5);
-    fetch();
+  _tile_zero(2);
+  _tile_zero(3);
+  for (i64 k = 0; k < width; k += 32) {
+    const std::uint32_t* part = turned + k / 2 * 64;
+    _tile_loadd(4, rows + k, width * sizeof(bf16));
+    _tile_loadd(5, part, 256);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, part + 16, 256);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, part + 32, 256);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, part + 48, 256);
+    _tile_dpbf16ps(3, 4, 5);
   }
-  Floats odd[LANES];
-  _tile_stored(0, out, 64);
-  _tile_stored(1, odd, 64);
-  for (int j = 0; j < LANES; j++) out[j] += odd[j];
+  _tile_stored(0, out, 256);
+  _tile_stored(1, out + 16, 256);
+  _tile_stored(2, out + 32, 256);
+  _tile_stored(3, out + 48, 256);
+}
+
+// Sixteen rows of weights of 64 positions times the positions' values: out[i][c].
+//   weights: [16, 64]; paired: [32, width], a word being the values of two positions.
+void values_by_tiles(const bf16* weights, const std::uint32_t* paired, i64 width, float* out) {
+  const i64 stride = width * sizeof(float);
+  all_written();
+  _tile_loadd(4, weights, 128);
+  _tile_loadd(5, weights + 32, 128);
+  for (i64 c = 0; c < width; c += 32) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(6, paired + c, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, paired + c + 16, stride);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, paired + 16 * width + c, stride);
+    _tile_dpbf16ps(0, 5, 6);
+    _tile_loadd(7, paired + 16 * width + c + 16, stride);
+    _tile_dpbf16ps(1, 5, 7);
+    _tile_stored(0, out + c, stride);
+    _tile_stored(1, out + c + 16, stride);
+  }
 }
 
 template <class T> bool has_tiles() { return false; }
@@ -82,10 +157,17 @@ struct TileUse {
   ~TileUse() {}
 };
 template <class T> bool has_tiles() { return false; }
-void times_tiles(const Words*, i64, const bf16*, i64, const char*, Floats*) {}
+template <int, int>
+void times_tiles(const Words*, i64, i64, i64, const bf16* const*, const char* const*, Floats*) {}
+void scores_by_tiles(const bf16*, i64, const std::uint32_t*, float*) {}
+void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
 #endif
 
-void times_tiles(const Words*, i64, const float*, i64, const char*, Floats*) {}  // has none
+// Other numbers have none.
+template <int, int>
+void times_tiles(const Words*, i64, i64, i64, const float* const*, const char* const*, Floats*) {}
+void scores_by_tiles(const float*, i64, const std::uint32_t*, float*) {}
+void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
 
 }  // namespace

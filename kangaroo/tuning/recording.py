@@ -80,7 +80,10 @@ class Recorder:
     """
 
     def __init__(
-        self, lm: LM, drafters: Mapping[str, LayerChain | LayerTree], prefill_chunk: int = 1024
+        self,
+        lm: LM,
+        drafters: Mapping[str, LayerChain | LayerTree],
+        prefill_chunk: int | None = None,
     ):
         self.lm, self.drafters = lm, drafters
         taps = sorted({tap for drafter in drafters.values() for tap in drafter.taps})
