@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
+from kangaroo.huge_pages import zeros
+
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 GRAPH_BUCKET = 256  # where each shape is recorded as a graph: fewer shapes
 
@@ -150,8 +152,8 @@ class KVCache:
         self.serial = next(self.serials)
         self.batch_size, self.n_slots = batch_size, n_slots
         shape = (batch_size * n_slots, n_heads, head_size)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        self.keys = [zeros(shape, dtype, device) for device in devices]
+        self.values = [zeros(shape, dtype, device) for device in devices]
 
     def at(self, block: Block) -> BlockCache:
         """What the attention layers take as their cache while `block` runs."""

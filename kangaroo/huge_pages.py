@@ -1,4 +1,4 @@
-"""Weights where they stream: in one piece of memory of huge pages, in the order they are read.
+"""Memory of huge pages: for weights in the order they are read, and for what a batch remembers.
 
 A page of 4 kB is a stop for the processor's prefetching, and its address takes time to find. On
 some processors a third of the memory's bandwidth is lost that way, on others nothing.
@@ -46,6 +46,23 @@ def settle(parameters: Iterable[Tensor]) -> None:
         _give_back(before, mapped)
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros, on huge pages where it is large and the system has them."""
+    empty = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        begin = -(-empty.data_ptr() // PAGE) * PAGE
+        end = (empty.data_ptr() + empty.nbytes) // PAGE * PAGE
+        if begin < end:
+            _advise(begin, end, mmap.MADV_HUGEPAGE)
+    return empty.zero_()
+
+
+def _advise(begin: int, end: int, advice: int) -> None:
+    """To the system about memory between two addresses; it may refuse, and then nothing changes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
 def _mapped_files() -> list[range]:
     """The addresses where files are mapped and hold what the files do: no page was written to."""
     try:
@@ -69,5 +86,4 @@ def _give_back(tensor: Tensor, mapped: Iterable[range]) -> None:
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end and any(begin in file and end - 1 in file for file in mapped):
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        _advise(begin, end, mmap.MADV_DONTNEED)

@@ -18,10 +18,10 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"errors", "discovery"},
+    {"errors", "discovery", "huge_pages"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "huge_pages", "prompts"},
+    {"tree", "graphs", "native", "prompts"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},
