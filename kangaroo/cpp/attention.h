@@ -33,7 +33,7 @@ template <class T> class Attention {
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
       : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
         asked(LANES * sizes.head_size), weighted(LANES * sizes.head_size),
-        turned(CHUNK * (sizes.head_size + 2 * LANES)), paired(CHUNK / 2 * sizes.head_size) {}
+        turned(CHUNK * (sizes.head_size + 2 * LANES)), paired(CHUNK / 2 * sizes.head_size), turned_queries(sizes.head_size / 2 + LANES) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -46,8 +46,10 @@ template <class T> class Attention {
       i64 at = piece.row * n_slots * stride + head * size;
       Fetch fetch;
       if (item + s.kv_heads < mine.last) fetch = fetch_of(item + s.kv_heads, keys, values);
-      turn(keys + at, stride, piece, slots, fetch);
-      if (tiled) pair(values + at, stride, piece, slots);
+      // to turn the keys pays for many queries; the products are the same, and their sums in the same order
+      bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
+      if (!direct) turn(keys + at, stride, piece, slots);
+      if (tiled) pair(values + at, stride, piece, slots, fetch);
       i64 member = 0, query = 0;  // of the member
       for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
         const T* asking[LANES];
@@ -60,7 +62,8 @@ template <class T> class Attention {
           widths[j] = width;
           if (++query == group) query = 0, member++;
         }
-        if (tiled) score_tiled(asking, count);
+        if (direct) score_direct(asking, count, keys + at + piece.first * stride, stride);
+        else if (tiled) score_tiled(asking, count);
         else score(asking, count);
         for (i64 j = 0; j < count; j++) soften(scores[j], widths[j], out[j]);
         if (tiled) weigh_tiled(count, out);
@@ -124,7 +127,7 @@ template <class T> class Attention {
   }
 
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
-  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch fetch) {
+  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
     for (i64 c = 0; c < s.head_size; c += step)
       for (i64 n = 0; n < CHUNK; n += LANES) {
@@ -132,10 +135,7 @@ template <class T> class Attention {
         i64 count = std::min<i64>(LANES, piece.width - n), left = std::min(step, s.head_size - c);
         if (count == LANES && left == step && !slots) {
           const T* key = keys + (piece.first + n) * stride + c;
-          for (int i = 0; i < LANES; i++, key += stride) {
-            std::memcpy(&block[i], key, sizeof(Words));
-            fetch.line();
-          }
+          for (int i = 0; i < LANES; i++, key += stride) std::memcpy(&block[i], key, sizeof(Words));
         } else {
           for (i64 i = 0; i < count; i++)
             std::memcpy(&block[i], keys + slot_of(piece, slots, n + i) * stride + c, left * sizeof(T));
@@ -147,7 +147,7 @@ template <class T> class Attention {
   }
 
   // A chunk of values with those of two positions side by side: paired[position / 2][c], a word being both.
-  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots) {
+  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, Fetch fetch) {
     i64 size = s.head_size;
     auto value = [&](i64 n, i64 c) {
       Words words{};
@@ -157,6 +157,8 @@ template <class T> class Attention {
     };
     for (i64 n = 0; n < CHUNK; n += 2)
       for (i64 c = 0; c < size; c += 2 * LANES) {
+        fetch.line();
+        fetch.line();
         Words a = value(n, c), b = value(n + 1, c);
         Words even = (a & 0xffffu) | (b << 16), odd = (a >> 16) | (b & 0xffff0000u);
         Words low = PICK(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -164,6 +166,20 @@ template <class T> class Attention {
         std::memcpy(&paired[n / 2 * size + c], &low, sizeof low);
         std::memcpy(&paired[n / 2 * size + c + LANES], &high, sizeof high);
       }
+  }
+
+  // Products of up to sixteen queries with a chunk of keys where they lie.
+  void score_direct(const T* const* asking, i64 count, const T* keys, i64 stride) {
+    for (i64 k = 0; k < s.head_size / 2; k += LANES) {
+      Words* part = &turned_queries[k];
+      for (i64 i = 0; i < LANES; i++) std::memcpy(&part[i], asking[std::min(i, count - 1)] + 2 * k, sizeof(Words));
+      transpose(part);
+    }
+    scores_by_keys(keys, stride, &turned_queries[0], s.head_size, (float*)by_key);
+    for (i64 n = 0; n < CHUNK; n += LANES) {
+      transpose((Words*)by_key + n);
+      for (i64 i = 0; i < count; i++) put(&scores[i][n], by_key[n + i]);
+    }
   }
 
   // Products of up to sixteen queries with the turned keys.
@@ -269,6 +285,8 @@ template <class T> class Attention {
   Lines<T> asked;
   Lines<float> weighted;
   Lines<std::uint32_t> turned, paired;
+  Lines<Words> turned_queries;
+  Floats by_key[CHUNK];
 };
 
 }  // namespace

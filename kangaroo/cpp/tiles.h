@@ -99,7 +99,33 @@ void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16
   if (blocks > 1 && groups > 1) _tile_stored(3, out + 3 * LANES, 64);
 }
 
-// Products of sixteen rows with CHUNK positions' turned keys: out[i][n] for each row i and position n.
+// Products of 64 positions' keys with sixteen queries: out[n][i] for each position n and query i.
+//   step: numbers from key to key; queries: side by side, a word being two numbers.
+void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width, float* out) {
+  const i64 stride = step * sizeof(bf16);
+  all_written();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (i64 k = 0; k < width; k += 32) {
+    _tile_loadd(7, queries + k / 2, 64);
+    _tile_loadd(4, keys + k, stride);
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_loadd(5, keys + 16 * step + k, stride);
+    _tile_dpbf16ps(1, 5, 7);
+    _tile_loadd(6, keys + 32 * step + k, stride);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(4, keys + 48 * step + k, stride);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+  _tile_stored(0, out, 64);
+  _tile_stored(1, out + 256, 64);
+  _tile_stored(2, out + 512, 64);
+  _tile_stored(3, out + 768, 64);
+}
+
+// The same by turned keys, for sixteen rows with 64 positions: out[i][n] for each row i and position n.
 //   rows: sixteen, [16, width]; turned: [width / 2, 64 positions], a word being two numbers.
 void scores_by_tiles(const bf16* rows, i64 width, const std::uint32_t* turned, float* out) {
   all_written();
@@ -159,6 +185,7 @@ struct TileUse {
 template <class T> bool has_tiles() { return false; }
 template <int, int>
 void times_tiles(const Words*, i64, i64, i64, const bf16* const*, const char* const*, Floats*) {}
+void scores_by_keys(const bf16*, i64, const Words*, i64, float*) {}
 void scores_by_tiles(const bf16*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
@@ -167,6 +194,7 @@ void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 // Other numbers have none.
 template <int, int>
 void times_tiles(const Words*, i64, i64, i64, const float* const*, const char* const*, Floats*) {}
+void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
 void scores_by_tiles(const float*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
 
