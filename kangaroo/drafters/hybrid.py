@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,16 @@ REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched 
 OF_A_CPU = [1.0, 1.03, 1.09, 1.2, 2.3]  # as `HybridConfig.verify_costs`
 
 log = logging.getLogger(__name__)
+
+
+@cache  # once, however many drafters are made with it
+def say_assumed(adapter: str) -> None:
+    """That nothing was counted for this adapter."""
+    log.warning(
+        "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: python "
+        "scripts/calibrate.py model=... 'drafter.adapter=\"%s\"'",
+        *(adapter, odds.FILE, adapter),
+    )
 
 
 @dataclass
@@ -97,11 +108,7 @@ class HybridConfig(EarlyExitConfig):
     def _counted_or_assumed(self) -> Odds:
         if (found := self.counted()) is not None:
             return found
-        log.warning(
-            "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: python "
-            "scripts/calibrate.py model=... 'drafter.adapter=\"%s\"'",
-            *(self.adapter, odds.FILE, self.adapter),
-        )
+        say_assumed(self.adapter)
         return odds.assumed()
 
     def settings(self) -> dict[str, Any]:

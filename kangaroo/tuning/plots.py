@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -130,16 +132,17 @@ def tasks(found: Tuned, subtitle: str) -> Figure:
     """The best setting of each task beside the one that is best for all."""
     best, for_all = best_by_task(found.scores), found.scores[0].by_task()
     title = "Speedup by task: the best setting of each, and one for all"
-    figure, axes = blank(subtitle, 0.9 + 0.62 * len(best), title)
+    figure, axes = blank(subtitle, 0.9 + 0.75 * len(best), title)
+    text = {"va": "center", "color": INK}
     for y, (task, own) in enumerate(best.items()):
-        axes.barh(y - 0.2, own.speedup, height=0.36, color=METHOD, label="" if y else "its best")
         one = for_all[task].speedup
-        axes.barh(y + 0.2, one, height=0.36, color=FURTHER, label="" if y else "one for all")
-        axes.text(0.02, y - 0.2, own.candidate.name, va="center", fontsize=7, color=INK)
-        axes.text(one, y + 0.2, f" {one:.2f}", va="center", fontsize=8, color=INK)
-        axes.text(own.speedup, y - 0.2, f" {own.speedup:.2f}", va="center", fontsize=8, color=INK)
+        axes.text(0.0, y - 0.36, own.candidate.name, fontsize=7, **text)  # above its bar
+        axes.barh(y - 0.1, own.speedup, height=0.28, color=METHOD, label="" if y else "its best")
+        axes.text(own.speedup, y - 0.1, f" {own.speedup:.2f}", fontsize=8, **text)
+        axes.barh(y + 0.2, one, height=0.28, color=FURTHER, label="" if y else "one for all")
+        axes.text(one, y + 0.2, f" {one:.2f}", fontsize=8, **text)
     axes.axvline(1, color=VANILLA, linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(best)), [NAMES.get(task, task) for task in best])
+    axes.set_yticks([y + 0.05 for y in range(len(best))], [NAMES.get(task, task) for task in best])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
@@ -148,5 +151,7 @@ def tasks(found: Tuned, subtitle: str) -> Figure:
 
 
 def cycle(count: int) -> list[str]:
-    """So many colours."""
-    return [SHADES[i % len(SHADES)] for i in range(count)]
+    """So many colours, no two alike."""
+    if count <= len(SHADES):
+        return SHADES[:count]
+    return [to_hex(shade) for shade in colormaps["turbo"](np.linspace(0.05, 0.95, count))]
