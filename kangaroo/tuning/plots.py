@@ -143,7 +143,7 @@ def tasks(found: Tuned, subtitle: str) -> Figure:
         axes.text(one, y + 0.2, f" {one:.2f}", fontsize=8, **text)
     axes.axvline(1, color=VANILLA, linewidth=1, linestyle=":")
     axes.set_yticks([y + 0.05 for y in range(len(best))], [NAMES.get(task, task) for task in best])
-    axes.invert_yaxis()
+    axes.set_ylim(len(best) - 0.6, -0.65)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
