@@ -116,7 +116,7 @@ NativeRows = struct(
     "NativeRows",
     """
     batch capacity hidden most_unread exit base seed count asking end token parent place has_state
-    choices chances states unread unread_states accepted written
+    choices chances states unread unread_states accepted written keep kept kept_chances
     """,
     "temperature",
 )

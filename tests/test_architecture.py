@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "discovery"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "huge_pages", "prompts"},
+    {"tree", "graphs", "native", "huge_pages", "prompts", "teacher"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},

@@ -61,7 +61,7 @@ Floats race16(Words tokens, Words key) {  // the logarithm of exponentially dist
   return log16(race);
 }
 
-constexpr i64 CHOICES = 3;
+constexpr i64 CHOICES = 3, MOST = 64;
 
 // The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
 struct Choice {
@@ -69,13 +69,23 @@ struct Choice {
   float chances[CHOICES] = {};
 };
 
+// Where the likeliest tokens of a distribution go, and their probabilities, as those of `Choice`.
+struct Kept {
+  i64 count = 0;  // MOST at most
+  std::int32_t* tokens = nullptr;
+  float* chances = nullptr;
+};
+
 // The largest numbers seen, in their order; of equals the first.
 struct Best {
-  float values[CHOICES];
-  i64 places[CHOICES] = {};
+  float values[MOST];
+  i64 places[MOST];
   i64 count;
 
-  explicit Best(i64 count) : count(count) { std::fill(values, values + CHOICES, NEVER); }
+  explicit Best(i64 count) : count(count) {
+    std::fill_n(values, count, NEVER);
+    std::fill_n(places, count, 0);
+  }
   float least() const { return values[count - 1]; }
 
   void see(float value, i64 place) {
@@ -106,23 +116,29 @@ Floats get_or_never(const float* from, i64 count) {
 //   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
 template <class T>
 Choice choose(const Head<T>& head, const float* logits, double temperature, i64 seed, i64 position,
-              i64 graded) {
-  i64 n = head.outputs;
-  Best likeliest(std::max<i64>(graded, 1));
+              i64 graded, const Kept& kept) {
+  i64 n = head.outputs, wanted = std::max<i64>(graded, 1);
+  Best likeliest(std::max(wanted, kept.count));
   for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
   Choice choice;
-  if (graded) {
+  if (graded || kept.count) {
     Floats total{};
     for (i64 i = 0; i < n; i += LANES)
       total += exp16(get_or_never(logits + i, n - i) - likeliest.values[0]);
-    for (i64 j = 0; j < graded; j++)
-      choice.chances[j] = std::exp(likeliest.values[j] - likeliest.values[0]) / sum_of(total);
+    float sum = sum_of(total);
+    auto chance = [&](i64 j) { return std::exp(likeliest.values[j] - likeliest.values[0]) / sum; };
+    for (i64 j = 0; j < graded; j++) choice.chances[j] = chance(j);
+    for (i64 j = 0; j < kept.count; j++) {
+      kept.tokens[j] = head.token(likeliest.places[j]);
+      kept.chances[j] = chance(j);
+    }
   }
   Best best = likeliest;
+  best.count = wanted;
   if (temperature > 0) {
     constexpr float MOST_NOISE = 24;  // none exceeds 22.9
     Words key = noise_key(seed, position);
-    best = Best(best.count);
+    best = Best(wanted);
     for (i64 i = 0; i < n; i += LANES) {
       Floats warped = get_or_never(logits + i, n - i) / float(temperature);
       if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
@@ -131,7 +147,7 @@ Choice choose(const Head<T>& head, const float* logits, double temperature, i64 
       best.see(warped - race16(tokens, key), i);
     }
   }
-  for (i64 j = 0; j < best.count; j++) choice.tokens[j] = head.token(best.places[j]);
+  for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
   return choice;
 }
 
