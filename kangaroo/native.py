@@ -120,6 +120,9 @@ NativeRows = struct(
     """,
     "temperature",
 )
+NativeOutcomes = struct(
+    "NativeOutcomes", "rows logits tokens threads scores index inside log_q largest rest best"
+)
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -229,6 +232,7 @@ RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
 VERIFY = 3 * [POINTER]
+FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
 
 
 def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> Callable[..., None]:

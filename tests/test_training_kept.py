@@ -21,10 +21,11 @@ from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training import curves
 from kangaroo.training.batches import collate, wanted_of
 from kangaroo.training.distill import MEASURES, Student, Teacher, distill
-from kangaroo.training.kept import KeptTeacher, Outcomes
+from kangaroo.training.kept import KeptTeacher
 from kangaroo.training.loop import evaluate
 from kangaroo.training.losses import Loss, divergence
 from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.outcomes import Outcomes, back, back_natively, found, found_natively
 from kangaroo.training.recipe import trainees
 from kangaroo.training.work import Work
 
@@ -113,12 +114,35 @@ def test_the_rest_is_one_outcome_in_loss_and_gradient():
     loss_M = -(top.values * q_MJ.log()).sum(-1) - rest_M * (1 - q_MJ.sum(-1)).log()
     (expected,) = torch.autograd.grad(loss_M.sum(), logits_MV)
     inside = torch.ones_like(top.indices, dtype=torch.bool)
-    log_q_MO = Outcomes.apply(logits_MV, top.indices, inside)
+    log_q_MO, _ = Outcomes.apply(logits_MV, top.indices, inside)
     p_MO = torch.cat([top.values, rest_M[:, None]], -1)
     found_M = -(p_MO * log_q_MO).sum(-1)
     torch.testing.assert_close(found_M, loss_M)
     (found,) = torch.autograd.grad(found_M.sum(), logits_MV)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1000, 70])
+def test_native_code_finds_the_same_outcomes_and_gradients(dtype, size):
+    torch.manual_seed(0)
+    logits_CK = (4 * torch.randn(9, size)).to(dtype)
+    index_CJ = torch.stack([torch.randperm(size)[:32] for _ in range(9)])
+    inside_CJ = torch.rand(9, 32) < 0.8
+    inside_CJ[0] = False
+    logits_CK[1, index_CJ[1, 0]] = 40  # sure of a token among the outcomes, and here of another one
+    logits_CK[2, next(k for k in range(size) if k not in index_CJ[2])] = 40
+    known = found(logits_CK, index_CJ, inside_CJ)
+    known_natively = found_natively(logits_CK, index_CJ, inside_CJ)
+    for ours, theirs in zip(known_natively, known, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # sums in another order
+    g_CO = torch.randn(9, 33)
+    tensors = logits_CK, index_CJ, inside_CJ, *known[:3]
+    ours, theirs = back_natively(g_CO, *tensors), back(g_CO, *tensors)
+    assert ours.dtype == theirs.dtype == dtype
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("loss", Loss)
@@ -130,7 +154,7 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss):
     for sure in (1, 2, 9):
         logits = torch.full((2, VOCABULARY), -300.0).index_fill_(1, torch.tensor([sure]), 300.0)
         logits.requires_grad_()
-        log_q = teacher_.part(slice(0, 2), head).log_q(logits)
+        log_q, _ = teacher_.part(slice(0, 2), head).compare(logits)
         loss_M = divergence(loss, teacher_.p_MO, log_q)
         loss_M.sum().backward()
         assert torch.isfinite(loss_M).all() and torch.isfinite(logits.grad).all()
@@ -177,9 +201,9 @@ def test_the_target_runs_its_shallow_layers_alone_and_teaches_the_same(packing):
         teach(lm, look(lm, tokens, made, 7), made, 7, weight=0.01)
         gradients.append([p.grad for t in made for p in t.adapter.parameters()])
     assert ran == [*range(EXIT)]
-    for exact, found in zip(*gradients, strict=True):
+    for exact, kept in zip(*gradients, strict=True):
         # what was kept is rounded to 11 bits
-        torch.testing.assert_close(found, exact, rtol=1e-2, atol=2e-3 * float(exact.abs().max()))
+        torch.testing.assert_close(kept, exact, rtol=1e-2, atol=2e-3 * float(exact.abs().max()))
 
 
 def test_held_out_results_from_kept_distributions_are_those_of_the_whole_target():

@@ -33,8 +33,10 @@ class Target(Protocol):
     @property
     def tokens(self) -> int: ...
 
-    def log_q(self, logits_CK: Tensor) -> Tensor:
-        """Log-probabilities `[C, O]` of the same outcomes by a student's logits."""
+    def compare(self, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[C, O]` of the same outcomes by a student's logits, and the place of
+        its largest logit.
+        """
 
 
 class AnyTeacher(Protocol):
@@ -57,8 +59,9 @@ class WholeTarget:
     def tokens(self) -> int:
         return self.p_CO.shape[-1]
 
-    def log_q(self, logits_CK: Tensor) -> Tensor:
-        return logits_CK.float().log_softmax(-1)
+    def compare(self, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        log_q_CO = logits_CK.float().log_softmax(-1)
+        return log_q_CO, log_q_CO.detach().argmax(-1)
 
 
 @dataclass
@@ -170,8 +173,7 @@ def _grade(student: Student, result: Graded, part: slice, target: Target, top_C:
     with torch.set_grad_enabled(backward):
         # a leaf of its own: the adapter's graph is walked once, after the last chunk
         state_CD = student.state_MD[part].detach().requires_grad_(backward)
-        logits_CK = head(state_CD)
-        log_q_CO = target.log_q(logits_CK)
+        log_q_CO, drafted_C = target.compare(head(state_CD))
         loss_C = divergence(student.loss, target.p_CO, log_q_CO) * valid_C
     if backward:
         leaves = [state_CD] + [x for x, _ in result.gradients[1:]]
@@ -182,7 +184,6 @@ def _grade(student: Student, result: Graded, part: slice, target: Target, top_C:
         for (_, total), gradient in zip(result.gradients[1:], new[1:], strict=True):
             total.add_(gradient, alpha=student.weight)
     log_q_CO, single = log_q_CO.detach(), slice(target.tokens)
-    drafted_C = logits_CK.detach().argmax(-1)
     if head.vocabulary_K is not None:
         drafted_C = head.vocabulary_K[drafted_C]
     agrees_C = (drafted_C == top_C) & valid_C

@@ -26,11 +26,10 @@ from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.outcomes import Outcomes
 from kangaroo.training.recipe import AdapterRecipe
 
 log = logging.getLogger(__name__)
-
-LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still hold
 
 
 def settled(
@@ -142,41 +141,9 @@ class KeptTarget:
     def tokens(self) -> int:
         return self.index_CJ.shape[-1]
 
-    def log_q(self, logits_CK: Tensor) -> Tensor:
-        """Of the outcomes, by the student's logits: `[C, O]`; any for what cannot be drafted."""
-        log_q_CO: Tensor = Outcomes.apply(logits_CK, self.index_CJ, self.inside_CJ)
-        return log_q_CO
-
-
-class Outcomes(torch.autograd.Function):
-    """Log-probabilities of some tokens and of all others together, in float32.
-
-    The gradient of the logits is written down at once. With g of the outcomes, s its sum and q the
-    probabilities, a token among the outcomes has `g - s q`, any other `(g_rest / q_rest - s) q`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> Tensor:
-        top_C1 = logits_CK.amax(-1, keepdim=True)
-        e_CK = logits_CK - top_C1.float()  # float32, in one pass
-        log_e_CJ = e_CK.gather(1, index_CJ) * inside_CJ
-        e_CK.exp_()
-        rows_C1 = torch.arange(len(e_CK), device=e_CK.device)[:, None] * e_CK.shape[1]
-        ours = (rows_C1 + index_CJ)[inside_CJ]
-        e_CK.view(-1).index_fill_(0, ours, 0)
-        rest_C1 = e_CK.sum(-1, keepdim=True)
-        sum_C1 = rest_C1 + (log_e_CJ.exp() * inside_CJ).sum(-1, keepdim=True)
-        log_q_CO = torch.cat([log_e_CJ, rest_C1.clamp(min=LEAST).log()], -1) - sum_C1.log()
-        ctx.e_CK, ctx.dtype = e_CK, logits_CK.dtype
-        ctx.save_for_backward(log_q_CO, ours, inside_CJ, rest_C1, sum_C1)
-        return log_q_CO
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        log_q_CO, ours, inside_CJ, rest_C1, sum_C1 = ctx.saved_tensors
-        g_CJ, g_C1 = gradients[0][:, :-1] * inside_CJ, gradients[0][:, -1:]
-        s_C1 = g_CJ.sum(-1, keepdim=True) + g_C1
-        of_ours_CJ = g_CJ - s_C1 * log_q_CO[:, :-1].exp()
-        gradient_CK = ctx.e_CK.mul_(g_C1 / rest_C1.clamp(min=LEAST) - s_C1 / sum_C1)
-        gradient_CK.view(-1).index_copy_(0, ours, of_ours_CJ[inside_CJ])
-        return gradient_CK.to(ctx.dtype), None, None
+    def compare(self, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[C, O]` of the outcomes by a student's logits, any for what cannot be
+        drafted; and the place of the largest logit.
+        """
+        log_q_CO, best_C = Outcomes.apply(logits_CK, self.index_CJ, self.inside_CJ)
+        return log_q_CO, best_C
