@@ -1,5 +1,5 @@
 // Training from kept distributions: a student's probabilities of a few tokens and of all others together,
-// and the gradient of its logits. kangaroo/training/kept.py is the definition.
+// and the gradient of its logits. kangaroo/training/outcomes.py is the definition.
 //
 // Names: C rows of logits, K logits of each, J tokens of each, O = J + 1 outcomes.
 
@@ -31,7 +31,8 @@ template <class T> struct Outcomes {
       most = larger(most, part);
     }
     largest[row] = fold(most, larger);
-    best[row] = std::find(room, room + logits, largest[row]) - room;
+    i64 place = std::find(room, room + logits, largest[row]) - room;
+    best[row] = std::min(place, logits - 1);  // a place, where nothing is a number
     float *own = log_q + row * (tokens + 1), ours = 0;
     for (i64 j = 0; j < tokens; j++) {
       i64 i = row * tokens + j;

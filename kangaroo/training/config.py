@@ -28,6 +28,8 @@ class TrainerConfig:
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
+        average: adapters are measured and saved with a running mean of their weights, in which a
+            step's count 1 minus this (more at the beginning), such as 0.999. None: the last ones.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
         loss_chunk: assistant positions whose logits exist at a time.
@@ -54,6 +56,7 @@ class TrainerConfig:
     kept: bool | None = None
     accumulate: int | None = None
     clip: float = 1.0
+    average: float | None = None
     max_length: int = 2048
     holdout: int = 128
     loss_chunk: int = 256

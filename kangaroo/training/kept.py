@@ -46,17 +46,16 @@ def settled(
 
     Errors: `ConfigError` where it is true and cannot be.
     """
-    against = (
-        _against(lm, samples, recipes, about.get("teacher")) if config.kept is not False else ""
-    )
+    if config.kept is False:
+        return config
+    against = _against(lm, samples, recipes, about.get("teacher"))
     if config.kept and against:
         raise ConfigError(f"trainer.kept=true: {against}")
-    kept = config.kept is not False and not against
-    if kept:
+    if not against:
         log.info("learning from kept distributions: the target runs its shallow layers alone")
-    elif against and any("teacher" in sample for sample in samples):
+    elif any("teacher" in sample for sample in samples):
         log.info("kept distributions are not used: %s", against)
-    return replace(config, kept=kept)
+    return replace(config, kept=not against)
 
 
 def _against(

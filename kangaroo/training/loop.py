@@ -103,7 +103,9 @@ def train(
         disable=not run.ranks.is_first,
     )
     while progress.step < run.total:
-        metrics = _step(run) | _measure(run)
+        metrics = _step(run)
+        with run.backend.averaged():
+            metrics |= _measure(run)
         if run.ranks.is_first:
             run.checkpoint.log(progress.step, metrics)
             tracker.log(metrics, progress.step)
@@ -116,8 +118,9 @@ def train(
         bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
     bar.close()
     if run.ranks.is_first:
-        for trainee in run.trained:
-            _save(run, trainee, about, output / trainee.name)
+        with run.backend.averaged():
+            for trainee in run.trained:
+                _save(run, trainee, about, output / trainee.name)
         curves.write(output)
     return [output / trainee.name for trainee in run.trained]
 

@@ -5,7 +5,7 @@ Shapes: C positions, J tokens of each, O = J + 1 outcomes, K draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from typing import Any
 
@@ -37,7 +37,9 @@ class Outcomes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        compute = back_natively if runs_natively(ctx.saved_tensors[0]) else back
+        compute: Callable[..., Tensor] = (
+            back_natively if runs_natively(ctx.saved_tensors[0]) else back
+        )
         return compute(gradients[0], *ctx.saved_tensors), None, None
 
 
