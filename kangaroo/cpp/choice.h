@@ -12,6 +12,12 @@ template <class T> struct Head {
   i64 outputs;
   const i64* ids;  // the token of each output; null where they are all tokens, in order
   i64 token(i64 output) const { return ids ? ids[output] : output; }
+  // Of sixteen outputs; beyond the last one, any.
+  Words tokens16(i64 first) const {
+    Words tokens = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + std::uint32_t(first);
+    for (i64 j = 0; ids && j < LANES; j++) tokens[j] = ids[std::min(first + j, outputs - 1)];
+    return tokens;
+  }
 };
 
 // logits[m][n] = norm(x[m]) . weight[n]
@@ -38,6 +44,8 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
   }
 }
 
+Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
 Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
@@ -50,11 +58,14 @@ Words noise_key(i64 seed, i64 position) {
   return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
 }
 
-Floats race16(Words tokens, Words key) {  // the logarithm of exponentially distributed noise
+Floats uniform16(Words tokens, Words key) {  // in (0, 1)
   Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
   Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
   const Floats largest = Floats{} + (1.0f - 0x1p-24f);
-  u = u > largest ? largest : u;
+  return u > largest ? largest : u;
+}
+
+Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, which is at least u
   // -log1p(-u) by Kahan's correction of log(1 - u)
   Floats rest = 1.0f - u, lost = rest - 1.0f;
   Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
@@ -142,9 +153,10 @@ Choice choose(const Head<T>& head, const float* logits, double temperature, i64 
     for (i64 i = 0; i < n; i += LANES) {
       Floats warped = get_or_never(logits + i, n - i) / float(temperature);
       if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
-      Words tokens;
-      for (i64 j = 0; j < LANES; j++) tokens[j] = head.token(std::min(i + j, n - 1));
-      best.see(warped - race16(tokens, key), i);
+      Floats u = uniform16(head.tokens16(i), key);
+      // logarithms only where one can win; the margin is far above their rounding
+      Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
+      if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
     }
   }
   for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
