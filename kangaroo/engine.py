@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.batch import Batch
 from kangaroo.cache import BUCKET, KVCache
 from kangaroo.clock import Clock, now, running
@@ -50,6 +52,7 @@ class StepRecord:
         accepted: how many of them were draft tokens.
         drafted: how many were proposed.
         draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
+        kept: a record for each token (`kangaroo/teacher.py`), and perhaps more, if asked for.
     """
 
     tokens: list[int]
@@ -58,6 +61,7 @@ class StepRecord:
     draft_seconds: float
     verify_seconds: float
     host_seconds: float
+    kept: np.ndarray | None = None
 
     @property
     def seconds(self) -> float:
@@ -84,6 +88,12 @@ class Generation:
     def seconds(self) -> float:
         """Of prefill and all steps."""
         return self.prefill_seconds + sum(step.seconds for step in self.steps)
+
+    @property
+    def teacher(self) -> np.ndarray | None:
+        """A record for each token (`kangaroo/teacher.py`), where these were asked for."""
+        steps = [s.kept[: len(s.tokens)] for s in self.steps if s.kept is not None]
+        return np.concatenate(steps) if steps else None
 
 
 @dataclass
@@ -129,6 +139,7 @@ class Engine:
         self.batch: Batch | None = None
         self.rounds: Rounds | None = None  # of the batch, where these are native
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
+        self.keep = 0  # likeliest tokens that are kept of every distribution
         self.clock = Clock(lm.device)
 
     @property
@@ -137,8 +148,15 @@ class Engine:
         return 2 * self.drafter.max_nodes + 2
 
     @torch.no_grad()
-    def open(self, batch_size: int, longest: int, sampling: Sampling) -> Batch:
-        """An empty batch for texts of at most `longest` tokens, prompts included."""
+    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
+        """An empty batch for texts of at most `longest` tokens, prompts included.
+
+        Args:
+            keep: of the distribution behind every token that is written, keep this many likeliest
+                tokens (`Generation.teacher`); a smaller vocabulary is kept whole.
+        """
+        teacher.check(keep, "keep")
+        self.keep = min(keep, self.lm.config.vocab_size)
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
@@ -151,7 +169,7 @@ class Engine:
         self.batch, self.rounds = batch, None
         if Rounds.can_run(self.lm, self.drafter, sampling):
             assert isinstance(self.drafter, NativeDrafter)
-            self.rounds = Rounds(self.lm, self.drafter, batch)
+            self.rounds = Rounds(self.lm, self.drafter, batch, self.keep)
         return batch
 
     @torch.inference_mode()
@@ -181,10 +199,13 @@ class Engine:
             self.drafter.prefill(batch, tokens_1T, block, taps)
         at_11 = torch.full((1, 1), end, device=lm.device)
         seed_1 = batch.seeds_B[row : row + 1]
-        token = int(pick(lm.logits(x_1TD[:, -1:]), at_11, batch.sampling, seed_1))
+        logits_11V = lm.logits(x_1TD[:, -1:])
+        token = int(pick(logits_11V, at_11, batch.sampling, seed_1))
         batch.first(row, token)
+        kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         generation = Generation(prefill_seconds=now(lm.device) - start)
-        self._record(batch, row, StepRecord([token], 0, 0, 0.0, 0.0, 0.0), request, generation)
+        record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
+        self._record(batch, row, record, request, generation)
         return generation
 
     @torch.inference_mode()
@@ -201,16 +222,17 @@ class Engine:
             )
         entered = running()
         if self.rounds is not None:
-            wrote, draft_seconds, verify_seconds = self.rounds.step()
+            wrote, kept, draft_seconds, verify_seconds = self.rounds.step()
         else:
-            wrote, draft_seconds, verify_seconds = self._step(batch)
+            wrote, kept, draft_seconds, verify_seconds = self._step(batch)
         host_seconds = running() - entered - draft_seconds - verify_seconds
-        return [
-            StepRecord(tokens, accepted, drafted, draft_seconds, verify_seconds, host_seconds)
-            for tokens, accepted, drafted in wrote
-        ]
+        seconds = draft_seconds, verify_seconds, host_seconds
+        rows = zip(wrote, kept, strict=True)
+        return [StepRecord(*numbers, *seconds, own) for numbers, own in rows]
 
-    def _step(self, batch: Batch) -> tuple[list[tuple[list[int], int, int]], float, float]:
+    def _step(
+        self, batch: Batch
+    ) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
         """By tensors; see `Rounds.step`."""
         lm, drafter, clock = self.lm, self.drafter, self.clock
         started = clock.mark()
@@ -222,9 +244,8 @@ class Engine:
         x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
         layers = range(draft.entry, lm.n_layers)
         x_BND, taps = lm.run(x_BND, batch.cache, block, layers, drafter.taps)
-        verdict = decide(
-            draft, lm.logits(x_BND), block.positions_RT + 1, batch.sampling, batch.seeds_B
-        )
+        logits_BNV = lm.logits(x_BND)
+        verdict = decide(draft, logits_BNV, block.positions_RT + 1, batch.sampling, batch.seeds_B)
         if not draft.tree.is_chain:
             depth_P = torch.arange(draft.tree.max_depth + 1, device=lm.device)
             batch.cache.move(
@@ -233,10 +254,11 @@ class Engine:
         verified = clock.mark()
         emitted = batch.commit(draft, verdict)
         drafter.observe(batch, draft, verdict, taps)
-        rows = emitted.to_host()  # the step's one device-to-host copy
+        rows = emitted.to_host()  # the step's one device-to-host copy, but for what is kept
+        kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
         for row, (tokens, _, _) in enumerate(rows):
             batch.append(row, tokens)
-        return rows, clock.between(started, proposed), clock.between(proposed, verified)
+        return rows, kept, clock.between(started, proposed), clock.between(proposed, verified)
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
@@ -294,11 +316,11 @@ class Engine:
         return None
 
     def completions(
-        self, requests: Sequence[Request], sampling: Sampling, batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, batch_size: int, keep: int = 0
     ) -> Iterator[tuple[int, Generation]]:
         """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
 
-        A row that is done takes the next request at once.
+        A row that is done takes the next request at once. `keep` is that of `open`.
         """
         for request in requests:
             self.check(request)
@@ -307,7 +329,7 @@ class Engine:
         if not requests:
             return
         longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
-        batch = self.open(min(batch_size, len(requests)), longest, sampling)
+        batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
         waiting = iter(range(len(requests)))
         running: dict[int, tuple[int, Generation]] = {}
         while True:

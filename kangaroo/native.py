@@ -123,9 +123,12 @@ NativeRows = struct(
     "NativeRows",
     """
     batch capacity hidden most_unread exit base seed count asking end token parent place has_state
-    choices chances states unread unread_states accepted written
+    choices chances states unread unread_states accepted written keep kept kept_chances
     """,
     "temperature",
+)
+NativeOutcomes = struct(
+    "NativeOutcomes", "rows logits tokens threads scores index inside log_q largest rest best"
 )
 
 
@@ -240,6 +243,7 @@ RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
 VERIFY = 3 * [POINTER]
+FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
 
 
 def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> Callable[..., None]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from kangaroo.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
@@ -25,12 +29,14 @@ class Sample(TypedDict):
     """A tokenised conversation.
 
     `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its end-of-turn token included:
-    the distribution to learn is then the one at position i - 1.
+    the distribution to learn is then the one at position i - 1. `teacher` has a record of that
+    distribution (`kangaroo/teacher.py`) for each such token, in order, where these were kept.
     """
 
     messages: list[Message]
     input_ids: list[int]
     loss_mask: list[int]
+    teacher: NotRequired[np.ndarray]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:

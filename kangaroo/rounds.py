@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo import native
+from kangaroo import native, teacher
 from kangaroo.batch import Batch
 from kangaroo.clock import running
 from kangaroo.costs import measured
@@ -74,10 +74,13 @@ class Rounds:
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
         choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
         chances: the probabilities of as many likeliest tokens, before temperature and noise.
+
+    Args:
+        keep: of the distribution behind every token that is written, keep this many likeliest ones.
     """
 
-    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch):
-        self.lm, self.batch, self.drafter = lm, batch, drafter
+    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch, keep: int = 0):
+        self.lm, self.batch, self.drafter, self.keep = lm, batch, drafter, keep
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
         # Committed tokens whose states wait until the drafting layer drafts again, as many as there
@@ -89,12 +92,14 @@ class Rounds:
         self.token, self.parent, self.place, self.has_state, self.written = of_nodes
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
+        self.kept = np.zeros((size, capacity, keep), np.int32)
+        self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
         self.texts: list[list[int] | None] = [None] * size
         arrays = """
             base seed count asking end token parent place has_state choices chances unread accepted
-            written
+            written kept kept_chances
         """
         rows = native.NativeRows(
             batch=size,
@@ -102,6 +107,7 @@ class Rounds:
             hidden=hidden,
             most_unread=unread,
             exit=drafter.native_exit,
+            keep=keep,
             temperature=batch.sampling.temperature,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
@@ -130,9 +136,10 @@ class Rounds:
             and (sampling.greedy or plain)
         )
 
-    def step(self) -> tuple[list[tuple[list[int], int, int]], float, float]:
+    def step(self) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
         """What each row wrote, how many of these tokens were drafted, and how many nodes there
-        were; and the seconds that drafting and verification took.
+        were; what is kept along what was written; and the seconds that drafting and verification
+        took.
         """
         batch, started = self.batch, running()
         active = [row for row, done in enumerate(batch.done) if not done]
@@ -149,7 +156,10 @@ class Rounds:
             self.first_tried += self.count[row] > 1
             self.first_right += accepted > 0
             wrote[row] = tokens, min(accepted, len(tokens)), int(self.count[row]) - 1
-        return wrote, drafted - started, verified - drafted
+        kept: teacher.Rows = [None] * batch.size
+        if self.keep:
+            kept = list(teacher.records(self.kept, self.kept_chances, self.lm.config.vocab_size))
+        return wrote, kept, drafted - started, verified - drafted
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""

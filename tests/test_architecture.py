@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "discovery", "huge_pages"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "prompts"},
+    {"tree", "graphs", "native", "prompts", "teacher"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},

@@ -63,8 +63,10 @@ def make(config, world):
 
 
 def written(tmp_path, name):
-    """Shards and the dataset's table."""
-    found = [*(tmp_path / f"{name}.shards").glob("*.jsonl"), *(tmp_path / name).glob("*.arrow")]
+    """Shards, the dataset's table and records."""
+    patterns = ("*.jsonl", "*.arrow", "*.npy")
+    folders = (tmp_path / f"{name}.shards", tmp_path / name)
+    found = [path for folder in folders for pattern in patterns for path in folder.glob(pattern)]
     return {path.name: path.read_bytes() for path in found}
 
 
@@ -100,7 +102,7 @@ def conversations(tmp_path):
 @pytest.mark.parametrize("world", [2, 5])
 def test_any_number_of_processes_write_the_same_bytes(world, tmp_path, conversations, monkeypatch):
     kinds = {
-        "synthesis": lambda name: settings(tmp_path / name, shards=3),
+        "synthesis": lambda name: settings(tmp_path / name, shards=3, teacher=3),
         "conversations": conversations,
     }
     for kind, config in kinds.items():

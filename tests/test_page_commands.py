@@ -86,6 +86,9 @@ APPENDED = {
     "train.py experiment=debug adapter=eagle": SHORT,
     "train.py model=smollm2-135m adapter=eagle": f"{BRIEF} {SHORT}",
     "evaluate.py -m drafter=vanilla,kangaroo,eagle": f"model=tiny {FEW}",
+    "train.py data.teacher=32 data.path=outputs/data/kept output=outputs/kept": (
+        f"model=tiny {ONE} {BRIEF} {SHORT}"
+    ),
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "

@@ -12,15 +12,17 @@ from torch import nn
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
 from kangaroo.trained import eagle_head
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
-from kangaroo.training import curves, results
+from kangaroo.training import backend, curves, results
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.config import TrainerConfig, schedule
+from kangaroo.training.loop import evaluate
 from kangaroo.training.loop import train as train_all
 from kangaroo.training.losses import Loss
 from kangaroo.training.micro_batch import grade, look, teach
@@ -397,6 +399,41 @@ def test_a_truncated_checkpoint_is_named(tmp_path):
 def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holdout=6"):
         train(tiny(), samples(6), config(holdout=6), tmp_path)
+
+
+def test_averaged_weights_are_measured_saved_and_resumed(tmp_path, monkeypatch):
+    seen = []
+    update = backend.TorchBackend._update
+
+    def watched(self, rates):
+        update(self, rates)
+        seen.append([p.detach().clone() for p in self.parameters.values()])
+
+    monkeypatch.setattr(backend.TorchBackend, "_update", watched)
+    first = [p.detach().clone() for p in trainees(tiny(), [recipe()], None)[0].adapter.parameters()]
+    (folder,) = train(tiny(), samples(12), config(average=0.5), tmp_path / "whole")
+    expected = first
+    for step, weights in enumerate(seen, start=1):
+        share = min(0.5, (1 + step) / (10 + step))
+        expected = [
+            share * mean + (1 - share) * now for mean, now in zip(expected, weights, strict=True)
+        ]
+    saved, _ = load(str(folder), tiny(), Adapter)
+    for parameter, mean, last in zip(saved.parameters(), expected, seen[-1], strict=True):
+        torch.testing.assert_close(parameter, mean, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(parameter, last)
+    lm, held_out = tiny(), samples(12)[-2:]
+    (made,) = trainees(lm, [recipe()], None)
+    made.adapter.load_state_dict(saved.state_dict())
+    told = evaluate(lm, [made], held_out, config(), Ranks())[0]
+    kept = read_config(str(folder)).training["progress"]["held_out"]
+    assert kept["loss"] == pytest.approx(told["held_out/attention-exit2/loss"], rel=1e-5)
+    with pytest.raises(Killed):
+        train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped", KillsAt(3))
+    (stopped,) = train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped")
+    assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
+    with pytest.raises(ConfigError, match=r"trainer\.average=1 must lie between 0 and 1"):
+        backend.check(config(average=1), Ranks())
 
 
 def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):

@@ -12,6 +12,12 @@ template <class T> struct Head {
   i64 outputs;
   const i64* ids;  // the token of each output; null where they are all tokens, in order
   i64 token(i64 output) const { return ids ? ids[output] : output; }
+  // Of sixteen outputs; beyond the last one, any.
+  Words tokens16(i64 first) const {
+    Words tokens = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + std::uint32_t(first);
+    for (i64 j = 0; ids && j < LANES; j++) tokens[j] = ids[std::min(first + j, outputs - 1)];
+    return tokens;
+  }
 };
 
 // logits[m][n] = norm(x[m]) . weight[n]
@@ -40,6 +46,8 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
   }
 }
 
+Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
 Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
@@ -52,18 +60,21 @@ Words noise_key(i64 seed, i64 position) {
   return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
 }
 
-Floats race16(Words tokens, Words key) {  // the logarithm of exponentially distributed noise
+Floats uniform16(Words tokens, Words key) {  // in (0, 1)
   Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
   Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
   const Floats largest = Floats{} + (1.0f - 0x1p-24f);
-  u = u > largest ? largest : u;
+  return u > largest ? largest : u;
+}
+
+Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, which is at least u
   // -log1p(-u) by Kahan's correction of log(1 - u)
   Floats rest = 1.0f - u, lost = rest - 1.0f;
   Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
   return log16(race);
 }
 
-constexpr i64 CHOICES = 3;
+constexpr i64 CHOICES = 3, MOST = 64;
 
 // The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
 struct Choice {
@@ -71,13 +82,23 @@ struct Choice {
   float chances[CHOICES] = {};
 };
 
+// Where the likeliest tokens of a distribution go, and their probabilities, as those of `Choice`.
+struct Kept {
+  i64 count = 0;  // MOST at most
+  std::int32_t* tokens = nullptr;
+  float* chances = nullptr;
+};
+
 // The largest numbers seen, in their order; of equals the first.
 struct Best {
-  float values[CHOICES];
-  i64 places[CHOICES] = {};
+  float values[MOST];
+  i64 places[MOST];
   i64 count;
 
-  explicit Best(i64 count) : count(count) { std::fill(values, values + CHOICES, NEVER); }
+  explicit Best(i64 count) : count(count) {
+    std::fill_n(values, count, NEVER);
+    std::fill_n(places, count, 0);
+  }
   float least() const { return values[count - 1]; }
 
   void see(float value, i64 place) {
@@ -108,32 +129,39 @@ Floats get_or_never(const float* from, i64 count) {
 //   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
 template <class T>
 Choice choose(const Head<T>& head, const float* logits, double temperature, i64 seed, i64 position,
-              i64 graded) {
-  i64 n = head.outputs;
-  Best likeliest(std::max<i64>(graded, 1));
+              i64 graded, const Kept& kept) {
+  i64 n = head.outputs, wanted = std::max<i64>(graded, 1);
+  Best likeliest(std::max(wanted, kept.count));
   for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
   Choice choice;
-  if (graded) {
+  if (graded || kept.count) {
     Floats total{};
     for (i64 i = 0; i < n; i += LANES)
       total += exp16(get_or_never(logits + i, n - i) - likeliest.values[0]);
-    for (i64 j = 0; j < graded; j++)
-      choice.chances[j] = std::exp(likeliest.values[j] - likeliest.values[0]) / sum_of(total);
+    float sum = sum_of(total);
+    auto chance = [&](i64 j) { return std::exp(likeliest.values[j] - likeliest.values[0]) / sum; };
+    for (i64 j = 0; j < graded; j++) choice.chances[j] = chance(j);
+    for (i64 j = 0; j < kept.count; j++) {
+      kept.tokens[j] = head.token(likeliest.places[j]);
+      kept.chances[j] = chance(j);
+    }
   }
   Best best = likeliest;
+  best.count = wanted;
   if (temperature > 0) {
     constexpr float MOST_NOISE = 24;  // none exceeds 22.9
     Words key = noise_key(seed, position);
-    best = Best(best.count);
+    best = Best(wanted);
     for (i64 i = 0; i < n; i += LANES) {
       Floats warped = get_or_never(logits + i, n - i) / float(temperature);
       if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
-      Words tokens;
-      for (i64 j = 0; j < LANES; j++) tokens[j] = head.token(std::min(i + j, n - 1));
-      best.see(warped - race16(tokens, key), i);
+      Floats u = uniform16(head.tokens16(i), key);
+      // logarithms only where one can win; the margin is far above their rounding
+      Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
+      if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
     }
   }
-  for (i64 j = 0; j < best.count; j++) choice.tokens[j] = head.token(best.places[j]);
+  for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
   return choice;
 }
 

@@ -9,6 +9,7 @@
 // Names: R rows of the batch, T tokens a row, M tokens together, D hidden size, H query heads, K key/value
 // heads, G = H / K, C head size, F feed-forward size, E slots that a mask covers, N outputs.
 
+#include "outcomes.h"
 #include "rounds.h"
 
 namespace {
@@ -43,6 +44,10 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
   }                                                                                                      \
   extern "C" void verify_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows) { \
     Round<T>(*target, drafting, *rows).verify();                                                         \
+  }                                                                                                      \
+  extern "C" void find_outcomes_##suffix(const Outcomes<T>* outcomes) { find_outcomes<T>(*outcomes); }   \
+  extern "C" void outcomes_back_##suffix(const Outcomes<T>* outcomes, const float* gradients, T* to) {   \
+    outcomes_back<T>(*outcomes, gradients, to);                                                          \
   }
 
 extern "C" int uses_tiles() {

@@ -41,9 +41,18 @@ template <class T> struct Rows {
   T* unread_states;
   // what a verification gives: how many nodes were accepted, and with the bonus what was written
   i64 *accepted, *written;
+  // and the likeliest tokens of the distribution behind each that was written, with their probabilities:
+  // [batch, capacity, keep]
+  i64 keep;  // 0 where they are not wanted
+  std::int32_t* kept;
+  float* kept_chances;
   double temperature;  // 0 is greedy
 
   i64 at(i64 row, i64 node) const { return row * capacity + node; }
+  Kept kept_at(i64 row, i64 node) const {
+    i64 first = at(row, node) * keep;
+    return {keep, kept + first, kept_chances + first};
+  }
   T* state(i64 row, i64 node) const { return states + at(row, place[at(row, node)]) * hidden; }
   i64 depth(i64 row, i64 node) const {
     i64 depth = 0;
@@ -149,7 +158,7 @@ template <class T> class Round {
       std::copy(from, from + D, pass.x.data() + m * D);
     }
     pass.run(t.sizes, t.stack.range(r.exit, t.stack.count), t);
-    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0);
+    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
       if (r.count[row]) accept(row, choices.data() + m);
   }
@@ -191,7 +200,7 @@ template <class T> class Round {
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
-    return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs));
+    return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs), false);
   }
 
   // What was not read lies just below `end`.
@@ -202,7 +211,7 @@ template <class T> class Round {
     r.unread[row] = 0;
   }
 
-  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded) {
+  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
     static thread_local std::vector<float> logits;
     if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
     float* scores = logits.data();
@@ -212,7 +221,8 @@ template <class T> class Round {
 #pragma omp parallel for num_threads(std::min(t.sizes.threads, total))
     for (i64 m = 0; m < total; m++)
       choices[m] = choose(head, scores + m * head.outputs, r.temperature, r.seed[of.rows[m]],
-                          of.angles[m] + 1, graded);
+                          of.angles[m] + 1, graded,
+                          keeps ? r.kept_at(of.rows[m], of.nodes[m]) : Kept{});
     return choices;
   }
 
@@ -222,12 +232,21 @@ template <class T> class Round {
     while (true) {
       if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
       written[depth] = choices[node].tokens[0];
+      keep(row, node, depth);
       node = r.child(row, node, choices[node].tokens[0]);
       if (node < 0) break;
       move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
     }
     r.accepted[row] = depth;
     if (r.exit) r.unread[row] += depth + 1;
+  }
+
+  // What was kept at a node belongs to the token that was written after it: no later place.
+  void keep(i64 row, i64 node, i64 depth) {
+    Kept from = r.kept_at(row, node), to = r.kept_at(row, depth);
+    if (node == depth) return;
+    std::copy_n(from.tokens, r.keep, to.tokens);
+    std::copy_n(from.chances, r.keep, to.chances);
   }
 
   void move(i64 row, i64 from, i64 to) {

@@ -14,9 +14,10 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, answers, cut
-from kangaroo.data.making import Part, check_room, finish, write_parts
+from kangaroo.data.making import BYTES_PER_TOKEN, Part, check_room, finish, write_parts
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
@@ -47,6 +48,9 @@ class ConversationsConfig:
             that the adapter learns what the target says; false keeps the text as it is.
         max_answer_tokens: limit of a regenerated answer; one that reaches it ends its conversation.
         answer_temperatures: the shards use them in turn; 0 is greedy.
+        teacher: of the distribution behind every token of a regenerated answer, keep this many of
+            the likeliest tokens (64 at most) with their probabilities, so that training need not
+            run the whole target again (`trainer.kept`); 0 keeps nothing.
         batch_size: rows decoded at the same time.
         shard_size: conversations in a shard; a killed run loses at most the shard in progress.
         seed: the data depend on it, the model, these settings and the source alone.
@@ -66,6 +70,7 @@ class ConversationsConfig:
     regenerate: bool = True
     max_answer_tokens: int = 320
     answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    teacher: int = 0
     batch_size: int = 64
     shard_size: int = 512
     seed: int = 0
@@ -87,6 +92,12 @@ class ConversationsConfig:
         """
         if not self.answer_temperatures:
             raise ConfigError("data.answer_temperatures must name at least one temperature.")
+        teacher.check(self.teacher, "data.teacher")
+        if self.teacher and not self.regenerate:
+            raise ConfigError(
+                f"data.teacher={self.teacher} keeps what the target computes while it writes, and "
+                "with data.regenerate=false it writes nothing. Pass only one of the two."
+            )
         source = Source(self.source, self.subset, self.split, self.revision, self.column)
         conversations = [_shown(turns, self) for turns in read(source, self.limit)]
         asked = len(conversations)
@@ -100,6 +111,8 @@ class ConversationsConfig:
         settings: dict[str, Any] = {"model": lm.name} | asdict(self)
         settings["conversations"] = _hash(conversations)
         del settings["path"]
+        if not self.teacher:
+            del settings["teacher"]  # as in datasets from before there was such an option
         path, ranks = Path(self.path), ranks or Ranks()
         if ranks.share(store.is_of(path, settings)):
             return
@@ -108,7 +121,7 @@ class ConversationsConfig:
         elif ranks.is_first:
             raw, speed = _as_they_are(tokenizer, self, conversations), None
         if ranks.is_first:
-            finish(path, settings, raw, asked, self.filters, speed)
+            finish(path, settings, raw, asked, self.filters, speed, lm.name)
 
 
 # Settings that change no shard; a shard's name says which conversations it answers.
@@ -138,7 +151,7 @@ def _as_they_are(
     folder = Path(config.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     characters = sum(len(turn["content"]) for turns in conversations for turn in turns)
-    check_room(folder, characters // CHARACTERS)
+    check_room(folder, characters // CHARACTERS * BYTES_PER_TOKEN)
     samples = []
     for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
         ids, mask = masked_ids(tokenizer, messages)
@@ -158,6 +171,8 @@ def _regenerated(
 ) -> tuple[list[Sample], dict[str, float] | None]:
     settings = {"model": lm.name} | asdict(config)
     fixed = {k: v for k, v in settings.items() if k not in _NOT_IN_SHARDS}
+    if not config.teacher:
+        del fixed["teacher"]
     shards = Shards(Path(config.path + ".shards"), fixed)
     parts = []
     for first in range(0, len(conversations), config.shard_size):
@@ -165,10 +180,12 @@ def _regenerated(
         number = first // config.shard_size
         questions = sum(turn["role"] == "user" for turns in asked for turn in turns)
         characters = sum(len(turn["content"]) for turns in asked for turn in turns)
-        tokens = characters // CHARACTERS + questions * config.max_answer_tokens
+        written = questions * config.max_answer_tokens
+        tokens = characters // CHARACTERS + written
         write = partial(_answer, config, number, asked)
-        parts.append(Part(f"{number:05d}-{_hash(asked)}", questions, tokens, write))
-    return write_parts(lm, tokenizer, shards, parts, config.batch_size, config.max_length, ranks)
+        parts.append(Part(f"{number:05d}-{_hash(asked)}", questions, tokens, written, write))
+    limits = config.batch_size, config.max_length, config.teacher
+    return write_parts(lm, tokenizer, shards, parts, *limits, ranks)
 
 
 def _answer(

@@ -88,11 +88,14 @@ def cut(sample: Sample, turns: int) -> Sample:
     """The conversation up to its `turns`-th answer."""
     _, end = answers(sample["loss_mask"])[turns - 1]
     said = [i for i, m in enumerate(sample["messages"]) if m["role"] == "assistant"]
-    return Sample(
+    shorter = Sample(
         messages=sample["messages"][: said[turns - 1] + 1],
         input_ids=sample["input_ids"][:end],
         loss_mask=sample["loss_mask"][:end],
     )
+    if "teacher" in sample:
+        shorter["teacher"] = sample["teacher"][: sum(shorter["loss_mask"])]
+    return shorter
 
 
 def repetition(items: Sequence[object]) -> float:

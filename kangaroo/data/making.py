@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, select
 from kangaroo.data.shards import Shards
@@ -27,6 +29,7 @@ from kangaroo.ranks import Ranks
 log = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 32  # text, id and mask, once as JSON in a shard and once in the dataset
+COPIES = 2  # of a record of the target's distribution: likewise
 
 
 @dataclass
@@ -37,12 +40,14 @@ class Part:
         name: name of its file.
         answers: number of answers that are asked for.
         tokens: number of tokens in its samples.
+        written: how many of them are the answers'.
         write: returns the finished dialogues, and calls its second argument after every answer.
     """
 
     name: str
     answers: int
     tokens: int
+    written: int
     write: Callable[[Writer, Callable[[], object]], list[Dialogue]]
 
 
@@ -53,6 +58,7 @@ def write_parts(
     parts: Sequence[Part],
     batch_size: int,
     longest: int,
+    keep: int,
     ranks: Ranks,
 ) -> tuple[list[Sample], dict[str, float] | None]:
     """Write the shards that are missing, and log beforehand what that takes.
@@ -60,6 +66,7 @@ def write_parts(
     Args:
         batch_size: rows decoded at the same time, in each process.
         longest: no conversation grows beyond this many tokens.
+        keep: likeliest tokens that are kept of every distribution an answer is written from.
         ranks: the processes that share the work, on one disk; they return when the last shard is
             written.
 
@@ -72,10 +79,13 @@ def write_parts(
     missing = [part for part in parts if part.name not in there]
     facts = None
     if missing:
-        tokens = _expected_tokens(shards, parts, missing)
-        check_room(shards.folder, tokens)
-        writer = Writer(lm, tokenizer, batch_size, longest)
-        facts = _write(shards, parts, missing, tokens, writer, ranks)
+        tokens, written = _expected_tokens(shards, parts, missing)
+        size = tokens * BYTES_PER_TOKEN
+        if keep:
+            size += written * COPIES * teacher.layout(lm.config.vocab_size, keep).itemsize
+        check_room(shards.folder, size)
+        writer = Writer(lm, tokenizer, batch_size, longest, keep)
+        facts = _write(shards, parts, missing, tokens, size, writer, ranks)
     raw = [sample for part in parts for sample in shards.read(part.name)] if ranks.is_first else []
     return raw, facts
 
@@ -85,6 +95,7 @@ def _write(
     parts: Sequence[Part],
     missing: Sequence[Part],
     tokens: int,
+    size: int,
     writer: Writer,
     ranks: Ranks,
 ) -> dict[str, float]:
@@ -94,7 +105,7 @@ def _write(
     did not finish is simply missing at the next start.
 
     Args:
-        tokens: at most so many will be written.
+        tokens, size: at most so many will be written, and so many bytes of disk taken.
     """
     mine = missing[ranks.rank :: ranks.world]
     if mine:
@@ -104,7 +115,7 @@ def _write(
         f"{len(missing)} of {len(parts)} shards to write: up to {tokens} tokens, "
         f"{timedelta(seconds=int(tokens / all_of_us.trial))} at {all_of_us.trial:.0f} tokens/s "
         f"(the first steps; shards at a time: {min(ranks.world, len(missing))}; a plain forward "
-        f"runs {all_of_us.forward:.0f}), {tokens * BYTES_PER_TOKEN / 1e6:.1f} MB on disk"
+        f"runs {all_of_us.forward:.0f}), {size / 1e6:.1f} MB on disk"
     )
     answers, ended = sum(part.answers for part in mine), 0
     # the bar of the first process is enough: no share is larger
@@ -130,6 +141,7 @@ def finish(
     asked: int,
     filters: FilterConfig,
     speed: dict[str, float] | None = None,
+    wrote: str | None = None,
 ) -> None:
     """Filter raw samples, save them as a dataset, and log what became of them. In one process.
 
@@ -137,6 +149,7 @@ def finish(
         asked: how many conversations there should have been; those that are not in `raw` were
             dropped while they were written.
         speed: how fast they were written (`Speed.facts`), if this run wrote them.
+        wrote: the model whose distributions are kept beside the samples, if they are.
 
     Errors: `DataError` where nothing is left.
     """
@@ -152,20 +165,42 @@ def finish(
             "is kept."
         )
     facts = {"asked": asked, "dropped": dict(dropped), "statistics": statistics(samples)}
-    facts["speed"] = speed
+    facts |= {"speed": speed, "teacher": _kept(samples, wrote)}
     log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), asked, reasons)
     log.info("%s", facts["statistics"])
     store.save(samples, path, settings, facts)
 
 
-def check_room(folder: Path, tokens: int) -> None:
-    """Errors: `DataError` where the disk has not enough room for that many tokens."""
-    needed, free = tokens * BYTES_PER_TOKEN, shutil.disk_usage(folder).free
-    if needed > free:
+def check_room(folder: Path, size: int) -> None:
+    """Errors: `DataError` where the disk has not enough room for that many bytes."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
         raise DataError(
-            f"the dataset may take {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
+            f"the dataset may take {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
             "left. Make room, pass data.path= on another disk, or ask for fewer conversations."
         )
+
+
+def _kept(samples: Sequence[Sample], wrote: str | None) -> dict[str, Any] | None:
+    """What is kept of the target's distributions, for the provenance; None if nothing is."""
+    kept = [sample["teacher"] for sample in samples if "teacher" in sample]
+    if not kept:
+        return None
+    there = sum(int(teacher.known(records).sum()) for records in kept)
+    tokens, record = sum(map(len, kept)), kept[0].dtype
+    mass = sum(float(records["chances"].sum(dtype=np.float64)) for records in kept) / max(there, 1)
+    log.info(
+        "of %d of %d answer tokens the %d likeliest are kept, with %.2f%% of the probability: %d "
+        "bytes a token",
+        *(there, tokens, record["tokens"].shape[0], 100 * mass, record.itemsize),
+    )
+    return {
+        "model": wrote,
+        "likeliest": record["tokens"].shape[0],
+        "known": round(there / tokens, 6),
+        "mass": round(mass, 6),
+        "bytes_per_token": record.itemsize,
+    }
 
 
 def _samples(part: Part, writer: Writer, done: Callable[[], object]) -> Iterator[Sample]:
@@ -174,11 +209,15 @@ def _samples(part: Part, writer: Writer, done: Callable[[], object]) -> Iterator
             yield dialogue.sample()
 
 
-def _expected_tokens(shards: Shards, parts: Sequence[Part], missing: Sequence[Part]) -> int:
-    """Tokens to write: the maximum, scaled by what the first existing shard took of its own."""
-    most = sum(part.tokens for part in missing)
+def _expected_tokens(
+    shards: Shards, parts: Sequence[Part], missing: Sequence[Part]
+) -> tuple[int, int]:
+    """Tokens to write, and those of answers among them: the maximum, scaled by what the first
+    existing shard took of its own.
+    """
+    most, answers = sum(part.tokens for part in missing), sum(part.written for part in missing)
     for part in parts:
         if part.tokens and shards.path(part.name).exists():
             there = sum(len(sample["input_ids"]) for sample in shards.read(part.name))
-            return most * there // part.tokens
-    return most
+            return most * there // part.tokens, answers * there // part.tokens
+    return most, answers

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
 from kangaroo.model import LM
+from kangaroo.prompts import Sample
 from kangaroo.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,5 +54,31 @@ class MixConfig:
         if store.is_of(path, settings):
             return
         samples = [sample for some, _ in parts for sample in some]
+        wrote = _alike([about.get("teacher") for _, about in parts], samples, self.paths)
         random.Random(self.seed).shuffle(samples)
-        finish(path, settings, samples, len(samples), self.filters)
+        finish(path, settings, samples, len(samples), self.filters, wrote=wrote)
+
+
+def _alike(
+    kept: Sequence[dict[str, Any] | None], samples: Sequence[Sample], paths: Sequence[str]
+) -> str | None:
+    """Make the records of the target's distributions alike in all samples: as many likeliest tokens
+    as the part with the fewest has, and none where a part has none, or another model's.
+
+    Returns the model that they are of.
+    """
+    models = {about["model"] if about else None for about in kept}
+    if len(models) > 1 or None in models:
+        for sample in samples:
+            sample.pop("teacher", None)
+        if any(kept):
+            without = [path for path, about in zip(paths, kept, strict=True) if not about]
+            log.warning(
+                "the mix has no kept distributions, since %s",
+                f"there are none in {', '.join(without)}" if without else f"they are of {models}",
+            )
+        return None
+    fewest = min(about["likeliest"] for about in kept if about)
+    for sample in samples:
+        sample["teacher"] = teacher.first(sample["teacher"], fewest)
+    return models.pop()

@@ -1,14 +1,18 @@
-"""A dataset in progress: named files of samples, each written completely or not at all."""
+"""A dataset in progress: named files of samples, each written completely or not at all.
+
+Where records of the target's distributions are kept, those of a shard lie in a file beside it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kangaroo.data import beside
 from kangaroo.errors import CorruptFile, DataError
 from kangaroo.prompts import Sample
 from kangaroo.provenance import changes
@@ -20,13 +24,13 @@ class Shards:
     """A folder of shards, each a pure function of the folder's settings and of its own name.
 
     Args:
-        settings: all that a shard's content depends on.
+        settings: all that a shard's content depends on; with `teacher`, its samples have records.
 
     Errors: `DataError` for a folder begun with other settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.folder = folder
+        self.folder, self.keeps = folder, bool(settings.get("teacher"))
         path = folder / SETTINGS
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,18 +49,25 @@ class Shards:
         return self.folder / f"{name}.jsonl"
 
     def write(self, name: str, samples: Iterable[Sample]) -> None:
-        """Write a shard; a process that is killed meanwhile leaves at most a `.part` file."""
-        part = self.path(name).with_suffix(".part")
+        """Write a shard; a process that is killed meanwhile leaves no `.jsonl` file, which is the
+        last to be put in its place.
+        """
+        written, part = list(samples), self.path(name).with_suffix(".part")
+        if self.keeps:
+            beside.save(self.path(name).with_suffix(".npy"), written)
         with part.open("w", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps(sample) + "\n")
+            for sample in written:
+                file.write(json.dumps(beside.without(sample)) + "\n")
         os.replace(part, self.path(name))
 
-    def read(self, name: str) -> Iterator[Sample]:
+    def read(self, name: str) -> list[Sample]:
         """The samples of a shard. Errors: `CorruptFile` where it is not as it was written."""
-        with self.path(name).open(encoding="utf-8") as file:
-            for line in file:
-                yield _json(self.path(name), line)
+        path = self.path(name)
+        with path.open(encoding="utf-8") as file:
+            samples: list[Sample] = [_json(path, line) for line in file]
+        if self.keeps:
+            beside.attach(path.with_suffix(".npy"), samples, path)
+        return samples
 
 
 def _json(path: Path, text: str) -> Any:

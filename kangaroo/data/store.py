@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from kangaroo.data import beside
 from kangaroo.errors import DataError
 from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
@@ -27,7 +28,8 @@ def save(
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     from datasets import Dataset  # here, since it takes seconds to import
 
-    Dataset.from_list(samples).save_to_disk(path)
+    Dataset.from_list([dict(beside.without(sample)) for sample in samples]).save_to_disk(path)
+    beside.save(path / beside.NAME, samples)
     recorded = {
         "settings": settings,
         "fingerprint": fingerprint(samples),
@@ -64,7 +66,7 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     """The samples and their provenance.
 
     Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
-    provenance describes.
+    provenance describes; `CorruptFile` where the records of the target's distributions are not.
     """
     from datasets import load_from_disk
 
@@ -73,14 +75,18 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
         samples = load_from_disk(path).to_list()
     except (OSError, ValueError) as error:
         raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
+    if recorded.get("teacher"):
+        beside.attach(path / beside.NAME, samples, path)
     if fingerprint(samples) != recorded["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
     return samples, recorded
 
 
 def fingerprint(samples: list[Sample]) -> str:
-    """Hash of all tokens and loss masks, in order."""
+    """Hash of all tokens, loss masks and records of the target's distributions, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode())
+        if "teacher" in sample:
+            digest.update(sample["teacher"].tobytes())
     return digest.hexdigest()[:16]

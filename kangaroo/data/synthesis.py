@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import Part, finish, write_parts
@@ -44,6 +45,9 @@ class SynthesisConfig:
             the beginning to the target, which seldom asks for a translation or a summary by itself.
         question_temperature: a high one gives different questions.
         answer_temperatures: the shards use them in turn; 0 is greedy, as most evaluation is.
+        teacher: of the distribution behind every token of an answer, keep this many of the
+            likeliest tokens (64 at most) with their probabilities, so that training need not run
+            the whole target again (`trainer.kept`); 0 keeps nothing.
         seed: the data depend on it, the model and these settings alone.
         filters: what the finished dataset leaves out; the shards do not depend on it.
     """
@@ -60,6 +64,7 @@ class SynthesisConfig:
     openings: list[str] = field(default_factory=lambda: [""])
     question_temperature: float = 1.0
     answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    teacher: int = 0
     seed: int = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
@@ -83,8 +88,11 @@ class SynthesisConfig:
             )
         if min(self.turns) < 1:
             raise ConfigError(f"data.turns={self.turns}: a conversation has at least one turn.")
+        teacher.check(self.teacher, "data.teacher")
         settings: dict[str, Any] = {"model": lm.name} | asdict(self)
         del settings["path"]
+        if not self.teacher:
+            del settings["teacher"]  # as in datasets from before there was such an option
         path, ranks = Path(self.path), ranks or Ranks()
         if ranks.share(store.is_of(path, settings)):
             return
@@ -95,10 +103,13 @@ class SynthesisConfig:
         for number in range(self.shards):
             answers = self.shard_size * self.turns[number % len(self.turns)]
             write = partial(_write, self, number)
-            parts.append(Part(f"{number:05d}", answers, answers * a_turn, write))
-        raw, speed = write_parts(lm, tokenizer, shards, parts, self.batch_size, lm.context, ranks)
+            written = answers * self.max_answer_tokens
+            parts.append(Part(f"{number:05d}", answers, answers * a_turn, written, write))
+        limits = self.batch_size, lm.context, self.teacher
+        raw, speed = write_parts(lm, tokenizer, shards, parts, *limits, ranks)
         if ranks.is_first:
-            finish(path, settings, raw, self.shards * self.shard_size, self.filters, speed)
+            asked = self.shards * self.shard_size
+            finish(path, settings, raw, asked, self.filters, speed, lm.name)
 
 
 def _write(

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import teacher
 from kangaroo.clock import now
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine, Generation, Request
@@ -29,6 +31,8 @@ class Dialogue:
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
+        teacher: a record for each token of the assistant (`kangaroo/teacher.py`), where these are
+            kept.
     """
 
     seed: int
@@ -37,12 +41,40 @@ class Dialogue:
     open: bool = True
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
+    teacher: np.ndarray | None = None
 
     def sample(self) -> Sample:
         """The conversation up to its last answer, of which there must be one."""
         unanswered = self.messages[-1]["role"] == "user"
         messages = self.messages[: len(self.messages) - unanswered]
-        return Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
+        made = Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
+        if self.teacher is not None:
+            made["teacher"] = self.teacher
+        return made
+
+    def append(self, prompt: Sequence[int], mask: Sequence[int], said: Generation) -> None:
+        """Take the tokens of a further answer, and those before it as they are now."""
+        if said.teacher is not None:
+            self.teacher = np.concatenate([self._carried(prompt, mask, said.teacher), said.teacher])
+        self.input_ids = [*prompt, *said.tokens]
+        self.loss_mask = [*mask, *[1] * len(said.tokens)]
+
+    def _carried(self, prompt: Sequence[int], mask: Sequence[int], like: np.ndarray) -> np.ndarray:
+        """Records for the earlier answers in a prompt.
+
+        They are tokenised from their text there. After the first token that is not the one that
+        was written, the distributions are others too, and not known.
+        """
+        carried = teacher.unknown(sum(mask), like)
+        if self.teacher is None:
+            return carried
+        pairs = enumerate(zip(self.input_ids, prompt, strict=False))
+        known = next((i for i, (was, now) in pairs if was != now), len(self.input_ids)) + 1
+        then, now = (np.array(m[:known], dtype=bool) for m in (self.loss_mask, mask))
+        both = then[: len(now)] & now[: len(then)]
+        was, becomes = (np.cumsum(m[: len(both)])[both] - 1 for m in (then, now))
+        carried[becomes] = self.teacher[was]
+        return carried
 
 
 @dataclass
@@ -90,10 +122,18 @@ class Writer:
     Args:
         longest: no conversation grows beyond this many tokens, nor beyond the model's context; a
             turn that might do so is not begun, and closes its dialogue.
+        keep: likeliest tokens that are kept of every distribution an answer is written from.
     """
 
-    def __init__(self, lm: LM, tokenizer: PreTrainedTokenizerBase, batch_size: int, longest: int):
-        self.lm, self.tokenizer, self.batch_size = lm, tokenizer, batch_size
+    def __init__(
+        self,
+        lm: LM,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        longest: int,
+        keep: int = 0,
+    ):
+        self.lm, self.tokenizer, self.batch_size, self.keep = lm, tokenizer, batch_size, keep
         self.engine = Engine(lm, Vanilla(), tokenizer)
         self.longest = min(longest, lm.context)
         self.speed = Speed()
@@ -153,12 +193,11 @@ class Writer:
                 going.append(dialogue)
                 masks.append(mask)
                 requests.append(Request(prompt, max_tokens, dialogue.seed))
-        generations = self._decode(requests, temperature, done)
+        generations = self._decode(requests, temperature, done, self.keep)
         for dialogue, request, mask, said in zip(going, requests, masks, generations, strict=True):
             text = plain_text(self.tokenizer, said.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
-            dialogue.input_ids = [*request.prompt, *said.tokens]
-            dialogue.loss_mask = mask + [1] * len(said.tokens)
+            dialogue.append(request.prompt, mask, said)
             dialogue.open = said.finish != "length"
 
     def time_trials(self) -> None:
@@ -167,7 +206,7 @@ class Writer:
         requests = [Request([0], TRIAL_STEPS, seed) for seed in range(self.batch_size)]
         for _ in range(2):  # the first one warms up
             self.speed = Speed()
-            self._decode(requests, temperature=1.0)
+            self._decode(requests, temperature=1.0, keep=self.keep)
         rows, seconds = 1, self._forward(1, length)
         while seconds < TRIAL_SECONDS and rows < self.batch_size:
             rows = min(2 * rows, self.batch_size)
@@ -194,12 +233,14 @@ class Writer:
         requests: Sequence[Request],
         temperature: float,
         done: Callable[[], object] = lambda: None,
+        keep: int = 0,
     ) -> list[Generation]:
         """A generation for each request, in their order."""
         start = time.perf_counter()
         finished = {}
         sampling = Sampling(temperature=temperature)
-        for index, generation in self.engine.completions(requests, sampling, self.batch_size):
+        texts = self.engine.completions(requests, sampling, self.batch_size, keep)
+        for index, generation in texts:
             finished[index] = generation
             self.speed.written += len(generation.tokens)
             self.speed.read += len(requests[index].prompt)

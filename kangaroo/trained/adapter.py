@@ -48,6 +48,10 @@ class Architecture(base.Architecture):
                 "adapter.architecture.feed_forward on."
             )
 
+    @property
+    def reads_deep(self) -> bool:
+        return self.fused
+
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
         return Adapter(lm, exit_layer, self, vocabulary_K)
 
@@ -86,7 +90,7 @@ class Adapter(Layer):
                 f"exit layer {exit_layer} does not lie inside the target's {lm.n_layers} layers; "
                 f"choose 1 to {lm.n_layers - 1}."
             )
-        self.reads_deep = parts.fused
+        self.reads_deep = parts.reads_deep
         layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()

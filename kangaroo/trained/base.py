@@ -47,6 +47,11 @@ class Architecture(ABC):
         Errors: `AdapterMismatch` for an exit layer that the target does not have.
         """
 
+    @property
+    def reads_deep(self) -> bool:
+        """Whether it learns from the target's final states, and not from its taps alone."""
+        return True
+
     def fixed_exit(self, lm: LM) -> int | None:
         """The one exit layer that it can have, where there is no choice."""
         return None
@@ -100,7 +105,7 @@ class Trainable(nn.Module, ABC):
         earlier, so that every step's states are judged by the same tokens.
 
         Args:
-            deep_BTD: the target's normed final states.
+            deep_BTD: the target's normed final states; of width 0 where nothing `reads_deep`.
         """
 
     def own_heads(self) -> list[nn.Linear]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ class Options(Protocol):
     betas: tuple[float, float]
     weight_decay: float
     clip: float
+    average: float | None
     accumulate: int | None
     remember: bool
     zero_stage: int
@@ -54,6 +56,11 @@ def check(config: Options, ranks: Ranks) -> None:
         raise ConfigError(
             f"trainer.accumulate={config.accumulate} must be 1 or more, or null for one "
             "micro-batch in each process."
+        )
+    if config.average is not None and not 0 < config.average < 1:
+        raise ConfigError(
+            f"trainer.average={config.average} must lie between 0 and 1, such as 0.999, or be null "
+            "for the weights themselves."
         )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
@@ -95,6 +102,8 @@ class TorchBackend:
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
         self.steps = 0
+        averaged = self.parameters.values() if options.average is not None else ()
+        self.means = [p.detach().clone() for p in averaged]
         self._begin()
 
     def collect(self) -> None:
@@ -121,16 +130,37 @@ class TorchBackend:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
         self.steps += 1
+        self._average()
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the adapters have the running means of their weights, where these are asked
+        for; else what they have.
+        """
+        pairs = list(zip(self.parameters.values(), self.means, strict=False))
+        own = [parameter.detach().clone() for parameter, _ in pairs]
+        for parameter, mean in pairs:
+            parameter.data.copy_(mean)
+        try:
+            yield
+        finally:
+            for (parameter, _), weight in zip(pairs, own, strict=True):
+                parameter.data.copy_(weight)
+
     def state(self) -> dict[str, Any]:
-        """Weights and AdamW's moments in float32 on the CPU, by name: whole, whoever holds them.
+        """Weights, their means and AdamW's moments in float32 on the CPU, by name: whole, whoever
+        holds them.
 
         Every process has to call this. Before the first step there are no moments.
         """
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
-        return {"steps": self.steps, "weights": weights} | self._moments()
+        means = {
+            name: mean.cpu().clone()
+            for name, mean in zip(self.parameters, self.means, strict=False)
+        }
+        return {"steps": self.steps, "weights": weights, "means": means} | self._moments()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from the `state()` of any backend at any number of processes."""
@@ -138,7 +168,15 @@ class TorchBackend:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["weights"][name])
+            for name, mean in zip(self.parameters, self.means, strict=False):
+                mean.copy_(state["means"][name])
         self._load_moments(state)
+
+    def _average(self) -> None:
+        # of few steps it is nearly the mean: the start, which is far from all, soon counts little
+        share = min(self.options.average or 0.0, (1 + self.steps) / (10 + self.steps))
+        for parameter, mean in zip(self.parameters.values(), self.means, strict=False):
+            mean.lerp_(parameter.detach(), 1 - share)
 
     def _begin(self) -> None:
         self.optimizer = self._adamw([list(adapter.parameters()) for adapter in self.adapters])

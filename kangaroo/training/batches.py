@@ -1,6 +1,6 @@
 """Which samples make up each micro-batch: a pure function of the data, the seed and the epoch.
 
-Shapes: B rows, T tokens of a row.
+Shapes: B rows, T tokens of a row, M wanted positions, J kept tokens.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo import teacher
 from kangaroo.cache import Block
 from kangaroo.data.filters import answers
 from kangaroo.errors import DataError
@@ -30,12 +32,15 @@ class Tokens:
         sample_BT: which sample of the micro-batch a token belongs to, -1 for padding; None where a
             row is one sample, whose padding a causal mask hides.
         position_BT: place within the sample; None likewise.
+        kept: where the target's distributions were kept, those of the wanted positions, row after
+            row: likeliest tokens and their chances, each `[M, J]`.
     """
 
     input_BT: Tensor
     wanted_BT: Tensor
     sample_BT: Tensor | None = None
     position_BT: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
 
     def block(self, lm: LM) -> Block:
         """Where the tokens sit: no token sees another sample, and positions restart with each."""
@@ -114,10 +119,35 @@ def rows_of(lengths: Sequence[int]) -> list[list[int]]:
     return rows
 
 
+def wanted_of(sample: Sample, length: int, kept: bool = False) -> np.ndarray:
+    """`[length - 1]`: which of a sample's tokens, from the second on, are learnt: the assistant's,
+    but for those whose distribution should have been kept and is not known.
+    """
+    wanted_T = np.array(sample["loss_mask"][:length], dtype=bool)
+    if kept:
+        wanted_T[wanted_T] = teacher.known(sample["teacher"][: wanted_T.sum()])
+    return wanted_T[1:]
+
+
+def _records_of(sample: Sample, length: int) -> np.ndarray:
+    """What was kept of the distributions at these positions."""
+    mask = sample["loss_mask"]
+    records_M = sample["teacher"][mask[0] : sum(mask[:length])]
+    return records_M[teacher.known(records_M)]
+
+
 def collate(
-    samples: Sequence[Sample], max_length: int, device: torch.device, packing: bool = False
+    samples: Sequence[Sample],
+    max_length: int,
+    device: torch.device,
+    packing: bool = False,
+    kept: bool = False,
 ) -> Tokens:
-    """Cut samples at `max_length` tokens, place them in rows, and pad those on the right."""
+    """Cut samples at `max_length` tokens, place them in rows, and pad those on the right.
+
+    Args:
+        kept: the distributions to learn are those that were kept.
+    """
     lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
     rows = rows_of(lengths) if packing else [[index] for index in range(len(samples))]
     shape = len(rows), max(sum(lengths[index] for index in row) for row in rows)
@@ -125,20 +155,26 @@ def collate(
     wanted_BT = torch.zeros(shape, dtype=torch.bool)
     sample_BT = torch.full(shape, -1)
     position_BT = torch.zeros(shape, dtype=torch.long)
+    records = []
     for row, indices in enumerate(rows):
         start = 0
         for index in indices:
             stop = start + lengths[index]
-            ids, mask = samples[index]["input_ids"], samples[index]["loss_mask"]
-            input_BT[row, start:stop] = torch.tensor(ids[: lengths[index]])
+            sample, length = samples[index], lengths[index]
+            input_BT[row, start:stop] = torch.tensor(sample["input_ids"][:length])
             # the last token of a sample has no next one to learn
-            wanted_BT[row, start : stop - 1] = torch.tensor(mask[1 : lengths[index]]).bool()
+            wanted_BT[row, start : stop - 1] = torch.from_numpy(wanted_of(sample, length, kept))
+            if kept:
+                records.append(_records_of(sample, length))
             sample_BT[row, start:stop] = index
-            position_BT[row, start:stop] = torch.arange(lengths[index])
+            position_BT[row, start:stop] = torch.arange(length)
             start = stop
     tokens = Tokens(input_BT.to(device), wanted_BT.to(device))
     if packing:
         tokens.sample_BT, tokens.position_BT = sample_BT.to(device), position_BT.to(device)
+    if kept:
+        told, chances = teacher.tensors(np.concatenate(records))
+        tokens.kept = told.to(device), chances.to(device)
     return tokens
 
 

@@ -22,9 +22,14 @@ class TrainerConfig:
         packing: samples stand one after another in shared rows, without seeing each other.
         remember: keep what the target computes of each micro-batch, in memory: only the first epoch
             runs it. Micro-batches then stay the same, and come in another order every epoch.
+        kept: learn from the distributions that were kept when the data was written
+            (`data.teacher`): the target runs no layer above the adapters' exits, nor its head.
+            None: where the data has them and no adapter reads the target's final states.
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
+        average: adapters are measured and saved with a running mean of their weights, in which a
+            step's count 1 minus this (more at the beginning), such as 0.999. None: the last ones.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
         loss_chunk: assistant positions whose logits exist at a time.
@@ -48,8 +53,10 @@ class TrainerConfig:
     batch_tokens: int = 512
     packing: bool = False
     remember: bool = False
+    kept: bool | None = None
     accumulate: int | None = None
     clip: float = 1.0
+    average: float | None = None
     max_length: int = 2048
     holdout: int = 128
     loss_chunk: int = 256
@@ -66,6 +73,8 @@ class TrainerConfig:
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
         settings = asdict(self)
+        if not settings["kept"]:
+            del settings["kept"]  # as in runs from before there was such an option
         return {name: value for name, value in settings.items() if name not in MOVES_NOTHING}
 
 

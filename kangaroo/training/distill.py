@@ -1,13 +1,14 @@
 """Score adapters against the target in chunks, so that logits never stand whole in memory.
 
 Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
-V vocabulary, F results.
+V vocabulary, F results, O outcomes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,50 @@ from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.losses import Loss, divergence, overlap
 
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
+
+
+class Target(Protocol):
+    """The target's distributions at the positions of a chunk.
+
+    Attributes:
+        p_CO: probabilities of the outcomes: each token of the draft vocabulary, or fewer.
+        tokens: so many of the outcomes, the first ones, are single tokens.
+    """
+
+    p_CO: Tensor
+
+    @property
+    def tokens(self) -> int: ...
+
+    def compare(self, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[C, O]` of the same outcomes by a student's logits, and the place of
+        its largest logit.
+        """
+
+
+class AnyTeacher(Protocol):
+    """What the target says at every position; see `Teacher`."""
+
+    state_MD: Tensor
+    top_M: Tensor
+
+    def part(self, part: slice, head: DraftHead) -> Target:
+        """Its distributions at some positions, over the draft vocabulary of its head."""
+
+
+@dataclass
+class WholeTarget:
+    """Probabilities of every token of the draft vocabulary."""
+
+    p_CO: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.p_CO.shape[-1]
+
+    def compare(self, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        log_q_CO = logits_CK.float().log_softmax(-1)
+        return log_q_CO, log_q_CO.detach().argmax(-1)
 
 
 @dataclass
@@ -47,6 +92,11 @@ class Teacher:
             total.append(logits_CV.logsumexp(-1))
         return Teacher(state_MD, torch.cat(top), torch.cat(total))
 
+    @torch.no_grad()
+    def part(self, part: slice, head: DraftHead) -> WholeTarget:
+        logits_CK = head(self.state_MD[part]).float()
+        return WholeTarget((logits_CK - self.total_M[part, None]).exp_())
+
 
 @dataclass
 class Student:
@@ -71,7 +121,7 @@ class Graded:
 
     Args:
         sums_F: sums over its valid positions: loss (unweighted), positions where adapter and target
-            have the same likeliest token, `sum min(p, q)`, and their number.
+            have the same likeliest token, `sum min(p, q)` over single tokens, and their number.
         agrees_M: where those likeliest tokens are the same.
         gradients: of the weighted sum of losses, with respect to the student's states and, where it
             is trained, the head's weight; empty if none were asked for.
@@ -83,7 +133,11 @@ class Graded:
 
 
 def distill(
-    teacher: Teacher, head: DraftHead, students: Sequence[Student], chunk_size: int, backward: bool
+    teacher: AnyTeacher,
+    head: DraftHead,
+    students: Sequence[Student],
+    chunk_size: int,
+    backward: bool,
 ) -> list[Graded]:
     """Grade every student against the target.
 
@@ -95,11 +149,9 @@ def distill(
     graded = [_begin(student, backward) for student in students]
     for start in range(0, len(teacher.top_M), chunk_size):
         part = slice(start, start + chunk_size)
-        with torch.no_grad():
-            logits_CK = head(teacher.state_MD[part]).float()
-            p_CK = (logits_CK - teacher.total_M[part, None]).exp_()
+        target = teacher.part(part, head)
         for student, result in zip(students, graded, strict=True):
-            _grade(student, result, part, p_CK, teacher.top_M[part])
+            _grade(student, result, part, target, teacher.top_M[part])
     return graded
 
 
@@ -114,15 +166,15 @@ def _begin(student: Student, backward: bool) -> Graded:
     )
 
 
-def _grade(student: Student, result: Graded, part: slice, p_CK: Tensor, top_C: Tensor) -> None:
+def _grade(student: Student, result: Graded, part: slice, target: Target, top_C: Tensor) -> None:
     """One chunk of one student, added to its result."""
     head, valid_C = student.head, student.valid_M[part]
     backward = bool(result.gradients)
     with torch.set_grad_enabled(backward):
         # a leaf of its own: the adapter's graph is walked once, after the last chunk
         state_CD = student.state_MD[part].detach().requires_grad_(backward)
-        log_q_CK = head(state_CD).float().log_softmax(-1)
-        loss_C = divergence(student.loss, p_CK, log_q_CK) * valid_C
+        log_q_CO, drafted_C = target.compare(head(state_CD))
+        loss_C = divergence(student.loss, target.p_CO, log_q_CO) * valid_C
     if backward:
         leaves = [state_CD] + [x for x, _ in result.gradients[1:]]
         # The weight comes after the head: in float16, gradients of 1 / 50,000 would round to zero.
@@ -131,8 +183,7 @@ def _grade(student: Student, result: Graded, part: slice, p_CK: Tensor, top_C: T
         result.gradients[0][1][part] = student.weight * new[0].float()
         for (_, total), gradient in zip(result.gradients[1:], new[1:], strict=True):
             total.add_(gradient, alpha=student.weight)
-    log_q_CK = log_q_CK.detach()
-    drafted_C = log_q_CK.argmax(-1)
+    log_q_CO, single = log_q_CO.detach(), slice(target.tokens)
     if head.vocabulary_K is not None:
         drafted_C = head.vocabulary_K[drafted_C]
     agrees_C = (drafted_C == top_C) & valid_C
@@ -141,7 +192,7 @@ def _grade(student: Student, result: Graded, part: slice, p_CK: Tensor, top_C: T
         [
             loss_C.detach().sum(),
             agrees_C.sum(),
-            (overlap(p_CK, log_q_CK) * valid_C).sum(),
+            (overlap(target.p_CO[:, single], log_q_CO[:, single]) * valid_C).sum(),
             valid_C.sum(),
         ]
     )

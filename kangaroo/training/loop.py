@@ -30,7 +30,7 @@ from kangaroo.ranks import Ranks
 from kangaroo.tracking import Tracker
 from kangaroo.trained import adapter_files
 from kangaroo.training import backend as backends
-from kangaroo.training import curves, results
+from kangaroo.training import curves, kept, results
 from kangaroo.training.batches import collate, frequent_tokens, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
 from kangaroo.training.config import TrainerConfig, schedule
@@ -93,7 +93,7 @@ def train(
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
     """
-    run = _begin(lm, samples, recipes, config, output, about["fingerprint"], ranks or Ranks())
+    run = _begin(lm, samples, recipes, config, output, about, ranks or Ranks())
     progress, first = run.progress, run.trained[0].name
     bar = tqdm(
         total=run.total,
@@ -103,7 +103,9 @@ def train(
         disable=not run.ranks.is_first,
     )
     while progress.step < run.total:
-        metrics = _step(run) | _measure(run)
+        metrics = _step(run)
+        with run.backend.averaged():
+            metrics |= _measure(run)
         if run.ranks.is_first:
             run.checkpoint.log(progress.step, metrics)
             tracker.log(metrics, progress.step)
@@ -116,8 +118,9 @@ def train(
         bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
     bar.close()
     if run.ranks.is_first:
-        for trainee in run.trained:
-            _save(run, trainee, about, output / trainee.name)
+        with run.backend.averaged():
+            for trainee in run.trained:
+                _save(run, trainee, about, output / trainee.name)
         curves.write(output)
     return [output / trainee.name for trainee in run.trained]
 
@@ -128,10 +131,11 @@ def _begin(
     recipes: Sequence[AdapterRecipe],
     config: TrainerConfig,
     output: Path,
-    fingerprint: str,
+    about: dict[str, Any],
     ranks: Ranks,
 ) -> Run:
     """Everything before the first step: what is learnt, by whom, and from where on."""
+    config = kept.settled(lm, samples, recipes, config, about)
     work = Work.of(samples, config)
     config, accumulate = settled(config, output, ranks)
     if ranks.is_first and accumulate < ranks.world:
@@ -154,7 +158,7 @@ def _begin(
     trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
     backend = backends.begin([trainee.adapter for trainee in trained], config, ranks)
     settings = config.identity() | {"adapters": [trainee.settings() for trainee in trained]}
-    checkpoint = Checkpoint(output, settings, data=fingerprint)
+    checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
     progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
     if state is not None:
         backend.load_state(state)
@@ -183,7 +187,7 @@ def _step(run: Run) -> dict[str, float]:
     first = progress.step * run.accumulate
     group = work.batches[first : first + run.accumulate]
     # weighted by all positions of the step, so that the mean does not depend on the split
-    wanted = sum(work.positions[i] for batch in group for i in batch)
+    wanted = max(sum(work.positions[i] for batch in group for i in batch), 1)
     sums = []
     for batch, counts in run.ranks.deal(group):
         seen = run.remembered.get(tuple(batch))
@@ -272,7 +276,7 @@ def _look(
     trained: Sequence[Trainee],
 ) -> Seen:
     chosen = [samples[i] for i in batch]
-    tokens = collate(chosen, config.max_length, lm.device, config.packing)
+    tokens = collate(chosen, config.max_length, lm.device, config.packing, bool(config.kept))
     return look(lm, tokens, trained, config.loss_chunk)
 
 
@@ -296,5 +300,5 @@ def _save(run: Run, trainee: Trainee, about: dict[str, Any], folder: Path) -> No
     vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
     size = None if vocabulary_K is None else len(vocabulary_K)
     described = adapter_files.describe(run.lm, trainee.adapter, training, size, facts)
-    kept = adapter_files.kept_dtype(trainee.adapter, run.lm)
-    adapter_files.save(trainee.adapter, described, run.frequent_K, folder, kept)
+    dtype = adapter_files.kept_dtype(trainee.adapter, run.lm)
+    adapter_files.save(trainee.adapter, described, run.frequent_K, folder, dtype)

@@ -16,7 +16,8 @@ from torch import Tensor
 from kangaroo.cache import Block
 from kangaroo.model import LM
 from kangaroo.training.batches import Tokens
-from kangaroo.training.distill import Graded, Student, Teacher, distill
+from kangaroo.training.distill import AnyTeacher, Graded, Student, Teacher, distill
+from kangaroo.training.kept import KeptTeacher
 from kangaroo.training.recipe import Trainee
 
 
@@ -26,7 +27,7 @@ class Seen:
 
     Args:
         taps: hidden states `[B, T, D]` by the number of layers below them.
-        deep_BTD: normed final states.
+        deep_BTD: normed final states; of width 0 where the target ran its shallow layers alone.
         teacher: what the target says at the assistant's positions.
     """
 
@@ -34,15 +35,22 @@ class Seen:
     block: Block
     taps: dict[int, Tensor]
     deep_BTD: Tensor
-    teacher: Teacher
+    teacher: AnyTeacher
 
 
 @torch.no_grad()
 def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) -> Seen:
-    """The one frozen forward that all adapters learn from."""
+    """The one frozen forward that all adapters learn from.
+
+    With kept distributions it ends where the last adapter reads.
+    """
     block = replace(tokens.block(lm), rows=slice(0, len(tokens.input_BT)))
     wanted = {tap for trainee in trained for tap in trainee.adapter.taps}
-    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, range(lm.n_layers), wanted)
+    layers = range(lm.n_layers if tokens.kept is None else max(wanted))
+    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, layers, wanted)
+    if tokens.kept is not None:
+        kept = KeptTeacher.of(*tokens.kept, trained[0].targets)
+        return Seen(tokens, block, taps, x_BTD[..., :0], kept)
     deep_BTD = lm.norm(x_BTD)
     teacher = Teacher.of(lm, deep_BTD[tokens.wanted_BT.to(deep_BTD.device)], loss_chunk)
     return Seen(tokens, block, taps, deep_BTD, teacher)

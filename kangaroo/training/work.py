@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kangaroo.errors import ConfigError
 from kangaroo.prompts import Sample
-from kangaroo.training.batches import check_trainable, plan
+from kangaroo.training.batches import check_trainable, plan, wanted_of
 from kangaroo.training.config import TrainerConfig
 
 
@@ -40,7 +40,10 @@ class Work:
             )
         kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
         tokens = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
-        positions = [sum(sample["loss_mask"][1 : config.max_length]) for sample in kept]
+        learns_kept = bool(config.kept)
+        positions = [
+            int(wanted_of(sample, config.max_length, learns_kept).sum()) for sample in kept
+        ]
         batches = [
             batch
             for epoch in range(config.epochs)

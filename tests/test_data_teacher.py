@@ -1,0 +1,278 @@
+"""What is kept of the target's distributions while it writes: which it is, and where it goes.
+
+Shapes: M tokens of the assistant, K likeliest tokens, T tokens of a text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tiny
+from helpers import vanilla_texts as texts_of
+from test_data import NO_FILTERS, settings
+
+from kangaroo import models, teacher
+from kangaroo.data import beside, making, store
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.filters import FilterConfig, answers
+from kangaroo.data.mix import MixConfig
+from kangaroo.data.writing import Dialogue
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine, Generation, Request, StepRecord
+from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.rounds import Rounds
+from kangaroo.sampling import Sampling
+
+HALF = {"rtol": 1e-3, "atol": 1e-7}  # float16 keeps 11 bits
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target that ends a turn after some ten tokens."""
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    hf.generation_config.eos_token_id = [257, *range(100, 120)]
+    return LM(hf).compile_for_decoding(), tokenizer
+
+
+def expect_records(lm, ids, first, records, count):
+    """Those of the tokens from place `first` on, by a plain forward over the whole text."""
+    p_MV = forward_logits(lm, ids)[first - 1 : len(ids) - 1].softmax(-1)
+    top = p_MV.topk(count)
+    assert records["tokens"].shape == records["chances"].shape == (len(ids) - first, count)
+    chances_MK = torch.from_numpy(records["chances"].astype(np.float32))
+    torch.testing.assert_close(chances_MK, top.values, **HALF)
+    tokens_MK = torch.from_numpy(records["tokens"].astype(np.int64))
+    torch.testing.assert_close(p_MV.gather(1, tokens_MK), top.values, rtol=1e-4, atol=1e-7)
+    assert all(len(set(row)) == count for row in tokens_MK.tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("native", [True, False])
+def test_every_token_keeps_the_distribution_that_it_was_chosen_from(native, temperature):
+    lm = tiny(eos_token_id=7)
+    if native:
+        lm.compile_for_decoding()
+    prompts = random_prompts(5, 17, 3, 11, 2)
+    requests = [Request(p, n, s) for s, (p, n) in enumerate(zip(prompts, (9, 30, 1, 14, 30)))]  # noqa: B905
+    engine = Engine(lm, Vanilla())
+    done = dict(engine.completions(requests, Sampling(temperature=temperature), 2, keep=6))
+    assert (engine.rounds is not None) == native
+    for index, generation in done.items():
+        assert len(generation.teacher) == len(generation.tokens) > 0
+        ids = [*prompts[index], *generation.tokens]
+        expect_records(lm, ids, len(prompts[index]), generation.teacher, 6)
+        if temperature == 0:
+            assert generation.teacher["tokens"][:, 0].tolist() == generation.tokens
+    assert {generation.finish for generation in done.values()} >= {"length"}
+    without = dict(engine.completions(requests, Sampling(temperature=temperature), 2))
+    assert all(generation.teacher is None for generation in without.values())
+    assert all(without[i].tokens == done[i].tokens for i in done)
+
+
+def test_a_text_that_ends_early_keeps_no_more_than_its_tokens():
+    lm = tiny().compile_for_decoding()
+    (text,) = texts_of(lm, random_prompts(6), 12)
+    lm.hf.generation_config.eos_token_id = text[10]
+    (generation,) = dict(
+        Engine(lm, Vanilla()).completions([Request(text[:6], 12)], Sampling(), 1, 4)
+    ).values()
+    assert generation.finish == "eos" and len(generation.tokens) == text[6:].index(text[10]) + 1
+    expect_records(lm, [*text[:6], *generation.tokens], 6, generation.teacher, 4)
+
+
+@pytest.mark.parametrize("kind", ["kangaroo, native", "kangaroo", "tree"])
+def test_a_draft_changes_nothing_of_what_is_kept(kind, monkeypatch):
+    lm, prompts = tiny(), random_prompts(5, 17, 3)
+    if kind == "kangaroo, native":
+        lm.compile_for_decoding()
+        monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *args: [0.0] * nodes)
+    if kind == "tree":
+        engine = Engine(lm, RandomTree(lm, texts_of(lm, prompts, 20)))
+    else:
+        engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.0))
+    done = dict(engine.completions([Request(p, 20) for p in prompts], Sampling(), 2, keep=5))
+    assert (engine.rounds is not None) == (kind == "kangaroo, native")
+    for prompt, generation in zip(prompts, (done[i] for i in range(3)), strict=True):
+        assert sum(step.accepted for step in generation.steps) > 3
+        expect_records(lm, [*prompt, *generation.tokens], len(prompt), generation.teacher, 5)
+
+
+def test_a_small_vocabulary_is_kept_whole_and_adds_up():
+    lm = tiny().compile_for_decoding()
+    ((_, generation),) = Engine(lm, Vanilla()).completions([Request([1, 2], 8)], Sampling(), 1, 64)
+    assert generation.teacher["tokens"].shape == (8, 64)
+    np.testing.assert_allclose(generation.teacher["chances"].sum(1, dtype=np.float64), 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [-1, 65])
+def test_a_number_that_cannot_be_kept_is_refused(count, target, tmp_path):
+    with pytest.raises(ConfigError, match=f"data.teacher={count} must be 1 to 64"):
+        settings(tmp_path / "data", teacher=count).make(*target)
+    with pytest.raises(ConfigError, match="must be 1 to 64"):
+        next(Engine(target[0], Vanilla()).completions([Request([1], 1)], Sampling(), 1, count))
+
+
+def written(text, numbers):
+    """A generation whose records are told apart by their likeliest token."""
+    tokens = np.array(numbers)[:, None]
+    kept = teacher.records(tokens, np.ones_like(tokens), 64)
+    return Generation(text, [StepRecord(text, 0, 0, 0.0, 0.0, 0.0, kept)])
+
+
+def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same():
+    for again, expected in (([7, 8, 9], [1, 2, 3]), ([7, 5, 9], [1, 2, 0]), ([7], [1]), ([4], [1])):
+        dialogue = Dialogue(0)
+        dialogue.append([1, 2], [0, 0], written([7, 8, 9], [1, 2, 3]))
+        assert dialogue.teacher["tokens"][:, 0].tolist() == [1, 2, 3]
+        mask = [0, 0, *[1] * len(again), 0]
+        dialogue.append([1, 2, *again, 3], mask, written([6, 6], [4, 5]))
+        assert dialogue.teacher["tokens"][:, 0].tolist() == [*expected, 4, 5]
+        known = [number > 0 for number in expected]
+        assert teacher.known(dialogue.teacher).tolist() == [*known, True, True]
+    dialogue = Dialogue(0)
+    dialogue.append([1, 2], [0, 0], written([7, 8, 9], [1, 2, 3]))
+    dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], written([6], [4]))  # another question
+    assert teacher.known(dialogue.teacher).tolist() == [False, False, False, True]
+
+
+def several_turns(path, **changes):
+    healthy = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
+    fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "filters": healthy}
+    return settings(path, max_answer_tokens=30, **(fields | changes))
+
+
+def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(target, tmp_path):
+    lm, _ = target
+    several_turns(tmp_path / "data").make(*target)
+    samples, about = store.load(tmp_path / "data")
+    assert max(len(sample["messages"]) for sample in samples) == 6
+    known = []
+    for sample in samples:
+        ids, mask = sample["input_ids"], np.array(sample["loss_mask"], dtype=bool)
+        all_MV = forward_logits(lm, ids).softmax(-1)[:-1][torch.from_numpy(mask[1:])]
+        is_known = teacher.known(sample["teacher"])
+        assert len(is_known) == mask.sum()
+        known += is_known.tolist()
+        _, chances_MK = teacher.tensors(sample["teacher"][is_known])
+        top_MK = all_MV[torch.from_numpy(is_known)].topk(4).values
+        torch.testing.assert_close(chances_MK, top_MK, **HALF)
+        last = answers(sample["loss_mask"])[-1]
+        assert is_known[-(last[1] - last[0]) :].all()  # of the last answer all are there
+    assert 0.5 < np.mean(known) <= 1
+    facts = about["teacher"]
+    assert facts["model"] == TINY and facts["likeliest"] == 4 and facts["bytes_per_token"] == 16
+    assert facts["known"] == pytest.approx(np.mean(known), abs=1e-6)
+
+
+def test_an_interrupted_synthesis_ends_with_the_same_records(target, tmp_path):
+    several_turns(tmp_path / "whole").make(*target)
+    several_turns(tmp_path / "stopped").make(*target)
+    shutil.rmtree(tmp_path / "stopped")
+    shards = tmp_path / "stopped.shards"
+    (shards / "00001.jsonl").unlink()  # killed between its two files
+    several_turns(tmp_path / "stopped").make(*target)
+    for name in ("00000.npy", "00001.npy"):
+        assert (shards / name).read_bytes() == (tmp_path / "whole.shards" / name).read_bytes()
+    whole, stopped = (store.load(tmp_path / name)[0] for name in ("whole", "stopped"))
+    for sample, again in zip(whole, stopped, strict=True):
+        assert np.array_equal(sample["teacher"], again["teacher"])
+    fingerprints = [store.about(tmp_path / n)["fingerprint"] for n in ("whole", "stopped")]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_records_go_with_their_samples_through_filters_and_cuts(target, tmp_path):
+    several_turns(tmp_path / "data").make(*target)
+    whole = {str(s["messages"][0]): s for s in store.load(tmp_path / "data")[0]}
+    strict = FilterConfig(min_answer_tokens=9, max_repetition=1, near_duplicate=1)
+    several_turns(tmp_path / "data", filters=strict).make(*target)
+    fewer, about = store.load(tmp_path / "data")
+    assert any(name.startswith("later turns") for name in about["dropped"])
+    for sample in fewer:
+        before = whole[str(sample["messages"][0])]["teacher"]
+        assert len(sample["teacher"]) == sum(sample["loss_mask"])
+        assert np.array_equal(sample["teacher"], before[: len(sample["teacher"])])
+
+
+def test_a_mix_keeps_what_all_parts_have(target, tmp_path, caplog):
+    for name, count in (("a", 4), ("b", 2), ("c", 0)):
+        seed = ord(name)
+        settings(tmp_path / name, seed=seed, teacher=count, filters=NO_FILTERS).make(*target)
+    parts = [str(tmp_path / name) for name in "abc"]
+    mix = MixConfig(path=str(tmp_path / "mix"), paths=parts[:2], filters=NO_FILTERS)
+    mix.make(*target)
+    samples, about = store.load(tmp_path / "mix")
+    assert about["teacher"]["likeliest"] == 2 and about["teacher"]["model"] == TINY
+    whole = {
+        str(s["input_ids"]): s["teacher"]
+        for part in parts[:2]
+        for s in store.load(tmp_path / part)[0]
+    }
+    for sample in samples:
+        before = whole[str(sample["input_ids"])]
+        assert np.array_equal(sample["teacher"]["tokens"], before["tokens"][:, :2])
+        assert np.array_equal(sample["teacher"]["chances"], before["chances"][:, :2])
+    with caplog.at_level(logging.WARNING):
+        replace(mix, path=str(tmp_path / "all"), paths=parts).make(*target)
+    assert f"there are none in {parts[2]}" in caplog.text
+    samples, about = store.load(tmp_path / "all")
+    assert about["teacher"] is None and not any("teacher" in sample for sample in samples)
+
+
+def test_conversations_keep_what_their_answers_were_chosen_from(target, tmp_path):
+    source = tmp_path / "talks.jsonl"
+    source.write_text('{"messages": [{"role": "user", "content": "Say."}]}\n')
+    config = ConversationsConfig(
+        path=str(tmp_path / "data"),
+        source=str(source),
+        max_answer_tokens=12,
+        teacher=3,
+        filters=NO_FILTERS,
+    )
+    config.make(*target)
+    ((sample,), _) = store.load(tmp_path / "data")
+    first = sample["loss_mask"].index(1)
+    expect_records(target[0], sample["input_ids"], first, sample["teacher"], 3)
+    with pytest.raises(ConfigError, match=r"data\.teacher=3 .* data\.regenerate=false"):
+        replace(config, regenerate=False).make(*target)
+
+
+def test_records_that_are_not_those_of_the_samples_are_named(target, tmp_path):
+    settings(tmp_path / "data", teacher=4).make(*target)
+    path = tmp_path / "data" / beside.NAME
+    kept = np.load(path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CorruptFile, match=r"teacher\.npy cannot be read .*delete"):
+        store.load(tmp_path / "data")
+    np.save(path, kept[:-1])
+    with pytest.raises(CorruptFile, match=r"records for \d+ tokens of the assistant"):
+        store.load(tmp_path / "data")
+    kept["chances"][3, 0] /= 2
+    np.save(path, kept)
+    with pytest.raises(DataError, match="not what its provenance"):
+        store.load(tmp_path / "data")
+    (tmp_path / "data.shards/00001.npy").unlink()
+    with pytest.raises(CorruptFile, match=r"delete .*00001\.jsonl"):
+        settings(tmp_path / "data", teacher=4, filters=NO_FILTERS).make(*target)
+
+
+def test_the_disk_that_records_take_is_asked_for_beforehand(target, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(making, "check_room", lambda folder, size: asked.append(size))
+    settings(tmp_path / "data", teacher=32).make(*target)
+    # 3 * 4 answers of 12 tokens, of 128 bytes in a shard and in the dataset; 32 for every token
+    assert asked == [3 * 4 * 12 * 128 * 2 + 3 * 4 * 20 * 32]
+
+
+def test_shards_without_records_are_not_continued_with_them(target, tmp_path):
+    settings(tmp_path / "data").make(*target)
+    assert "teacher" not in store.about(tmp_path / "data")["settings"]
+    with pytest.raises(DataError, match="teacher=None there, 4 now"):
+        settings(tmp_path / "data", teacher=4).make(*target)

@@ -1,0 +1,277 @@
+"""Training from the distributions that were kept when the data was written.
+
+Shapes: M positions, J kept tokens, K draft vocabulary, V vocabulary.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, recipe_of, tiny
+from test_training import ABOUT, Killed, KillsAt, config, recipe, sample, train
+
+from kangaroo import teacher
+from kangaroo.errors import ConfigError
+from kangaroo.ranks import Ranks
+from kangaroo.tracking import NoTracker
+from kangaroo.trained import eagle_head, medusa_heads
+from kangaroo.trained.adapter_files import WEIGHTS, read_config
+from kangaroo.trained.draft_head import DraftHead
+from kangaroo.training import curves
+from kangaroo.training.batches import collate, wanted_of
+from kangaroo.training.distill import MEASURES, Student, Teacher, distill
+from kangaroo.training.kept import KeptTeacher
+from kangaroo.training.loop import evaluate
+from kangaroo.training.losses import Loss, divergence
+from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.outcomes import Outcomes, back, back_natively, found, found_natively
+from kangaroo.training.recipe import trainees
+from kangaroo.training.work import Work
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr(curves, "write", lambda folder: None)
+
+
+def with_records(lm, one, count):
+    """A sample with what the target would have kept."""
+    at = [i - 1 for i, wanted in enumerate(one["loss_mask"]) if wanted]
+    logits_1MV = forward_logits(lm, one["input_ids"])[None]
+    (records,) = teacher.likeliest(logits_1MV, torch.tensor([at]), count)
+    return one | {"teacher": records}
+
+
+def data(lm, count=VOCABULARY, samples=12):
+    prompts = random_prompts(*range(20, 20 + samples))
+    return [with_records(lm, sample(ids, 5), count) for ids in prompts]
+
+
+def distilled(lm, told, loss, size, own_head=False):
+    """Gradients and results of a student, under a teacher made of logits `[M, V]` by `told`."""
+    torch.manual_seed(0)
+    vocabulary_K = None if size is None else torch.randperm(VOCABULARY)[:size].sort().values
+    adapter = adapter_for(lm)
+    if own_head:
+        adapter = trainees(lm, [recipe_of(name="x", own_head=True)], vocabulary_K)[0].adapter
+    states_MD, student_MD = (3 * torch.randn(2, 11, lm.config.hidden_size)).unbind()
+    head, targets = DraftHead(lm, adapter.head, vocabulary_K), DraftHead(lm, None, vocabulary_K)
+    student = Student(student_MD, torch.arange(11) % 3 > 0, head, loss, weight=0.5)
+    taught = told(states_MD, targets)
+    (graded,) = distill(taught, targets, [student], chunk_size=4, backward=True)
+    results = dict(zip(MEASURES, graded.sums_F.tolist(), strict=True))
+    return [gradient for _, gradient in graded.gradients], results
+
+
+def whole(lm):
+    return lambda states_MD, targets: Teacher.of(lm, states_MD, 4)
+
+
+def truncated(lm, count):
+    def told(states_MD, targets):
+        top = lm.head(states_MD).detach().softmax(-1).topk(count)
+        return KeptTeacher.of(top.indices, top.values, targets)
+
+    return told
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize("own_head", [False, True])
+def test_all_tokens_kept_are_the_whole_distribution(loss, size, own_head):
+    lm = tiny()
+    exact, results = distilled(lm, whole(lm), loss, size, own_head)
+    found, kept_results = distilled(lm, truncated(lm, VOCABULARY), loss, size, own_head)
+    assert len(exact) == len(found) == 1 + own_head
+    for gradient, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)  # sums in other orders
+    for name in MEASURES:
+        assert math.isclose(kept_results[name], results[name], rel_tol=1e-4, abs_tol=1e-5), name
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("size", [None, 40])
+def test_the_more_is_kept_the_nearer_is_the_gradient(loss, size):
+    lm = tiny()
+    (exact,), results = distilled(lm, whole(lm), loss, size)
+    errors = []
+    for count in (2, 8, 32, 63):
+        (found,), kept = distilled(lm, truncated(lm, count), loss, size)
+        errors.append(float((found - exact).norm() / exact.norm()))
+        assert kept["agreement"] == results["agreement"]
+        assert kept["expected_acceptance"] <= results["expected_acceptance"] + 1e-4
+    assert errors[-1] < 0.02 and errors[2] < 0.1 and errors[2] < errors[0]
+
+
+def test_the_rest_is_one_outcome_in_loss_and_gradient():
+    torch.manual_seed(0)
+    p_MV, logits_MV = (2 * torch.randn(6, 30)).softmax(-1), torch.randn(6, 30, requires_grad=True)
+    top = p_MV.topk(5)
+    q_MV = logits_MV.softmax(-1)
+    q_MJ = q_MV.gather(1, top.indices)
+    rest_M = 1 - top.values.sum(-1)
+    loss_M = -(top.values * q_MJ.log()).sum(-1) - rest_M * (1 - q_MJ.sum(-1)).log()
+    (expected,) = torch.autograd.grad(loss_M.sum(), logits_MV)
+    inside = torch.ones_like(top.indices, dtype=torch.bool)
+    log_q_MO, _ = Outcomes.apply(logits_MV, top.indices, inside)
+    p_MO = torch.cat([top.values, rest_M[:, None]], -1)
+    found_M = -(p_MO * log_q_MO).sum(-1)
+    torch.testing.assert_close(found_M, loss_M)
+    (found,) = torch.autograd.grad(found_M.sum(), logits_MV)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1000, 70])
+def test_native_code_finds_the_same_outcomes_and_gradients(dtype, size):
+    torch.manual_seed(0)
+    logits_CK = (4 * torch.randn(9, size)).to(dtype)
+    index_CJ = torch.stack([torch.randperm(size)[:32] for _ in range(9)])
+    inside_CJ = torch.rand(9, 32) < 0.8
+    inside_CJ[0] = False
+    logits_CK[1, index_CJ[1, 0]] = 40  # sure of a token among the outcomes, and here of another one
+    logits_CK[2, next(k for k in range(size) if k not in index_CJ[2])] = 40
+    known = found(logits_CK, index_CJ, inside_CJ)
+    known_natively = found_natively(logits_CK, index_CJ, inside_CJ)
+    for ours, theirs in zip(known_natively, known, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # sums in another order
+    g_CO = torch.randn(9, 33)
+    tensors = logits_CK, index_CJ, inside_CJ, *known[:3]
+    ours, theirs = back_natively(g_CO, *tensors), back(g_CO, *tensors)
+    assert ours.dtype == theirs.dtype == dtype
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_a_student_that_is_sure_has_a_finite_gradient(loss):
+    lm = tiny()
+    head = DraftHead(lm)
+    tokens, chances = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[0.7, 0.2], [1.0, 0.01]])
+    teacher_ = KeptTeacher.of(tokens, chances, head)
+    for sure in (1, 2, 9):
+        logits = torch.full((2, VOCABULARY), -300.0).index_fill_(1, torch.tensor([sure]), 300.0)
+        logits.requires_grad_()
+        log_q, _ = teacher_.part(slice(0, 2), head).compare(logits)
+        loss_M = divergence(loss, teacher_.p_MO, log_q)
+        loss_M.sum().backward()
+        assert torch.isfinite(loss_M).all() and torch.isfinite(logits.grad).all()
+        assert logits.grad.abs().sum() <= 2 * 2 + 1e-5
+
+
+def test_what_is_not_known_is_not_learnt():
+    lm = tiny()
+    one = data(lm, count=4, samples=1)[0]
+    one["teacher"][3:6] = 0
+    assert wanted_of(one, 100).sum() == 15 and wanted_of(one, 100, kept=True).sum() == 12
+    tokens = collate([one], 100, lm.device, kept=True)
+    places = tokens.wanted_BT[0].nonzero()[:, 0].tolist()
+    assert places == [*range(4, 7), *range(10, 19)]
+    tokens_MJ, chances_MJ = tokens.kept
+    p_MV = forward_logits(lm, one["input_ids"])[places].softmax(-1)
+    torch.testing.assert_close(chances_MJ, p_MV.topk(4).values, rtol=1e-3, atol=1e-7)
+    assert torch.equal(tokens_MJ[:, 0], p_MV.argmax(-1))
+    work = Work.of([one, one, one], config(kept=True, max_length=15))
+    assert work.positions == [10 - 3]
+
+
+def test_a_first_token_of_the_assistant_is_not_learnt():
+    lm = tiny()
+    begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
+    records = data(lm, count=3, samples=1)[0]["teacher"][:4]
+    tokens = collate([begun | {"teacher": records}], 100, lm.device, kept=True)
+    assert tokens.wanted_BT[0].tolist() == [True, False, False, True, True, False]
+    assert torch.equal(tokens.kept[0], teacher.tensors(records[1:])[0])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_target_runs_its_shallow_layers_alone_and_teaches_the_same(packing):
+    lm = tiny()
+    samples, ran = data(lm, samples=5), []
+    for index, layer in enumerate(lm.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    lm.head.register_forward_hook(lambda *_: ran.append("head"))
+    gradients = []
+    for kept in (False, True):
+        made = trainees(lm, [recipe(exit_layers=[1, EXIT])], torch.arange(0, VOCABULARY, 2))
+        tokens = collate(samples, 100, lm.device, packing, kept)
+        ran.clear()
+        teach(lm, look(lm, tokens, made, 7), made, 7, weight=0.01)
+        gradients.append([p.grad for t in made for p in t.adapter.parameters()])
+    assert ran == [*range(EXIT)]
+    for exact, kept in zip(*gradients, strict=True):
+        # what was kept is rounded to 11 bits
+        torch.testing.assert_close(kept, exact, rtol=1e-2, atol=2e-3 * float(exact.abs().max()))
+
+
+def test_held_out_results_from_kept_distributions_are_those_of_the_whole_target():
+    lm = tiny()
+    for count in (6, VOCABULARY):
+        samples = data(lm, count, samples=6)
+        made = trainees(lm, [recipe()], None)
+        found = [
+            evaluate(lm, made, samples, config(kept=kept), Ranks())[0] for kept in (False, True)
+        ]
+        exact, kept = ({k.split("/")[-1]: v for k, v in results.items()} for results in found)
+        for name in ("agreement", "ctar1", "ctar3", "compression_rate"):
+            assert kept[name] == exact[name]
+        if count == 6:
+            assert kept["expected_acceptance"] < exact["expected_acceptance"]
+        else:
+            assert kept["expected_acceptance"] == pytest.approx(exact["expected_acceptance"], 2e-3)
+            assert kept["loss"] == pytest.approx(exact["loss"], rel=2e-3)
+
+
+def test_a_run_learns_from_what_was_kept_and_resumes(tmp_path):
+    lm = tiny()
+    samples = data(lm, count=16)
+
+    def run(name, tracker, **changes):
+        return train(tiny(), samples, config(**changes), tmp_path / name, tracker, ABOUT)[0]
+
+    folder = run("whole", NoTracker())
+    assert read_config(str(folder)).training["trainer"]["kept"] is True
+    with pytest.raises(Killed):
+        run("stopped", KillsAt(3))
+    stopped = run("stopped", NoTracker())
+    assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
+    with pytest.raises(ConfigError, match="kept=True there, None now"):
+        run("stopped", NoTracker(), kept=False)
+    assert (
+        read_config(str(run("not", NoTracker(), kept=False))).training["trainer"]["kept"] is False
+    )
+
+
+READING_DEEP = [
+    recipe_of("mine", fused=True, exit_layers=[EXIT]),
+    recipe_of("mine", architecture=eagle_head.Architecture()),
+    recipe_of("mine", architecture=medusa_heads.Architecture(heads=2)),
+]
+
+
+@pytest.mark.parametrize("deep", READING_DEEP, ids=lambda deep: deep.architecture.kind())
+def test_adapters_that_read_the_final_state_are_named(deep, tmp_path):
+    lm = tiny()
+    samples = data(lm, count=4, samples=4)
+    with pytest.raises(
+        ConfigError, match=r"adapter 'mine' learns .* final states.*adapter=attention"
+    ):
+        train(lm, samples, config(kept=True), tmp_path, recipes=[recipe(), deep])
+    (_, folder) = train(lm, samples, config(epochs=1), tmp_path, recipes=[recipe(), deep])
+    assert read_config(str(folder)).training["trainer"]["kept"] is False
+
+
+def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):
+    lm = tiny()
+    samples = data(lm, count=4, samples=4)
+    without = [{k: v for k, v in one.items() if k != "teacher"} for one in samples]
+    with pytest.raises(ConfigError, match=r"trainer\.kept=true: .* data\.teacher=32"):
+        train(lm, without, config(kept=True), tmp_path)
+    other = ABOUT | {"teacher": {"model": "another"}}
+    with pytest.raises(ConfigError, match="those of 'another'"):
+        train(lm, samples, config(kept=True), tmp_path, about=other)
+    (folder,) = train(lm, samples, config(epochs=1), tmp_path, about=other)
+    assert read_config(str(folder)).training["trainer"]["kept"] is False
+    assert np.array_equal(samples[0]["teacher"], data(lm, count=4, samples=1)[0]["teacher"])
