@@ -133,7 +133,7 @@ def tasks(found: Tuned, subtitle: str) -> Figure:
     best, for_all = best_by_task(found.scores), found.scores[0].by_task()
     title = "Speedup by task: the best setting of each, and one for all"
     figure, axes = blank(subtitle, 0.9 + 0.75 * len(best), title)
-    text = {"va": "center", "color": INK}
+    text: dict[str, Any] = {"va": "center", "color": INK}
     for y, (task, own) in enumerate(best.items()):
         one = for_all[task].speedup
         axes.text(0.0, y - 0.36, own.candidate.name, fontsize=7, **text)  # above its bar
