@@ -83,7 +83,8 @@ class LM(nn.Module):
 
     def compile_for_decoding(self) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
-        by CUDA graphs on one GPU. Training and the prefill of prompts stay as they are.
+        by CUDA graphs on one GPU. Training stays as it is, and so do prompts but where the
+        processor has a matrix unit.
         """
         kinds = {device.type for device in self.layer_devices}
         on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
