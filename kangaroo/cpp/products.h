@@ -253,15 +253,15 @@ void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T
   for (i64 i = first; i < last; i += 2) {
     i64 count = std::min<i64>(2, last - i);
     Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
-    bool tiled = in.tiles && block[0].w->rows % LANES == 0 && block[1].w->rows % LANES == 0;
+    auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
     // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
-    if (tiled && count == 2 && in.x.rows > LANES) {
+    if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
       for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
       by_tiles<T, 2>(in, block, room.sums.data(), out);
     } else {
       for (int b = 0; b < count; b++) {
         block[b].next = start_of(i + b + 1);
-        if (tiled) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
+        if (tiled(b)) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
         else by_vectors<T>(in.x, block[b], out + b * size);
       }
     }
