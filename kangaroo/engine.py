@@ -134,7 +134,7 @@ class Engine:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk = min(prefill_chunk or lm.prompt_chunk, lm.prompt_chunk)
+        self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.rounds: Rounds | None = None  # of the batch, where these are native
@@ -189,10 +189,10 @@ class Engine:
         start = now(lm.device)
         prompt_T = torch.tensor(request.prompt, device=lm.device)
         batch.place(row, prompt_T, request.max_new_tokens, request.seed, request.ignore_eos)
-        for first in range(0, end, self.prefill_chunk):
-            last = min(first + self.prefill_chunk, end)
-            block = lm.chunk(first, last, row, batch.n_slots)
-            tokens_1T = prompt_T[None, first:last]
+        chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
+        for first in range(0, end, chunk):
+            tokens_1T = prompt_T[None, first : first + chunk]
+            block = lm.chunk(first, first + tokens_1T.shape[1], row, batch.n_slots)
             x_1TD, taps = lm.run(
                 lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
             )

@@ -124,11 +124,12 @@ class LM(nn.Module):
         """Layers of the whole model."""
         return len(self.layers)
 
-    @property
-    def prompt_chunk(self) -> int:
-        """The most tokens of a prompt that are run at a time."""
+    def prompt_chunk(self, length: int) -> int:
+        """The most tokens of a prompt of this length that are run at a time."""
         layers = self.native_layers
-        return native.PROMPT_CHUNK if layers and layers.reads_prompts else PROMPT_CHUNK
+        if layers and layers.reads_prompts and length <= native.LONGEST_PROMPT:
+            return native.PROMPT_CHUNK
+        return PROMPT_CHUNK
 
     @property
     def context(self) -> int:

@@ -39,6 +39,7 @@ SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
+LONGEST_PROMPT = 1024  # PyTorch's attention is faster for longer ones
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES = 3  # of `choice.h`
 

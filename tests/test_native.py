@@ -139,7 +139,7 @@ def test_where_there_is_a_matrix_unit_a_prompt_may_come_in_any_parts():
         lm = tiny(**sizes)
         if parts != "eager":
             lm.compile_for_decoding()
-            assert lm.prompt_chunk == native.PROMPT_CHUNK
+            assert lm.prompt_chunk(200) == native.PROMPT_CHUNK < lm.prompt_chunk(2000)
         cache, found = lm.new_cache(1, 256), []
         step = 200 if parts == "eager" else parts
         for first in range(0, 200, step):
