@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat train tune speed soak estimate paper test test-slow check format clean
+.PHONY: help setup demo chat train curve tune speed soak estimate paper test test-slow check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,14 @@ chat: setup  ## talk to the model in the terminal
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
+
+# Questions that the target answers: a file in ShareGPT or chat form, or an id on the hub (docs/data.md).
+QUESTIONS ?= questions.jsonl
+curve: setup  ## train on more and more answers to QUESTIONS=, and say what still more would bring
+	$(BIN)/python scripts/split.py $(QUESTIONS) outputs/questions
+	$(BIN)/python train.py experiment=learning_curve data.source=outputs/questions/training.jsonl $(ARGS)
+	$(BIN)/python scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m \
+	  bench.path=outputs/questions/held_out.jsonl bench.name=held_out
 
 tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
 	$(BIN)/python scripts/tune.py $(ARGS)

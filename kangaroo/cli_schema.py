@@ -28,6 +28,7 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
 from kangaroo.hub.transfer import PullConfig, PushConfig
+from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models import ModelConfig
 from kangaroo.paper.study import StudyConfig
 from kangaroo.sampling import Sampling
@@ -124,6 +125,15 @@ class TuneCommand(TuneConfig):
     model: ModelConfig = MISSING
     drafter: Any = MISSING  # today's
     hardware: Sizes = field(default_factory=dict)
+
+
+@dataclass
+class LearningCurveCommand(LearningCurveConfig):
+    """`python scripts/learning_curve.py`: adapters that differ in how much they have read."""
+
+    runs: str = MISSING
+    output: str = MISSING
+    model: ModelConfig = MISSING
 
 
 @dataclass
@@ -247,6 +257,7 @@ def register() -> None:
     cs.store(name="soak_schema", node=SoakCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="tune_schema", node=TuneCommand)
+    cs.store(name="learning_curve_schema", node=LearningCurveCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)

@@ -36,6 +36,7 @@ ORDER = [
     {"estimate"},
     {"benchmark"},
     {"tuning"},
+    {"learning_curve"},
     {"api", "chat", "hub"},
     {"cli", "cli_schema"},
     {"__main__"},

@@ -89,6 +89,20 @@ APPENDED = {
     "train.py data.teacher=32 data.path=outputs/data/kept output=outputs/kept": (
         f"model=tiny {ONE} {BRIEF} {SHORT}"
     ),
+    "scripts/split.py ShareGPT.json outputs/questions --held 64": "--held 2",
+    "train.py data=conversations data.source=outputs/questions/training.jsonl": (
+        f"model=tiny data.source=ShareGPT.json {ONE} {BRIEF}"
+    ),
+    "evaluate.py bench.path=outputs/questions/held_out.jsonl bench.name=held_out": (
+        f"model=tiny {FEW}"
+    ),
+    "train.py experiment=learning_curve data.source=outputs/questions/training.jsonl": (
+        "model=tiny data.source=ShareGPT.json trainer.tokens=40,80 trainer.epochs=1 "
+        "trainer.holdout=4 more.layer.exit_layers=[2] data.max_answer_tokens=16 "
+        "data.filters.max_repetition=1 data.filters.near_duplicate=1"
+    ),
+    "scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m "
+    "bench.path=outputs/questions/held_out.jsonl": None,  # tests/test_learning_curve.py
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "

@@ -27,6 +27,7 @@ from kangaroo.training.loop import train as train_all
 from kangaroo.training.losses import Loss
 from kangaroo.training.micro_batch import grade, look, teach
 from kangaroo.training.recipe import trainees
+from kangaroo.training.work import Work
 
 ABOUT = {"fingerprint": "test"}
 
@@ -399,6 +400,21 @@ def test_a_truncated_checkpoint_is_named(tmp_path):
 def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holdout=6"):
         train(tiny(), samples(6), config(holdout=6), tmp_path)
+
+
+def test_only_the_first_samples_with_so_many_tokens_are_learnt(tmp_path):
+    data = samples(12)
+    written = [sum(one["loss_mask"][1:]) for one in data]
+    whole = Work.of(data, config())
+    some = Work.of(data, config(tokens=sum(written[:3])))
+    assert some.kept == data[:3] and some.positions == written[:3]
+    assert some.held_out == whole.held_out == data[-2:]
+    assert Work.of(data, config(tokens=sum(written[:3]) + 1)).kept == data[:4]
+    assert Work.of(data, config(tokens=sum(written[:10]))).kept == whole.kept
+    for wrong in (0, sum(written[:10]) + 1):
+        with pytest.raises(ConfigError, match=rf"trainer\.tokens={wrong} must be 1 to the"):
+            Work.of(data, config(tokens=wrong))
+    assert config().identity() == config(tokens=None).identity() != config(tokens=9).identity()
 
 
 def test_averaged_weights_are_measured_saved_and_resumed(tmp_path, monkeypatch):

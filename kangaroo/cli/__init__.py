@@ -14,7 +14,7 @@ from kangaroo.cli.making import (
     search_layers,
 )
 from kangaroo.cli.training import cost, estimate, make_data, train
-from kangaroo.cli.tuning import tune
+from kangaroo.cli.tuning import learning_curve, tune
 
 __all__ = [
     "CONFIGS",
@@ -27,6 +27,7 @@ __all__ = [
     "evaluate",
     "export",
     "import_adapter",
+    "learning_curve",
     "make_data",
     "pull",
     "push",

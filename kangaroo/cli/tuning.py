@@ -1,4 +1,4 @@
-"""The command that tunes a drafter."""
+"""Commands that measure from traces: tune a drafter, draw a learning curve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, plain
-from kangaroo.cli_schema import TuneCommand
+from kangaroo.cli_schema import LearningCurveCommand, TuneCommand
+from kangaroo.learning_curve import measuring
+from kangaroo.learning_curve import report as curve_report
 from kangaroo.tuning import report
 from kangaroo.tuning.tune import tune as find_best
 
@@ -26,3 +28,16 @@ def tune(config: TuneCommand) -> None:
     report.write(found, config, f"{config.model.name} on {bench}, {dtype}, {lm.device.type}")
     report.show(found, Console())
     log.info("%s, %s and plots are in %s", report.PAGE, report.SETTINGS, Path(config.output))
+
+
+@command("learning_curve")
+def learning_curve(config: LearningCurveCommand) -> None:
+    """Measure adapters that have read more and less text, and say what still more would bring."""
+    found = measuring.readers(Path(config.runs))
+    lm, tokenizer = load_target(config.model)
+    model = plain(config)["model"]
+    results = measuring.measure(lm, tokenizer, found, config, model)
+    dtype = str(lm.dtype).removeprefix("torch.")
+    page = curve_report.write(results, config, f"{config.model.name}, {dtype}, {lm.device.type}")
+    Console().print(page, highlight=False, soft_wrap=True)
+    log.info("%s.md, .png and .json are in %s", curve_report.NAME, Path(config.output))

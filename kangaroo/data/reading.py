@@ -55,18 +55,25 @@ def read(source: Source, limit: int | None) -> list[list[Message]]:
     Errors: `DataError` says which record is malformed and what is expected, or why the source
     cannot be read.
     """
-    conversations = []
-    records = _records(source)
-    for number, record in itertools.islice(enumerate(records, start=1), limit):
+    found = itertools.islice(named_records(source), limit)
+    conversations = [messages for _, messages in found]
+    if not conversations:
+        raise DataError(f"{source.path} holds no conversations.")
+    return conversations
+
+
+def named_records(source: Source) -> Iterator[tuple[dict[str, Any], list[Message]]]:
+    """Every record of a source as it is, and its conversation.
+
+    Errors: those of `read`.
+    """
+    for number, record in enumerate(_records(source), start=1):
         try:
-            conversations.append(_messages(_turns(record, source.column)))
+            yield record, _messages(_turns(record, source.column))
         except ValueError as error:
             raise DataError(
                 f"{source.path}, record {number}: {error}. A record looks like {FORMS}."
             ) from error
-    if not conversations:
-        raise DataError(f"{source.path} holds no conversations.")
-    return conversations
 
 
 def regular(messages: list[Message]) -> list[Message]:

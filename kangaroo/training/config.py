@@ -32,6 +32,8 @@ class TrainerConfig:
             step's count 1 minus this (more at the beginning), such as 0.999. None: the last ones.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
+        tokens: learn from the first samples alone, until they hold so many different tokens of the
+            assistant; None is all of them.
         loss_chunk: assistant positions whose logits exist at a time.
         evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
         decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
@@ -59,6 +61,7 @@ class TrainerConfig:
     average: float | None = None
     max_length: int = 2048
     holdout: int = 128
+    tokens: int | None = None
     loss_chunk: int = 256
     evaluate_every: int = 200
     save_every: int = 50
@@ -72,10 +75,9 @@ class TrainerConfig:
 
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
-        settings = asdict(self)
-        if not settings["kept"]:
-            del settings["kept"]  # as in runs from before there was such an option
-        return {name: value for name, value in settings.items() if name not in MOVES_NOTHING}
+        settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
+        # as in runs from before there were such options
+        return {k: v for k, v in settings.items() if v or k not in ("kept", "tokens")}
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:

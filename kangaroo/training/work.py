@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +41,7 @@ class Work:
                 "to train on, and hold at least one out."
             )
         kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
+        kept = first(kept, config.tokens, config.max_length)
         tokens = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
         learns_kept = bool(config.kept)
         positions = [
@@ -52,3 +55,19 @@ class Work:
             )
         ]
         return Work(kept, held_out, tokens, positions, batches)
+
+
+def first(samples: Sequence[Sample], tokens: int | None, max_length: int) -> Sequence[Sample]:
+    """The first samples that together hold so many of the assistant's tokens; None is all.
+
+    Errors: `ConfigError` where all of them hold fewer.
+    """
+    if tokens is None:
+        return samples
+    known = list(itertools.accumulate(sum(s["loss_mask"][1:max_length]) for s in samples))
+    if not 0 < tokens <= known[-1]:
+        raise ConfigError(
+            f"trainer.tokens={tokens} must be 1 to the {known[-1]} tokens of the assistant that "
+            "the data has beside what is held out. Lower it, or make more data."
+        )
+    return samples[: bisect.bisect_left(known, tokens) + 1]

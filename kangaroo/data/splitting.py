@@ -1,0 +1,116 @@
+"""Split questions into some to write training text from, and others to measure on.
+
+The first are in the form that `data=conversations` reads, the others are a bench.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kangaroo.data.reading import Source, named_records
+from kangaroo.errors import DataError
+from kangaroo.prompts import Message
+
+TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"
+SHARED = 20  # words in a row: passages that questions share, rather than words that ask
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two lists with no question in common.
+
+    Args:
+        training: records as their source has them.
+        held_out: questions of a bench (`kangaroo.evaluation.bench`), as JSON values.
+        left_out: how many questions are in neither, since they share a passage with the second.
+    """
+
+    training: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    left_out: int
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """How many questions of each task are held out."""
+        return dict(Counter(question["category"] for question in self.held_out))
+
+    def write(self, folder: Path) -> None:
+        """Both as files of JSON lines, whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
+            partial = folder / f"{name}.partial"
+            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(partial, folder / name)
+
+
+def split(source: Source, held: int, seed: int) -> Split:
+    """Shuffle questions and hold some out of each task.
+
+    A record's task is its field `task` or `category`, and `all` where it has neither. A question
+    that has `SHARED` words in a row in common with one that is held out is in neither list: many
+    ask about the same passage.
+
+    Args:
+        held: questions of each task.
+
+    Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
+    `held` questions.
+    """
+    if held < 1:
+        raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
+    found = [(record, user_turns(messages)) for record, messages in named_records(source)]
+    found = [(record, turns) for record, turns in found if turns]
+    if not found:
+        raise DataError(f"{source.path} holds no questions.")
+    random.Random(seed).shuffle(found)
+    by_task = defaultdict(list)
+    for record, turns in found:
+        by_task[task_of(record)].append((record, turns))
+    for task, some in by_task.items():
+        if len(some) <= held:
+            raise DataError(
+                f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
+                "held out. Hold fewer out."
+            )
+    asked = {task: [turns for _, turns in some[:held]] for task, some in by_task.items()}
+    passages = {
+        run for some in asked.values() for turns in some for text in turns for run in runs(text)
+    }
+    rest = [item for some in by_task.values() for item in some[held:]]
+    random.Random(seed).shuffle(rest)
+    kept = [
+        record
+        for record, turns in rest
+        if not any(passages.intersection(runs(text)) for text in turns)
+    ]
+    numbered = enumerate((task, turns) for task, some in sorted(asked.items()) for turns in some)
+    questions = [
+        {"question_id": number, "category": task, "turns": list(turns)}
+        for number, (task, turns) in numbered
+    ]
+    return Split(kept, questions, len(rest) - len(kept))
+
+
+def task_of(record: dict[str, Any]) -> str:
+    """What its source calls a record's task."""
+    return str(record.get("task") or record.get("category") or "all")
+
+
+def user_turns(messages: Sequence[Message]) -> list[str]:
+    """What the user says, empty turns left out."""
+    said = (m["content"] for m in messages if m["role"] == "user")
+    return [text for text in said if text.strip()]
+
+
+def runs(text: str) -> Iterable[int]:
+    """A number for every `SHARED` words in a row."""
+    words = text.split()
+    return (hash(tuple(words[i : i + SHARED])) for i in range(len(words) - SHARED + 1))
