@@ -69,6 +69,12 @@ def first(teacher_M: np.ndarray, count: int) -> np.ndarray:
     return made
 
 
+def likeliest_kept(teacher_M: np.ndarray) -> int:
+    """How many likeliest tokens its records have."""
+    (count,) = teacher_M.dtype["tokens"].shape
+    return int(count)
+
+
 def unknown(count: int, like: np.ndarray) -> np.ndarray:
     """Records of so many tokens whose distributions are not known."""
     return np.zeros(count, like.dtype)

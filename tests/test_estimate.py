@@ -5,11 +5,13 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import random_prompts, recipe_of
 from transformers import T5Config
 
+from kangaroo import teacher
 from kangaroo.blueprint import blueprint
 from kangaroo.data import store
 from kangaroo.errors import ConfigError, ModelNotFound, UnsupportedModel
@@ -164,6 +166,52 @@ def test_files_have_the_expected_size(tmp_path):
     names = (adapter_files.WEIGHTS, adapter_files.VOCABULARY)
     saved = sum((folder / name).stat().st_size for folder in folders for name in names)
     assert saved == pytest.approx(expected["adapters"], rel=0.1)  # tiny files, with headers
+
+
+def kept_samples(number, length, likeliest=4):
+    """The same with records of their distributions."""
+    data = samples(number, length)
+    for one in data:
+        count = sum(one["loss_mask"])
+        tokens = np.arange(likeliest)[None].repeat(count, 0)
+        chances = np.full((count, likeliest), 0.2)
+        one["teacher"] = teacher.records(tokens, chances, 64)
+    return data
+
+
+def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_path):
+    lm, data = LM(load(MODEL)[0]), kept_samples(64, 200)
+    text, config = Text.of(data, 2048), TrainerConfig(epochs=2, holdout=8, remember=True)
+    assert text.teacher == 4
+    whole = replace(text, teacher=0)
+    shallow, fused = [RECIPES[0]], [RECIPES[0], RECIPES[3]]
+    kept, full = expect(lm, shallow, config, text), expect(lm, shallow, config, whole)
+    assert kept.flops["teacher's head"] == 0 < full.flops["teacher's head"]
+    part = kept.flops["frozen forward"] / full.flops["frozen forward"]
+    assert part == pytest.approx(3 / lm.n_layers)  # the deeper of its exits
+    assert sum(kept.memory.values()) < sum(full.memory.values())
+    # an adapter that reads the final states needs the whole target, and so may a user
+    for recipes, changes in ((fused, {}), (shallow, {"kept": False})):
+        options = replace(config, **changes)
+        told = expect(lm, recipes, options, text)
+        assert told.flops == expect(lm, recipes, options, whole).flops
+        assert told.memory == expect(lm, recipes, options, whole).memory
+    store.save(data, tmp_path / "data", {}, {"teacher": {"model": lm.name, "likeliest": 4}})
+    sizes = {file.suffix: file.stat().st_size for file in (tmp_path / "data").iterdir()}
+    records = kept.disk["dataset"] - full.disk["dataset"]
+    assert records == kept.disk["shards"] - full.disk["shards"]
+    assert sizes[".npy"] == pytest.approx(records, rel=0.01)
+
+
+def test_what_is_remembered_of_kept_distributions_is_what_is_held():
+    lm, data = LM(load(MODEL)[0]), kept_samples(1, 200)
+    (recipe,) = [recipe_of(exit_layers=[2])]
+    config = TrainerConfig(epochs=2, holdout=0, remember=True, batch_tokens=200)
+    seen = look(lm, collate(data, 200, lm.device, kept=True), trainees(lm, [recipe], None), 256)
+    kept = seen.teacher
+    held = [seen.taps[2], seen.deep_BTD, kept.state_MD, kept.p_MO, kept.index_MJ, kept.inside_MJ]
+    told = expect(lm, [recipe], config, Text.of(data, 200)).memory["remembered states"]
+    assert told == pytest.approx(sum(x.nbytes for x in held), rel=0.02)
 
 
 def test_an_unknown_model_needs_the_hub():

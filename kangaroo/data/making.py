@@ -188,15 +188,16 @@ def _kept(samples: Sequence[Sample], wrote: str | None) -> dict[str, Any] | None
         return None
     there = sum(int(teacher.known(records).sum()) for records in kept)
     tokens, record = sum(map(len, kept)), kept[0].dtype
+    likeliest = teacher.likeliest_kept(kept[0])
     mass = sum(float(records["chances"].sum(dtype=np.float64)) for records in kept) / max(there, 1)
     log.info(
         "of %d of %d answer tokens the %d likeliest are kept, with %.2f%% of the probability: %d "
         "bytes a token",
-        *(there, tokens, record["tokens"].shape[0], 100 * mass, record.itemsize),
+        *(there, tokens, likeliest, 100 * mass, record.itemsize),
     )
     return {
         "model": wrote,
-        "likeliest": record["tokens"].shape[0],
+        "likeliest": likeliest,
         "known": round(there / tokens, 6),
         "mass": round(mass, 6),
         "bytes_per_token": record.itemsize,

@@ -65,7 +65,8 @@ class EstimateConfig:
             sizes = [min(turn * turns, trainer.max_length) for turns in data.turns]
             count, longest, sharded = data.shards * data.shard_size, max(sizes), True
             tokens = sum(data.shard_size * sizes[i % len(sizes)] for i in range(data.shards))
-        return Text(count, tokens, int(self.assistant_share * tokens), longest, sharded=sharded)
+        learnt, kept = int(self.assistant_share * tokens), data.teacher
+        return Text(count, tokens, learnt, longest, sharded=sharded, teacher=kept)
 
 
 def row(

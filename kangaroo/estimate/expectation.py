@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kangaroo import teacher
 from kangaroo.cache import Block
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
@@ -42,6 +43,7 @@ class Text:
         longest: tokens of the longest conversation.
         characters: of text, a token.
         sharded: the target wrote it, so that it lies in shards as well.
+        teacher: likeliest tokens that are kept of every distribution of the assistant's tokens.
     """
 
     conversations: int
@@ -50,13 +52,23 @@ class Text:
     longest: int
     characters: float = 4.0
     sharded: bool = True
+    teacher: int = 0
 
     @staticmethod
     def of(samples: Sequence[Sample], max_length: int) -> Text:
         """What these samples are, each cut at `max_length` tokens."""
         lengths = [min(len(sample["input_ids"]), max_length) for sample in samples]
         written = sum(sum(sample["loss_mask"][:max_length]) for sample in samples)
-        return Text(len(samples), sum(lengths), written, max(lengths))
+        records = [sample["teacher"] for sample in samples if "teacher" in sample]
+        count = min((teacher.likeliest_kept(own) for own in records), default=0)
+        known = count if len(records) == len(samples) else 0
+        return Text(len(samples), sum(lengths), written, max(lengths), teacher=known)
+
+    def learnt_from(self, config: TrainerConfig, planned: Sequence[Planned]) -> int:
+        """How many likeliest tokens of each distribution training reads; 0 where it runs the whole
+        target (`kangaroo/training/kept.py`)."""
+        deep = any(adapter.recipe.architecture.reads_deep for adapter in planned)
+        return 0 if deep or config.kept is False else self.teacher
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,9 @@ def expect(
         trained={adapter.name: adapter.parameters for adapter in planned},
         memory=_held(lm, parameters, config, processes)
         | _of_a_step(lm, planned, config, text)
-        | _remembered(lm, planned, config, tokens, learnt),
+        | _remembered(lm, planned, config, text, tokens, learnt),
         disk=_disk(lm, planned, text),
-        flops=_flops(lm, planned, config, tokens, learnt),
+        flops=_flops(lm, planned, config, text, tokens, learnt),
         steps=-(-micro_batches // accumulate),
     )
 
@@ -222,22 +234,32 @@ def _of_a_step(
     taps = (exits + 1) * tokens * model.hidden_size * size + learnt * model.hidden_size * size
     vocabulary = config.vocabulary or model.vocab_size
     chunk = min(config.loss_chunk, learnt)
+    # the teacher's over all tokens, then p, log q and their gradients over those drafted from
+    logits = max(model.vocab_size * (size + 8), vocabulary * (size + 24))
+    if text.learnt_from(config, planned):
+        logits = vocabulary * 3 * size  # q, what its exponentials are taken of, and the gradient
     return {
         "frozen forward": layer + taps,
         "activations": sum(adapter.saved(lm, rows, width) for adapter in planned)
         + 12 * students * learnt * model.hidden_size,  # gathered states and their gradients
-        # the teacher's over all tokens, then p, log q and their gradients over those drafted from
-        "logits": chunk * max(model.vocab_size * (size + 8), vocabulary * (size + 24)),
+        "logits": chunk * logits,
     }
 
 
 def _remembered(
-    lm: LM, planned: Sequence[Planned], config: TrainerConfig, tokens: int, learnt: int
+    lm: LM,
+    planned: Sequence[Planned],
+    config: TrainerConfig,
+    text: Text,
+    tokens: int,
+    learnt: int,
 ) -> dict[str, int]:
     if not config.remember:
         return {}
-    exits = _exits(lm, planned)
+    exits, kept = _exits(lm, planned), text.learnt_from(config, planned)
     state = lm.config.hidden_size * lm.dtype.itemsize
+    if kept:  # probabilities, places in the draft vocabulary, and whether they are there
+        return {"remembered states": exits * tokens * state + learnt * (4 + 13 * kept)}
     return {"remembered states": ((exits + 1) * tokens + learnt) * state}
 
 
@@ -245,9 +267,10 @@ def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
     parameters = sum(adapter.parameters for adapter in planned)
     written = text.characters * text.tokens + CONVERSATION * text.conversations
     frequent = min(text.assistant_tokens, lm.config.vocab_size) * VOCABULARY_TOKEN  # at most
-    disk = {"dataset": int(written + DATASET_TOKEN * text.tokens)}
+    records = text.assistant_tokens * teacher.layout(lm.config.vocab_size, text.teacher).itemsize
+    disk = {"dataset": int(written + DATASET_TOKEN * text.tokens) + records}
     if text.sharded:
-        disk["shards"] = int(written + SHARD_TOKEN * text.tokens)
+        disk["shards"] = int(written + SHARD_TOKEN * text.tokens) + records
     return disk | {
         "checkpoint, while it is replaced": 2 * 12 * parameters,
         "adapters": lm.dtype.itemsize * parameters + len(planned) * frequent,
@@ -256,16 +279,24 @@ def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
 
 
 def _flops(
-    lm: LM, planned: Sequence[Planned], config: TrainerConfig, tokens: int, learnt: int
+    lm: LM,
+    planned: Sequence[Planned],
+    config: TrainerConfig,
+    text: Text,
+    tokens: int,
+    learnt: int,
 ) -> dict[str, float]:
     """Two a weight and token forward, two more for each gradient that is wanted."""
     size, epochs = lm.config.hidden_size, config.epochs
     looks = 1 if config.remember else epochs
     vocabulary = config.vocabulary or lm.config.vocab_size
     forward = 2.0 * _count(lm.layers) * tokens
-    teacher = 2.0 * lm.config.vocab_size * size * learnt
+    whole_head = 2.0 * lm.config.vocab_size * size * learnt
     targets = 2.0 * vocabulary * size * learnt
     adapters, heads = 0.0, targets * epochs
+    if text.learnt_from(config, planned):  # the layers below the deepest exit alone, and no head
+        deepest = max(tap for adapter in planned for tap in adapter.adapter.taps)
+        forward, whole_head, heads = forward * deepest / lm.n_layers, 0.0, 0.0
     for adapter in planned:
         steps = adapter.recipe.steps
         passes = adapter.recipe.architecture.passes(steps)
@@ -273,7 +304,7 @@ def _flops(
         heads += (3 if adapter.head else 2) * targets * steps * epochs
     return {
         "frozen forward": forward * looks,
-        "teacher's head": teacher * looks,
+        "teacher's head": whole_head * looks,
         "adapters": adapters,
         "draft heads": heads,
     }

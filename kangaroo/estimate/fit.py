@@ -193,8 +193,10 @@ def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
         if not folders:
             return assumed, "assumed"
     parts = [store.about(Path(folder)) for folder in folders]
+    kept = [(part.get("teacher") or {}).get("likeliest", 0) for part in parts]
     conversations, tokens, learnt = (
         sum(part[name] for part in parts)
         for name in ("conversations", "tokens", "assistant_tokens")
     )
-    return Text(conversations, tokens, learnt, longest), f"as they lie in {', '.join(folders)}"
+    text = Text(conversations, tokens, learnt, longest, teacher=min(kept))
+    return text, f"as they lie in {', '.join(folders)}"
