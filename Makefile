@@ -66,7 +66,7 @@ estimate: setup  ## write the table of what each training takes (outputs/estimat
 
 # The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
-PAPER_TRAINING = trainer.epochs=2 trainer.remember=true trainer.vocabulary=8192 trainer.decode_prompts=0
+PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192 trainer.decode_prompts=0
 paper: setup  ## measure the paper's experiments, and write them into docs/paper.md
 	$(BIN)/python train.py experiment=paper/adapters $(PAPER_TRAINING)
 	for name in $(PAPER); do \

@@ -4,6 +4,7 @@
 #
 #   scripts/gpu.sh                     # all, into outputs/gpu; 29 minutes at most
 #   scripts/gpu.sh check shapes
+#   QUESTIONS=questions.jsonl scripts/gpu.sh    # training text: answers to these (docs/data.md), not self-written
 #   DRY=1 scripts/gpu.sh               # the same lengths and memory checks on small random models, on a CPU
 #   python scripts/gpu_page.py outputs/gpu docs/gpu.md      # the results as a page
 #
@@ -30,7 +31,8 @@ STAGES=(check shapes data train adapters methods pack)
 # sizes of the work; DRY keeps lengths and shapes of calls, and does less of each
 TESTS=(-m gpu tests)
 SPEED=("speed.contexts=[256,1024,2000]" "speed.batches=[1,4,16]" speed.prompts=6)
-DATA=(data.shards=64 data.shard_size=2048 data.batch_size=1024)
+SHARDS=64 SHARD=2048 # at most, and conversations of each
+DATA=("data.shard_size=$SHARD" data.batch_size=1024)
 TRAIN=(trainer.batch_tokens=4096 trainer.holdout=512 trainer.vocabulary=8192 trainer.epochs=2)
 COMPARE=(compare.holdout=512 compare.prompts=64)
 EVALUATE=(question_every=4 warmup=1)
@@ -40,13 +42,18 @@ if [ -n "${DRY:-}" ]; then
   GIB=(1 2 2 2 2 2 0)
   TESTS=(-m "not slow and not gpu" tests/test_attention.py)
   SPEED+=(speed.prompts=2 speed.repeats=1 speed.bandwidth_megabytes=64 speed.new_tokens=32)
-  DATA=(data.shards=2 data.shard_size=8 data.keep_unfinished_questions=true)
-  DATA+=(data.filters.max_repetition=1 data.filters.near_duplicate=1)
+  SHARDS=2 SHARD=8
+  DATA=("data.shard_size=$SHARD" data.filters.max_repetition=1 data.filters.near_duplicate=1)
   TRAIN=(trainer.batch_tokens=4096 trainer.holdout=4 trainer.epochs=1 trainer.decode_prompts=2)
   COMPARE=(compare.holdout=4 compare.prompts=2)
   EVALUATE=(question_every=22 warmup=1 max_new_tokens=16)
 fi
 DATA+=("data.path=$RESULTS/data")
+if [ -n "${QUESTIONS:-}" ]; then
+  DATA+=(data=conversations "data.source='$QUESTIONS'" data.max_answer_tokens=256)
+elif [ -n "${DRY:-}" ]; then
+  DATA+=(data.keep_unfinished_questions=true)
+fi
 
 # A command, until the stage's time is over. What was saved is there for the next time.
 run() {
@@ -69,13 +76,16 @@ shapes() {
 
 shards() { find "$RESULTS/data.shards" -name '*.jsonl' 2> /dev/null | wc -l; }
 
+# So many shards of text.
+amount() { if [ -n "${QUESTIONS:-}" ]; then echo "data.limit=$(($1 * SHARD))"; else echo "data.shards=$1"; fi; }
+
 data() { # ends well when its time is over: the shards that are whole are enough
-  run scripts/make_data.py "${MODEL[@]}" "${DATA[@]}" || [ "$(shards)" -gt 0 ]
+  run scripts/make_data.py "${MODEL[@]}" "${DATA[@]}" "$(amount "$SHARDS")" || [ "$(shards)" -gt 0 ]
 }
 
 train() {
   [ "$(shards)" -gt 0 ] || { echo "there is no data: the stage before has to be done first"; return 1; }
-  run train.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$(shards)" "output=$RESULTS/train" \
+  run train.py "${MODEL[@]}" "${DATA[@]}" "$(amount "$(shards)")" "output=$RESULTS/train" \
     "adapter.exit_layers=$EXITS" +adapter@more.layer=layer "more.layer.exit_layers=$EXITS" \
     +adapter@more.fused=fused "more.fused.exit_layers=$EXITS" +adapter@more.medusa=medusa "${TRAIN[@]}"
 }
@@ -83,7 +93,7 @@ train() {
 adapters() {
   local folder list best="drafter.adapter='$RESULTS/train/$BEST'"
   list=$(printf ",%s" "$RESULTS"/train/*-exit*)
-  run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "data.shards=$(shards)" "output=$RESULTS/adapters/compare" \
+  run scripts/compare.py "${MODEL[@]}" "${DATA[@]}" "$(amount "$(shards)")" "output=$RESULTS/adapters/compare" \
     "compare.adapters=[${list:1}]" "${COMPARE[@]}" &&
     run scripts/speed.py "${MODEL[@]}" "${SIZES[@]}" "$best" "output=$RESULTS/adapters/speed" "${SPEED[@]}"
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import adapter_for, tiny
+from test_commands import talks
 
 from kangaroo.benchmark.gpu_page import page
 from kangaroo.benchmark.speed import SpeedConfig, measure
@@ -51,6 +52,16 @@ def test_a_stage_that_is_done_is_not_done_again_and_others_are_refused_by_name(t
     assert done.returncode == 1
     assert "data is done already" in done.stdout
     assert "no stage 'pictures'; there are check shapes data" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_text_may_be_answers_to_questions_of_ones_own(tmp_path):
+    (tmp_path / "asked.json").write_text(json.dumps(talks()))
+    done = gpu_script(tmp_path, "data", "train", QUESTIONS=str(tmp_path / "asked.json"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    about = json.loads((tmp_path / "data/provenance.json").read_text())
+    assert about["conversations"] == 16 and about["settings"]["source"].endswith("asked.json")
+    assert (tmp_path / "train/attention-exit2/config.json").is_file()
 
 
 def test_a_stage_without_what_it_goes_on_from_says_so(tmp_path):

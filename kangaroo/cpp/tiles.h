@@ -34,6 +34,14 @@ bool tiles_allowed() {
 // is there for them.
 inline void all_written() { asm volatile("" ::: "memory"); }
 
+// Sums are in tiles 0 to 3.
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
 // A thread uses tiles as long as this lives.
 struct TileUse {
   TileUse() {
@@ -72,10 +80,7 @@ void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16
     if (blocks > 1) _tile_loadd(2, out + groups * LANES, 64);
     if (blocks > 1 && groups > 1) _tile_loadd(3, out + 3 * LANES, 64);
   } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
   }
   for (i64 k = first; k < last; k += 32) {
     _tile_loadd(6, tokens + k / 2, 64);
@@ -104,10 +109,7 @@ void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16
 void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width, float* out) {
   const i64 stride = step * sizeof(bf16);
   all_written();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (i64 k = 0; k < width; k += 32) {
     _tile_loadd(7, queries + k / 2, 64);
     _tile_loadd(4, keys + k, stride);
@@ -129,10 +131,7 @@ void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width,
 //   rows: sixteen, [16, width]; turned: [width / 2, 64 positions], a word being two numbers.
 void scores_by_tiles(const bf16* rows, i64 width, const std::uint32_t* turned, float* out) {
   all_written();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (i64 k = 0; k < width; k += 32) {
     const std::uint32_t* part = turned + k / 2 * 64;
     _tile_loadd(4, rows + k, width * sizeof(bf16));
