@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kangaroo.cache import KVCache
-from kangaroo.sampling import Sampling
+from kangaroo.errors import ConfigError
+from kangaroo.sampling import AnySampling, Mixed, Rule, Sampling, together
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -48,6 +49,7 @@ class Batch:
 
     Args:
         longest: tokens of the longest text that there is room for, prompt included.
+        sampling: of texts that have none of their own.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Batch:
         device: torch.device,
     ):
         size, self.n_slots = cache.batch_size, cache.n_slots
-        self.cache, self.longest, self.sampling = cache, longest, sampling
+        self.cache, self.longest = cache, longest
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)
@@ -72,6 +74,8 @@ class Batch:
         # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
+        self.default, self.samplings = sampling, [sampling] * size
+        self.sampling: AnySampling = sampling  # of all rows
 
     @property
     def size(self) -> int:
@@ -99,9 +103,19 @@ class Batch:
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def place(
-        self, row: int, prompt: Tensor, max_new_tokens: int, seed: int, ignore_eos: bool = False
+        self,
+        row: int,
+        prompt: Tensor,
+        max_new_tokens: int,
+        seed: int,
+        ignore_eos: bool = False,
+        sampling: Sampling | None = None,
     ) -> None:
-        """Put a prompt into a row."""
+        """Put a prompt into a row.
+
+        Args:
+            sampling: of this text alone; None is the batch's.
+        """
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
@@ -112,6 +126,17 @@ class Batch:
         self.done_B[row] = False
         self.limits[row], self.seeds[row] = len(prompt) + max_new_tokens, seed
         self.done[row] = False
+        if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
+            raise ConfigError(
+                f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
+                "sampling of its own; matched noise (sampling.rule=match) can."
+            )
+        self.samplings[row] = sampling or self.default
+        alive = [own for own, done in zip(self.samplings, self.done, strict=True) if not done]
+        shared = together(alive)
+        if isinstance(shared, Mixed):  # a row that is done chooses nothing
+            shared = together(self.samplings)
+        self.sampling = shared
 
     def first(self, row: int, token: int) -> None:
         """Append the token that the prefill of a row's prompt gave; it is pending."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.engine import Token
+from kangaroo.generation import Token
 from kangaroo.prompts import plain_text
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to

@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "discovery", "huge_pages"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "prompts", "teacher"},
+    {"tree", "graphs", "native", "prompts", "teacher", "generation"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
+from kangaroo.generation import Request
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.sampling import Rule, Sampling
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)
@@ -670,3 +671,27 @@ def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
 def test_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(PromptError, match="outside the model's vocabulary of 64"):
         Engine(tiny(), Vanilla()).generate([[1, 64]], 4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
+    lm = tiny().compile_for_decoding() if native else tiny()
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    prompts = random_prompts(5, 9, 6, 4, 7)
+    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
+    requests = [
+        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
+        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
+    ]
+    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
+    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
+        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
+        assert prompts[i] + done[i].tokens == alone
+
+
+def test_a_request_has_no_sampling_of_its_own_under_rejection():
+    lm = tiny()
+    engine = Engine(lm, Vanilla())
+    batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
+    with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampling"):
+        engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))
