@@ -5,14 +5,16 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import teacher
 from kangaroo.batch import Batch
-from kangaroo.cache import BUCKET, KVCache
+from kangaroo.cache import BUCKET, Block, KVCache
 from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
@@ -79,12 +81,26 @@ class Engine:
             self.rounds = Rounds(self.lm, self.drafter, batch, self.keep)
         return batch
 
-    @torch.inference_mode()
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
         a step of its own in the record, without further time.
 
         Errors: `PromptError` where it cannot be served, or not by a batch this small.
+        """
+        parts = self.admitting(batch, row, request)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as ended:
+                return cast(Generation, ended.value)
+
+    @torch.inference_mode()
+    def admitting(
+        self, batch: Batch, row: int, request: Request
+    ) -> Generator[None, None, Generation]:
+        """The same chunk by chunk, so that other rows may step in between.
+
+        A prompt that is given up halfway (`close`) leaves its row free.
         """
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -93,32 +109,33 @@ class Engine:
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         lm, end = self.lm, len(request.prompt)
-        start = now(lm.device)
+        begun, seconds = now(lm.device), 0.0
         prompt_T = torch.tensor(request.prompt, device=lm.device)
-        batch.place(
-            row,
-            prompt_T,
-            request.max_new_tokens,
-            request.seed,
-            request.ignore_eos,
-            request.sampling,
-        )
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
+        read: list[tuple[Tensor, Block, dict[int, Tensor]]] = []
         for first in range(0, end, chunk):
+            if first:  # what steps leave behind in the row lies above what it has read
+                batch.fill(row, prompt_T[:first])
+                seconds += now(lm.device) - begun
+                yield
+                begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
             block = lm.chunk(first, first + tokens_1T.shape[1], row, batch.n_slots)
             x_1TD, taps = lm.run(
                 lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
             )
-            self.drafter.prefill(batch, tokens_1T, block, taps)
+            read.append((tokens_1T, block, taps))
+        batch.place(row, prompt_T, request)
+        for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
+            self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(x_1TD[:, -1:])
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=now(lm.device) - start)
+        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
-        self._record(batch, row, record, request, generation)
+        self.record(batch, row, record, request, generation)
         return generation
 
     @torch.inference_mode()
@@ -196,7 +213,7 @@ class Engine:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
     @torch.inference_mode()
-    def _record(
+    def record(
         self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:
         """Append a step to a row's generation, and say so there if that ended it."""
@@ -257,7 +274,7 @@ class Engine:
                 return
             records = self.step(batch)
             for row, (index, generation) in list(running.items()):
-                self._record(batch, row, records[row], requests[index], generation)
+                self.record(batch, row, records[row], requests[index], generation)
                 if generation.finish:
                     del running[row]
                     yield index, generation
@@ -308,6 +325,6 @@ class Engine:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
             (record,) = self.step(batch)
-            self._record(batch, 0, record, request, generation)
+            self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):
                 yield Token(token, drafted=i < record.accepted)

@@ -421,6 +421,48 @@ def test_a_prompt_may_join_while_others_are_decoding(case, name):
     assert written == continuations(case)
 
 
+@pytest.mark.parametrize("which", ["case", "eager_case"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, name):
+    """The longest one, in a row that another text has used before."""
+    case = request.getfixturevalue(which)
+    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=2)
+    batch, prompts = engine.open(2, 60, HOT), sorted(enumerate(PROMPTS), key=lambda p: len(p[1]))
+    asked = [Request(prompt, NEW_TOKENS, seed=HOT.seed + i) for i, prompt in prompts]
+    engine.admit(batch, 1, replace(asked[1], max_new_tokens=3))
+    while not batch.done[1]:
+        engine.step(batch)
+    written = [engine.admit(batch, 0, replace(asked[0], max_new_tokens=40)).tokens, []]
+    parts = engine.admitting(batch, 1, asked[-1])
+    while not written[1]:
+        try:
+            next(parts)
+        except StopIteration as ended:
+            written[1] = ended.value.tokens
+            break
+        for tokens, record in zip(written, engine.step(batch), strict=True):
+            tokens += record.tokens
+    while not all(batch.done):
+        for tokens, record in zip(written, engine.step(batch), strict=True):
+            tokens += record.tokens
+    assert written[0][:NEW_TOKENS] == continuations(case)[prompts[0][0]]
+    assert len(written[0]) == 40 and written[1] == continuations(case)[prompts[-1][0]]
+
+
+def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
+    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
+    batch = engine.open(1, 60, HOT)
+    parts = engine.admitting(batch, 0, Request(PROMPTS[-1], NEW_TOKENS))
+    next(parts)
+    parts.close()
+    assert batch.done == [True] and not engine.step(batch)[0].tokens
+    request = Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)
+    written = engine.admit(batch, 0, request).tokens
+    while not batch.done[0]:
+        written += engine.step(batch)[0].tokens
+    assert written == continuations(case)[0]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
 def test_a_prefill_in_chunks_changes_nothing(case, sampling):
     prompts = random_prompts(2, 64, 65)
