@@ -37,7 +37,7 @@ ORDER = [
     {"benchmark"},
     {"tuning"},
     {"learning_curve"},
-    {"api", "chat", "hub"},
+    {"api", "chat", "hub", "serving"},
     {"cli", "cli_schema"},
     {"__main__"},
 ]
