@@ -8,11 +8,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    model_validator,
+)
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 SEEDS = 2**63
-Text = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1)]
+
+
+def whole(text: str) -> str:
+    """The text, if it is one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole)]
+Stop = Annotated[Text, Field(max_length=LONGEST_STOP, min_length=1)]
 # What OpenAI's clients may send: the value that asks for nothing, beside null.
 NOTHING: dict[str, list[Any]] = {
     "logprobs": [False],
@@ -61,7 +81,7 @@ class Asked(Strict):
     top_k: StrictInt = Field(default=0, ge=0)
     n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool = False
@@ -91,21 +111,21 @@ class Completion(Asked):
         prompt: text, or token ids.
     """
 
-    prompt: str | Annotated[list[StrictInt], Field(min_length=1)]
+    prompt: Text | Annotated[list[StrictInt], Field(min_length=1)]
 
 
 class TextPart(Strict):
     """A part of a message; others than text are refused."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Strict):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
 
     @property
