@@ -87,7 +87,9 @@ async def invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     faults = []
     for one in error.errors()[:8]:
-        where = ".".join(str(part) for part in one["loc"][1:])
+        # of a field of several types pydantic names each, some by their validators
+        named = (str(part) for part in one["loc"][1:])
+        where = ".".join(part for part in named if "[" not in part)
         message = one["msg"].removeprefix("Value error, ")
         faults.append(f"{where}: {message}" if where else message)
     return problem(400, "; ".join(dict.fromkeys(faults)))
@@ -163,7 +165,7 @@ class Server:
                 prompt=prompt,
                 max_new_tokens=limit or max(1, min(DEFAULT_TOKENS, room)),
                 seed=seed + i,
-                stop=asked.stops,
+                stop=asked.stop,
                 ignore_eos=asked.ignore_eos,
                 sampling=sampling,
             )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -32,7 +33,14 @@ def whole(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[Text, Field(max_length=LONGEST_STOP, min_length=1)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
+
+
+def listed(stop: Any) -> Any:
+    """One string is a list of one."""
+    return [stop] if isinstance(stop, str) else stop
+
+
 # What OpenAI's clients may send: the value that asks for nothing, beside null.
 NOTHING: dict[str, list[Any]] = {
     "logprobs": [False],
@@ -81,7 +89,9 @@ class Asked(Strict):
     top_k: StrictInt = Field(default=0, ge=0)
     n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(
+        default_factory=list
+    )
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool = False
@@ -97,11 +107,6 @@ class Asked(Strict):
             if name in given and given.pop(name) not in harmless:
                 raise ValueError(f"'{name}' is not served here; leave it out")
         return {name: value for name, value in given.items() if name not in IGNORED}
-
-    @property
-    def stops(self) -> list[str]:
-        """The strings that end a text."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class Completion(Asked):
