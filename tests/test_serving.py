@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+from commands import python
 from helpers import adapter_for
 from openai import BadRequestError, OpenAI
 
@@ -468,3 +475,62 @@ def test_bodies_are_json_lines_of_server_sent_events(address):
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
     told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert told[-1]["choices"][0]["finish_reason"] == "length"
+
+
+PAGE = Path(__file__).parents[1] / "docs/serving.md"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """`scripts/serve.py` as a process of its own, once it answers."""
+    port = free_port()
+    script = PAGE.parents[1] / "scripts/serve.py"
+    command = [sys.executable, str(script), f"port={port}", "model=tiny", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).is_success:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, process.communicate()[0]
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
+    """The `curl` line, the Python lines, and SIGTERM in the middle of a text."""
+    page = PAGE.read_text(encoding="utf-8")
+    drafter = ["drafter=kangaroo", "drafter.adapter='untrained:2'", f"hydra.run.dir={tmp_path}"]
+    with served(*drafter, "longest=4096") as (address, process):
+        curl = next(part for part in page.split("```") if part.strip().startswith("curl"))
+        line = curl.replace("\\\n", " ").replace("http://127.0.0.1:8000", address)
+        done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.rstrip().endswith("data: [DONE]"), done
+        code = next(part for part in page.split("```") if part.startswith("python"))
+        code = code.removeprefix("python").replace("http://127.0.0.1:8000", address)
+        exec(compile(code.replace("smollm2-135m", "tiny"), str(PAGE), "exec"), {})
+        body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last = [line for line in lines if line]
+        assert last == "data: [DONE]"
+        assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_a_port_in_use_is_named(address, tmp_path):
+    port = address.rpartition(":")[2]
+    options = f"port={port} model=tiny drafter=vanilla hydra.run.dir={tmp_path}"
+    done = python("scripts/serve.py", *options.split(), cwd=tmp_path)
+    assert done.returncode == 1 and f"nothing can listen on 127.0.0.1:{port}: Addr" in done.stderr
