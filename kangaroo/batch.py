@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kangaroo.cache import KVCache
-from kangaroo.sampling import Sampling
+from kangaroo.errors import ConfigError
+from kangaroo.generation import Request
+from kangaroo.sampling import AnySampling, Mixed, Rule, Sampling, together
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -48,6 +50,7 @@ class Batch:
 
     Args:
         longest: tokens of the longest text that there is room for, prompt included.
+        sampling: of texts that have none of their own.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Batch:
         device: torch.device,
     ):
         size, self.n_slots = cache.batch_size, cache.n_slots
-        self.cache, self.longest, self.sampling = cache, longest, sampling
+        self.cache, self.longest = cache, longest
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)
@@ -72,6 +75,8 @@ class Batch:
         # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
+        self.default, self.samplings = sampling, [sampling] * size
+        self.sampling: AnySampling = sampling  # of all rows
 
     @property
     def size(self) -> int:
@@ -98,20 +103,37 @@ class Batch:
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
-    def place(
-        self, row: int, prompt: Tensor, max_new_tokens: int, seed: int, ignore_eos: bool = False
-    ) -> None:
-        """Put a prompt into a row."""
+    def fill(self, row: int, prompt: Tensor) -> None:
+        """A part of a prompt has entered a free row, which takes no part in steps until `place`."""
+        self.tokens_BS[row, : len(prompt)] = prompt
+        self.texts[row] = [*prompt.tolist(), 0]  # its last token is scratch
+        self.length_B[row] = len(prompt) + 1
+
+    def place(self, row: int, prompt: Tensor, request: Request) -> None:
+        """A request's whole prompt has entered a row.
+
+        Errors: `ConfigError` for sampling of its own under acceptance by rejection.
+        """
+        own = request.sampling
+        if own and (self.default.rule, own.rule) != (Rule.match, Rule.match):
+            raise ConfigError(
+                f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
+                "sampling of its own; matched noise (sampling.rule=match) can."
+            )
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
-        self.limit_B[row] = len(prompt) + max_new_tokens
-        self.seeds_B[row] = seed
-        self.heeds_eos_B[row] = not ignore_eos
-        self.ends[row] = frozenset() if ignore_eos else self.eos_ids
-        self.done_B[row] = False
-        self.limits[row], self.seeds[row] = len(prompt) + max_new_tokens, seed
-        self.done[row] = False
+        limit = len(prompt) + request.max_new_tokens
+        self.limit_B[row], self.limits[row] = limit, limit
+        self.seeds_B[row], self.seeds[row] = request.seed, request.seed
+        self.heeds_eos_B[row] = not request.ignore_eos
+        self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
+        self.done_B[row] = self.done[row] = False
+        self.samplings[row] = own or self.default
+        active = [one for one, done in zip(self.samplings, self.done, strict=True) if not done]
+        self.sampling = together(active)
+        if isinstance(self.sampling, Mixed):  # a place for each row, also for those that are done
+            self.sampling = together(self.samplings)
 
     def first(self, row: int, token: int) -> None:
         """Append the token that the prefill of a row's prompt gave; it is pending."""

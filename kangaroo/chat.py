@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.engine import Engine, Generation
+from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
+from kangaroo.generation import Generation
 from kangaroo.prompts import Message, plain_text, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces

@@ -32,6 +32,7 @@ from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models import ModelConfig
 from kangaroo.paper.study import StudyConfig
 from kangaroo.sampling import Sampling
+from kangaroo.serving.config import ServeConfig
 from kangaroo.soak.run import SoakConfig
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 from kangaroo.trained.base import Architecture
@@ -236,6 +237,15 @@ class PullCommand(PullConfig):
 
 
 @dataclass
+class ServeCommand(ServeConfig):
+    """`python scripts/serve.py`: a target and a drafter, for many at a time."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -256,6 +266,7 @@ def register() -> None:
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="soak_schema", node=SoakCommand)
     cs.store(name="chat_schema", node=TalkCommand)
+    cs.store(name="serve_schema", node=ServeCommand)
     cs.store(name="tune_schema", node=TuneCommand)
     cs.store(name="learning_curve_schema", node=LearningCurveCommand)
     cs.store(name="compare_schema", node=CompareCommand)

@@ -5,114 +5,24 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
 
-import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import teacher
 from kangaroo.batch import Batch
-from kangaroo.cache import BUCKET, KVCache
+from kangaroo.cache import BUCKET, Block, KVCache
 from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
+from kangaroo.generation import Generation, Request, StepRecord, Stream, Token
 from kangaroo.model import LM
 from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
 from kangaroo.verify import decide
-
-
-@dataclass
-class Request:
-    """One text to write.
-
-    Args:
-        prompt: token ids.
-        max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
-        seed: with the sampling settings it fixes the text.
-        stop: the text ends with the token that completes one of these strings.
-        ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    seed: int = 0
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-
-
-@dataclass
-class StepRecord:
-    """One verification of one row, or what its prefill wrote: a token that nobody drafted.
-
-    Args:
-        tokens: what it wrote.
-        accepted: how many of them were draft tokens.
-        drafted: how many were proposed.
-        draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
-        kept: a record for each token (`kangaroo/teacher.py`), and perhaps more, if asked for.
-    """
-
-    tokens: list[int]
-    accepted: int
-    drafted: int
-    draft_seconds: float
-    verify_seconds: float
-    host_seconds: float
-    kept: np.ndarray | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return self.draft_seconds + self.verify_seconds + self.host_seconds
-
-
-@dataclass
-class Generation:
-    """What became of a request.
-
-    Args:
-        steps: the first is the prefill, whose time is not in the record.
-        finish: "eos", "length" or "stop"; empty while it is being written.
-        prefill_seconds: time until the prompt was in the cache and the first token was known.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    finish: str = ""
-    prefill_seconds: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Of prefill and all steps."""
-        return self.prefill_seconds + sum(step.seconds for step in self.steps)
-
-    @property
-    def teacher(self) -> np.ndarray | None:
-        """A record for each token (`kangaroo/teacher.py`), where these were asked for."""
-        steps = [s.kept[: len(s.tokens)] for s in self.steps if s.kept is not None]
-        return np.concatenate(steps) if steps else None
-
-
-@dataclass
-class Token:
-    """One streamed token; `drafted` tells whether a drafter proposed it."""
-
-    id: int
-    drafted: bool
-
-
-@dataclass
-class Stream:
-    """Tokens of one request as steps write them; `generation` grows along."""
-
-    generation: Generation
-    tokens: Iterator[Token]
-
-    def __iter__(self) -> Iterator[Token]:
-        return self.tokens
 
 
 class Engine:
@@ -160,9 +70,8 @@ class Engine:
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
-            self.batch = self.cache = self.rounds = (
-                None  # their memory may be needed for the new ones
-            )
+            # their memory may be needed for the new ones
+            self.batch = self.cache = self.rounds = None
             self.cache = self.lm.new_cache(batch_size, n_slots)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device)
         self.drafter.begin(batch)
@@ -172,12 +81,26 @@ class Engine:
             self.rounds = Rounds(self.lm, self.drafter, batch, self.keep)
         return batch
 
-    @torch.inference_mode()
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
         a step of its own in the record, without further time.
 
         Errors: `PromptError` where it cannot be served, or not by a batch this small.
+        """
+        parts = self.admitting(batch, row, request)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as ended:
+                return cast(Generation, ended.value)
+
+    @torch.inference_mode()
+    def admitting(
+        self, batch: Batch, row: int, request: Request
+    ) -> Generator[None, None, Generation]:
+        """The same chunk by chunk, so that other rows may step in between.
+
+        A prompt that is given up halfway (`close`) leaves its row free.
         """
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -186,26 +109,33 @@ class Engine:
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         lm, end = self.lm, len(request.prompt)
-        start = now(lm.device)
+        begun, seconds = now(lm.device), 0.0
         prompt_T = torch.tensor(request.prompt, device=lm.device)
-        batch.place(row, prompt_T, request.max_new_tokens, request.seed, request.ignore_eos)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
+        read: list[tuple[Tensor, Block, dict[int, Tensor]]] = []
         for first in range(0, end, chunk):
+            if first:  # what steps leave behind in the row lies above what it has read
+                batch.fill(row, prompt_T[:first])
+                seconds += now(lm.device) - begun
+                yield
+                begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
             block = lm.chunk(first, first + tokens_1T.shape[1], row, batch.n_slots)
             x_1TD, taps = lm.run(
                 lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
             )
-            self.drafter.prefill(batch, tokens_1T, block, taps)
-        at_11 = torch.full((1, 1), end, device=lm.device)
-        seed_1 = batch.seeds_B[row : row + 1]
+            read.append((tokens_1T, block, taps))
+        batch.place(row, prompt_T, request)
+        for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
+            self.drafter.prefill(batch, *chunk_read)
+        at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(x_1TD[:, -1:])
-        token = int(pick(logits_11V, at_11, batch.sampling, seed_1))
+        token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=now(lm.device) - start)
+        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
-        self._record(batch, row, record, request, generation)
+        self.record(batch, row, record, request, generation)
         return generation
 
     @torch.inference_mode()
@@ -283,7 +213,7 @@ class Engine:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
     @torch.inference_mode()
-    def _record(
+    def record(
         self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:
         """Append a step to a row's generation, and say so there if that ended it."""
@@ -344,7 +274,7 @@ class Engine:
                 return
             records = self.step(batch)
             for row, (index, generation) in list(running.items()):
-                self._record(batch, row, records[row], requests[index], generation)
+                self.record(batch, row, records[row], requests[index], generation)
                 if generation.finish:
                     del running[row]
                     yield index, generation
@@ -395,6 +325,6 @@ class Engine:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
             (record,) = self.step(batch)
-            self._record(batch, 0, record, request, generation)
+            self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):
                 yield Token(token, drafted=i < record.accepted)

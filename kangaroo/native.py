@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,10 +124,13 @@ NativeDrafting = struct("NativeDrafting", stack=NativeStack, norm=ctypes.c_int64
 NativeRows = struct(
     "NativeRows",
     """
-    batch capacity hidden most_unread exit base seed count asking end token parent place has_state
+    batch capacity hidden most_unread exit base count asking end draw token parent place has_state
     choices chances states unread unread_states accepted written keep kept kept_chances
     """,
-    "temperature",
+)
+# Of each row, an array of it.
+DRAW = np.dtype(
+    [("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("seed", np.int64)]
 )
 NativeOutcomes = struct(
     "NativeOutcomes", "rows logits tokens threads scores index inside log_q largest rest best"

@@ -86,7 +86,8 @@ class Rounds:
         # Committed tokens whose states wait until the drafting layer drafts again, as many as there
         # may be: what never drafts never reads them. Memory that is not written to costs nothing.
         unread = batch.n_slots if drafter.native_exit else 0
-        self.base, self.seed, self.count, self.asking = np.zeros((4, size), np.int64)
+        self.base, self.count, self.asking = np.zeros((3, size), np.int64)
+        self.draw = np.zeros(size, native.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
         of_nodes = np.zeros((5, size, capacity), np.int64)
         self.token, self.parent, self.place, self.has_state, self.written = of_nodes
@@ -98,7 +99,7 @@ class Rounds:
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
         self.texts: list[list[int] | None] = [None] * size
         arrays = """
-            base seed count asking end token parent place has_state choices chances unread accepted
+            base count asking end draw token parent place has_state choices chances unread accepted
             written kept kept_chances
         """
         rows = native.NativeRows(
@@ -108,7 +109,6 @@ class Rounds:
             most_unread=unread,
             exit=drafter.native_exit,
             keep=keep,
-            temperature=batch.sampling.temperature,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             **{name: getattr(self, name).ctypes.data for name in arrays.split()},
@@ -125,15 +125,12 @@ class Rounds:
 
     @staticmethod
     def can_run(lm: LM, drafter: object, sampling: Sampling) -> bool:
-        """Whether a batch is decoded here. Filters of sampled tokens, and acceptance by rejection,
-        are left to the tensors.
-        """
-        plain = sampling.top_k == 0 and sampling.top_p == 1 and sampling.rule is Rule.match
+        """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
         return (
             lm.native_layers is not None
             and isinstance(drafter, NativeDrafter)
             and drafter.is_native()
-            and (sampling.greedy or plain)
+            and (sampling.greedy or sampling.rule is Rule.match)
         )
 
     def step(self) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
@@ -168,7 +165,9 @@ class Rounds:
             text = self.batch.texts[row]
             if text is not self.texts[row]:  # another prompt has taken the row
                 self.texts[row] = text
-                self.unread[row], self.seed[row] = 0, self.batch.seeds[row]
+                self.unread[row], own = 0, self.batch.samplings[row]
+                seed = self.batch.seeds[row]
+                self.draw[row] = own.temperature, own.top_p, own.top_k, seed
             self.base[row], self.token[row, 0] = len(text) - 1, text[-1]
             self.count[row], self.has_state[row, 0] = 1, 0
 

@@ -9,7 +9,9 @@ Shapes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -67,6 +69,43 @@ class Sampling:
         return self.temperature == 0
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """Texts that are decoded together, each by settings of its own.
+
+    Args:
+        rows: of each text.
+    """
+
+    rows: tuple[Sampling, ...]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all are."""
+        return all(one.greedy for one in self.rows)
+
+    def apart(self, choose: Callable[..., Tensor], seeds_B: Tensor, *tensors: Tensor) -> Tensor:
+        """What `choose(*tensors, sampling, seeds)` makes of each row alone, together again.
+
+        Args:
+            tensors: `[B, ...]`, or one row for all.
+        """
+        parts = []
+        for row, own in enumerate(self.rows):
+            mine = (x[row if len(x) > 1 else 0][None] for x in tensors)
+            parts.append(choose(*mine, own, seeds_B[row : row + 1]))
+        return torch.cat(parts)
+
+
+AnySampling = Sampling | Mixed
+
+
+def together(rows: Sequence[Sampling]) -> AnySampling:
+    """Settings of several texts as one, whose seeds do not count; there must be a text."""
+    known = [replace(one, seed=0) for one in rows]
+    return known[0] if all(one == known[0] for one in known) else Mixed(tuple(known))
+
+
 def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     """Tempered and filtered logits in float32, -inf where a filter removed the token.
 
@@ -122,7 +161,9 @@ def perturb(
     return log_weights_BNV - race.log_()
 
 
-def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor) -> Tensor:
+def pick(
+    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
     """The token that follows each node, `[B, N]`.
 
     Args:
@@ -130,16 +171,21 @@ def pick(logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: 
     """
     if sampling.greedy:
         return logits_BNV.argmax(-1)
+    if isinstance(sampling, Mixed):
+        return sampling.apart(pick, seeds_B, logits_BNV, positions_BN)
     return perturb(warp(logits_BNV, sampling), seeds_B, positions_BN).argmax(-1)
 
 
 def candidates(
-    logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor, count: int
+    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
     """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick.
 
     The first is the token of `pick`. Under noise the others are those with the next best scores.
     """
+    if isinstance(sampling, Mixed):
+        several = functools.partial(candidates, count=count)
+        return sampling.apart(several, seeds_B, logits_BNV, positions_BN)
     if not sampling.greedy:
         logits_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
     return logits_BNV.topk(count).indices

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.errors import ConfigError
-from kangaroo.sampling import Rule, Sampling, Stream, perturb, pick, uniform, warp
+from kangaroo.sampling import AnySampling, Rule, Sampling, Stream, perturb, pick, uniform, warp
 from kangaroo.tree import Draft
 
 
@@ -98,14 +98,23 @@ def rejection(
 
 
 def decide(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor
+    draft: Draft,
+    logits_BNV: Tensor,
+    positions_BN: Tensor,
+    sampling: AnySampling,
+    seeds_B: Tensor,
 ) -> Verdict:
     """Verify `draft` against the target's logits by the rule that `sampling` names.
 
     Args:
         positions_BN: absolute position of the token after each node.
     """
-    if sampling.rule is Rule.rejection and not sampling.greedy and draft.tree.size > 1:
+    if (
+        isinstance(sampling, Sampling)
+        and sampling.rule is Rule.rejection
+        and not sampling.greedy
+        and draft.tree.size > 1
+    ):
         choice_BN = rejection(draft, logits_BNV, positions_BN, sampling, seeds_B)
     else:
         choice_BN = pick(logits_BNV, positions_BN, sampling, seeds_B)

@@ -16,7 +16,8 @@ from kangaroo.acceleration import Acceleration
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.sampling import Sampling

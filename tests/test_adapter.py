@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.trained import medusa_heads

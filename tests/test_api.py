@@ -19,8 +19,9 @@ import kangaroo
 from kangaroo.api import load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
-from kangaroo.engine import Engine, Token
+from kangaroo.engine import Engine
 from kangaroo.errors import AdapterNotFound, ConfigError, KangarooError, ModelNotFound, PromptError
+from kangaroo.generation import Token
 from kangaroo.models import ModelConfig
 from kangaroo.prompts import prompt_ids
 from kangaroo.sampling import Sampling

@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "discovery", "huge_pages"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
-    {"tree", "graphs", "native", "prompts", "teacher"},
+    {"tree", "graphs", "native", "prompts", "teacher", "generation"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},
@@ -37,7 +37,7 @@ ORDER = [
     {"benchmark"},
     {"tuning"},
     {"learning_curve"},
-    {"api", "chat", "hub"},
+    {"api", "chat", "hub", "serving"},
     {"cli", "cli_schema"},
     {"__main__"},
 ]

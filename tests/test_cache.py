@@ -12,7 +12,8 @@ from helpers import random_prompts, tiny
 from kangaroo.attention import attention
 from kangaroo.cache import BUCKET, Block, BlockCache, KVCache, occupied
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
 from kangaroo.sampling import Sampling
 from kangaroo.tree import Tree
 

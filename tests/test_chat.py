@@ -9,7 +9,8 @@ from rich.console import Console
 from kangaroo import models
 from kangaroo.chat import ChatConfig, chat, summary
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine, Generation, StepRecord, Token
+from kangaroo.engine import Engine
+from kangaroo.generation import Generation, StepRecord, Token
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.sampling import Sampling

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -45,8 +45,9 @@ from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, StepRecord
+from kangaroo.engine import Engine
 from kangaroo.evaluation.lossless import fork
+from kangaroo.generation import Request, StepRecord
 from kangaroo.model import LM
 from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling
@@ -183,6 +184,18 @@ SAMPLINGS = {
     "top-p": Sampling(temperature=1.2, top_p=0.8, seed=4),
     "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
 }
+MIXED = "mixed"  # each text by another of these
+HOW = [*SAMPLINGS, MIXED]
+
+
+def samplings(name: str) -> list[Sampling]:
+    """Of each prompt, with its seed."""
+    known = list(SAMPLINGS.values()) if name == MIXED else [SAMPLINGS[name]]
+    return [
+        replace(own, seed=own.seed + i)
+        for i, own in zip(range(len(PROMPTS)), itertools.cycle(known), strict=False)
+    ]
+
 
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
 
@@ -206,18 +219,22 @@ lm_of = cache(lambda family: FAMILIES[family]())
 @cache
 def case_of(family: str, sampling: str) -> Case:
     lm = lm_of(family)
-    texts = vanilla_texts(lm, PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
+    texts = [
+        text
+        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
+        for text in vanilla_texts(lm, [prompt], NEW_TOKENS, own)
+    ]
     return Case(lm, adapter_for(lm), texts)
 
 
 # Every drafter on every family; over them the batches take turns, the cheapest most often, and so
-# do the samplings. As 7 and 4 have no common divisor, every sampling meets every batch.
+# do the samplings. As 7 and 5 have no common divisor, every sampling meets every batch.
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
 
 
 def setting(number: int) -> tuple[str, str]:
     """Sampling and batch."""
-    return list(SAMPLINGS)[number % len(SAMPLINGS)], TURNS[number % len(TURNS)]
+    return HOW[number % len(HOW)], TURNS[number % len(TURNS)]
 
 
 COVERING = [
@@ -228,7 +245,7 @@ COVERING = [
 
 
 def test_the_covering_has_every_pair():
-    everything = (DRAFTERS, FAMILIES, SAMPLINGS, BATCHES)
+    everything = (DRAFTERS, FAMILIES, HOW, BATCHES)
     for one, other in itertools.combinations(range(len(everything)), 2):
         pairs = set(itertools.product(everything[one], everything[other]))
         assert {(case[one], case[other]) for case in COVERING} == pairs
@@ -237,8 +254,13 @@ def test_the_covering_has_every_pair():
 def check(drafter: str, family: str, sampling: str, batch: str) -> None:
     case = case_of(family, sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=BATCHES[batch])
-    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    requests = [
+        Request(prompt, NEW_TOKENS, own.seed, sampling=own if sampling == MIXED else None)
+        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
+    ]
+    of_all = SAMPLINGS.get(sampling, Sampling())
+    done = dict(engine.completions(requests, of_all, BATCHES[batch]))
+    assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
 
 
 @pytest.mark.parametrize("drafter, family, sampling, batch", COVERING)
@@ -250,7 +272,7 @@ def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_so_it_does_in_every_sampling_and_batch(drafter, family):
-    for sampling, batch in itertools.product(SAMPLINGS, BATCHES):
+    for sampling, batch in itertools.product(HOW, BATCHES):
         check(drafter, family, sampling, batch)
 
 
@@ -286,7 +308,7 @@ NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "top-p", "top-k"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, sampling, family):
     """Round by round, in every row, where the batch does not stop it."""

@@ -19,7 +19,8 @@ from kangaroo import costs
 from kangaroo.costs import VerifyCosts
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
 from kangaroo.huge_pages import LINE, PAGE, settle
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling

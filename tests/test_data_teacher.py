@@ -24,8 +24,9 @@ from kangaroo.data.mix import MixConfig
 from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Generation, Request, StepRecord
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.generation import Generation, Request, StepRecord
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.rounds import Rounds

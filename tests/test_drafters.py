@@ -12,8 +12,9 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from kangaroo.drafters import chain
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.generation import Request
 from kangaroo.sampling import Sampling, pick
 
 SAMPLED = SAMPLINGS["sampled"]

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
+from kangaroo.generation import Request
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.sampling import Rule, Sampling
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)
@@ -420,6 +421,48 @@ def test_a_prompt_may_join_while_others_are_decoding(case, name):
     assert written == continuations(case)
 
 
+@pytest.mark.parametrize("which", ["case", "eager_case"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, name):
+    """The longest one, in a row that another text has used before."""
+    case = request.getfixturevalue(which)
+    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=2)
+    batch, prompts = engine.open(2, 60, HOT), sorted(enumerate(PROMPTS), key=lambda p: len(p[1]))
+    asked = [Request(prompt, NEW_TOKENS, seed=HOT.seed + i) for i, prompt in prompts]
+    engine.admit(batch, 1, replace(asked[1], max_new_tokens=3))
+    while not batch.done[1]:
+        engine.step(batch)
+    written = [engine.admit(batch, 0, replace(asked[0], max_new_tokens=40)).tokens, []]
+    parts = engine.admitting(batch, 1, asked[-1])
+    while not written[1]:
+        try:
+            next(parts)
+        except StopIteration as ended:
+            written[1] = ended.value.tokens
+            break
+        for tokens, record in zip(written, engine.step(batch), strict=True):
+            tokens += record.tokens
+    while not all(batch.done):
+        for tokens, record in zip(written, engine.step(batch), strict=True):
+            tokens += record.tokens
+    assert written[0][:NEW_TOKENS] == continuations(case)[prompts[0][0]]
+    assert len(written[0]) == 40 and written[1] == continuations(case)[prompts[-1][0]]
+
+
+def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
+    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
+    batch = engine.open(1, 60, HOT)
+    parts = engine.admitting(batch, 0, Request(PROMPTS[-1], NEW_TOKENS))
+    next(parts)
+    parts.close()
+    assert batch.done == [True] and not engine.step(batch)[0].tokens
+    request = Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)
+    written = engine.admit(batch, 0, request).tokens
+    while not batch.done[0]:
+        written += engine.step(batch)[0].tokens
+    assert written == continuations(case)[0]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
 def test_a_prefill_in_chunks_changes_nothing(case, sampling):
     prompts = random_prompts(2, 64, 65)
@@ -670,3 +713,27 @@ def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
 def test_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(PromptError, match="outside the model's vocabulary of 64"):
         Engine(tiny(), Vanilla()).generate([[1, 64]], 4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
+    lm = tiny().compile_for_decoding() if native else tiny()
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    prompts = random_prompts(5, 9, 6, 4, 7)
+    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
+    requests = [
+        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
+        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
+    ]
+    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
+    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
+        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
+        assert prompts[i] + done[i].tokens == alone
+
+
+def test_a_request_has_no_sampling_of_its_own_under_rejection():
+    lm = tiny()
+    engine = Engine(lm, Vanilla())
+    batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
+    with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampling"):
+        engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))

@@ -15,8 +15,9 @@ from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
 from kangaroo.drafters.odds import assumed
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError
+from kangaroo.generation import Request
 from kangaroo.sampling import Rule, Sampling, candidates
 
 NODES, STEPS = 6, 3

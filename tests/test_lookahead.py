@@ -9,8 +9,9 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig, remember, topology
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.tree import Draft

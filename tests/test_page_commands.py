@@ -103,6 +103,8 @@ APPENDED = {
     ),
     "scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m "
     "bench.path=outputs/questions/held_out.jsonl": None,  # tests/test_learning_curve.py
+    "scripts/serve.py port=8000": None,  # test_serving.py starts servers
+    "scripts/serve.py model=vicuna-7b drafter=kangaroo rows=8": None,
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "

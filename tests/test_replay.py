@@ -19,9 +19,10 @@ from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Generation
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.generation import Generation
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.trained.adapter import Architecture
 from kangaroo.trained.draft_head import DraftHead

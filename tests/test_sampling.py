@@ -20,7 +20,17 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.sampling import Sampling, Stream, perturb, pick, uniform, warp
+from kangaroo.sampling import (
+    Mixed,
+    Sampling,
+    Stream,
+    candidates,
+    perturb,
+    pick,
+    together,
+    uniform,
+    warp,
+)
 
 SMALL = 1e-4
 DRAWS = 20_000
@@ -232,3 +242,26 @@ def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
     assert a == again != b
     assert texts([prompt], sampling, seeds=[8]) == [b]
     assert texts([prompt] * 2, Sampling(temperature=1.5, seed=7)) == [a, b]  # seed, seed + 1, ...
+
+
+def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
+    rows = [Sampling(), *SAMPLINGS]
+    mixed = together(rows)
+    assert isinstance(mixed, Mixed) and not mixed.greedy and Mixed((Sampling(),) * 2).greedy
+    logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
+    positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
+    seeds_B = torch.arange(len(rows)) + 7
+    one = slice(2, 3)
+    for choose in (pick, lambda *asked: candidates(*asked, 3)):
+        chosen = choose(logits_BNV, positions_BN, mixed, seeds_B)
+        for row, own in enumerate(rows):
+            part = slice(row, row + 1)
+            alone = choose(logits_BNV[part], positions_BN[part], own, seeds_B[part])
+            assert torch.equal(chosen[part], alone)
+        shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
+        alone = choose(logits_BNV[one], positions_BN[one], rows[2], seeds_B[one])
+        assert torch.equal(shared[one], alone)
+
+
+def test_settings_that_differ_in_their_seed_alone_are_alike():
+    assert together([Sampling(0.5, seed=1), Sampling(0.5, seed=2)]) == Sampling(0.5)

@@ -19,7 +19,8 @@ from kangaroo.benchmark.bandwidth import Reads, median_seconds
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling, pick
 from kangaroo.tree import Tree

@@ -13,6 +13,7 @@ from kangaroo.cli.making import (
     push,
     search_layers,
 )
+from kangaroo.cli.serving import serve
 from kangaroo.cli.training import cost, estimate, make_data, train
 from kangaroo.cli.tuning import learning_curve, tune
 
@@ -32,6 +33,7 @@ __all__ = [
     "pull",
     "push",
     "search_layers",
+    "serve",
     "soak",
     "speed",
     "train",

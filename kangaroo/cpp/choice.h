@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <numeric>
+
 #include "layers.h"
 
 namespace {
@@ -125,11 +127,102 @@ Floats get_or_never(const float* from, i64 count) {
   return part;
 }
 
-// Of one row of logits. A `temperature` of 0 is greedy.
+// How a text's tokens are drawn; see `Sampling` in kangaroo/sampling.py. A `temperature` of 0 is greedy.
+struct Draw {
+  double temperature, top_p;
+  i64 top_k, seed;
+  bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
+};
+
+float sum_of_exponentials(const float* logits, i64 n, float temperature, float most) {
+  Floats total{};
+  for (i64 i = 0; i < n; i += LANES) total += exp16(get_or_never(logits + i, n - i) / temperature - most);
+  return sum_of(total);
+}
+
+// The places that top-k and top-p leave of these logits, the likeliest first; as `warp` does, in its order
+// and with its rounding: those tied with the k-th stay, and of equals at the end of top-p the first.
+std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
+  const float temperature = draw.temperature;
+  auto warped = [&](i64 place) { return logits[place] / temperature; };
+  auto before = [&](i64 a, i64 b) { return warped(a) != warped(b) ? warped(a) > warped(b) : a < b; };
+  std::vector<i64> places(n);
+  std::iota(places.begin(), places.end(), 0);
+  i64 sorted = 0, left = n;  // of them, those that may stay
+  auto sort_until = [&](i64 count) {  // a few at a time: mostly a few are all that is asked for
+    while (sorted < std::min(count, n)) {
+      i64 next = std::min(n, std::max<i64>(128, 8 * sorted));
+      std::partial_sort(places.begin() + sorted, places.begin() + next, places.end(), before);
+      sorted = next;
+    }
+  };
+  if (draw.top_k > 0 && draw.top_k < n) {
+    left = draw.top_k;
+    sort_until(left + 1);
+    while (left < n && warped(places[left]) == warped(places[left - 1])) sort_until(++left + 1);
+  }
+  if (draw.top_p < 1) {
+    sort_until(1);
+    const float most = warped(places[0]), limit = draw.top_p;
+    float total = 0;
+    double sum = 0;
+    if (left == n) total = sum_of_exponentials(logits, n, temperature, most);
+    else
+      for (i64 i = 0; i < left; i++) total += std::exp(warped(places[i]) - most);
+    for (i64 i = 0; i < left; i++) {
+      sort_until(i + 1);
+      float chance = std::exp(warped(places[i]) - most) / total;
+      sum += chance;
+      if (float(sum) - chance >= limit) left = i;
+    }
+  }
+  places.resize(left);
+  return places;
+}
+
+// The best under noise.
+template <class T>
+void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, Words key, Best& best) {
+  constexpr float MOST_NOISE = 24;  // none exceeds 22.9
+  const i64 n = head.outputs;
+  for (i64 i = 0; i < n; i += LANES) {
+    Floats warped = get_or_never(logits + i, n - i) / float(draw.temperature);
+    if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
+    Floats u = uniform16(head.tokens16(i), key);
+    // logarithms only where one can win; the margin is far above their rounding
+    Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
+    if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
+  }
+}
+
+// The best under noise of what the filters leave. Where that is too little, the likeliest others follow.
+template <class T>
+void draw_from_few(const Head<T>& head, const float* logits, const Draw& draw, Words key,
+                   const Best& likeliest, Best& best) {
+  std::vector<i64> places = unfiltered(logits, head.outputs, draw);
+  std::sort(places.begin(), places.end());  // of equals the first wins
+  for (i64 i = 0; i < i64(places.size()); i += LANES) {
+    i64 count = std::min<i64>(LANES, places.size() - i);
+    Floats warped = Floats{} + NEVER;
+    Words tokens{};
+    for (i64 j = 0; j < count; j++) {
+      warped[j] = logits[places[i + j]] / float(draw.temperature);
+      tokens[j] = head.token(places[i + j]);
+    }
+    Floats score = warped - race16(uniform16(tokens, key));
+    for (i64 j = 0; j < count; j++) best.see(score[j], places[i + j]);
+  }
+  for (i64 j = places.size(), next = 0; j < best.count; next++) {
+    i64* end = best.places + j;
+    if (std::find(best.places, end, likeliest.places[next]) == end) best.places[j++] = likeliest.places[next];
+  }
+}
+
+// Of one row of logits.
 //   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
 template <class T>
-Choice choose(const Head<T>& head, const float* logits, double temperature, i64 seed, i64 position,
-              i64 graded, const Kept& kept) {
+Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 position, i64 graded,
+              const Kept& kept) {
   i64 n = head.outputs, wanted = std::max<i64>(graded, 1);
   Best likeliest(std::max(wanted, kept.count));
   for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
@@ -148,18 +241,11 @@ Choice choose(const Head<T>& head, const float* logits, double temperature, i64 
   }
   Best best = likeliest;
   best.count = wanted;
-  if (temperature > 0) {
-    constexpr float MOST_NOISE = 24;  // none exceeds 22.9
-    Words key = noise_key(seed, position);
+  if (draw.temperature > 0) {
+    Words key = noise_key(draw.seed, position);
     best = Best(wanted);
-    for (i64 i = 0; i < n; i += LANES) {
-      Floats warped = get_or_never(logits + i, n - i) / float(temperature);
-      if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
-      Floats u = uniform16(head.tokens16(i), key);
-      // logarithms only where one can win; the margin is far above their rounding
-      Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
-      if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
-    }
+    if (draw.filtered(n)) draw_from_few(head, logits, draw, key, likeliest, best);
+    else draw_from_all(head, logits, draw, key, best);
   }
   for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
   return choice;

@@ -27,9 +27,10 @@ template <class T> struct Drafting {
 template <class T> struct Rows {
   i64 batch, capacity, hidden, most_unread;
   i64 exit;  // layers below this give the states; 0 where no drafter reads any
-  // of each row: the pending token's position, and the text's seed; how many nodes there are; whether a
-  // draft is wanted; the node where the chain ends
-  i64 *base, *seed, *count, *asking, *end;
+  // of each row: the pending token's position; how many nodes there are; whether a draft is wanted; the node
+  // where the chain ends; how its tokens are drawn
+  i64 *base, *count, *asking, *end;
+  const Draw* draw;
   // of each node, `capacity` a row
   i64 *token, *parent, *place, *has_state;
   i64* choices;    // for the chain's last token, [batch, CHOICES], and
@@ -46,7 +47,6 @@ template <class T> struct Rows {
   i64 keep;  // 0 where they are not wanted
   std::int32_t* kept;
   float* kept_chances;
-  double temperature;  // 0 is greedy
 
   i64 at(i64 row, i64 node) const { return row * capacity + node; }
   Kept kept_at(i64 row, i64 node) const {
@@ -220,8 +220,7 @@ template <class T> class Round {
     const Gathered<T>& of = pass;  // each thread has a `pass` of its own
 #pragma omp parallel for num_threads(std::min(t.sizes.threads, total))
     for (i64 m = 0; m < total; m++)
-      choices[m] = choose(head, scores + m * head.outputs, r.temperature, r.seed[of.rows[m]],
-                          of.angles[m] + 1, graded,
+      choices[m] = choose(head, scores + m * head.outputs, r.draw[of.rows[m]], of.angles[m] + 1, graded,
                           keeps ? r.kept_at(of.rows[m], of.nodes[m]) : Kept{});
     return choices;
   }

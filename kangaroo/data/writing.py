@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo import teacher
 from kangaroo.clock import now
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Generation, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Generation, Request
 from kangaroo.model import LM
 from kangaroo.prompts import Message, Sample, masked_ids, plain_text, user_header
 from kangaroo.sampling import Sampling

@@ -16,7 +16,7 @@ from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.sampling import Rule, warp
+from kangaroo.sampling import Rule, Sampling, warp
 from kangaroo.tree import Draft, Tree
 
 
@@ -73,7 +73,9 @@ class Chain(ABC):
 
     def propose(self, batch: Batch) -> Draft:
         """A chain below each row's pending token."""
-        rejection = batch.sampling.rule is Rule.rejection and not batch.sampling.greedy
+        # where each text has sampling of its own, none is accepted by rejection
+        alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
+        rejection = alike.rule is Rule.rejection and not alike.greedy
         pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
         block = chain_block(self.lm, batch, self.window, self.steps)
         ids, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
@@ -82,7 +84,7 @@ class Chain(ABC):
             valid.append(active_B1)
             if rejection:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
-                probs.append(warp(logits_B1V, batch.sampling).softmax(-1))
+                probs.append(warp(logits_B1V, alike).softmax(-1))
             if self.threshold > 0 and len(ids) <= self.steps:
                 active_B1 = active_B1 & (confidence(token.logits_BK) > self.threshold)
                 if not active_B1.any():  # the one sync a drafted token that a threshold costs

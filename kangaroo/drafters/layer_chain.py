@@ -21,7 +21,7 @@ from kangaroo.drafters.early_exit import EarlyExit, started
 from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.rounds import NativeDrafter, Rounds
-from kangaroo.sampling import Sampling, pick
+from kangaroo.sampling import AnySampling, pick
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer, weight
 from kangaroo.tree import Draft
@@ -133,12 +133,12 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
             return token_B1, logits_BK, adapted_B1D, f_B1D
 
         # a graph a step, so that none overwrites what the round still reads of another
-        key = ("draft", step, repr(replace(batch.sampling, seed=0)))
+        key = ("draft", step, repr(batch.sampling))
         caches = (batch.cache, self.cache)
         return self.lm.acceleration.step(caches, key, work, f_BND, block, *tensors)
 
     def _pick(
-        self, logits_BK: Tensor, sampling: Sampling, positions_B1: Tensor, seeds_B: Tensor
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
         """The token that the target would choose from these logits, `[B, 1]`."""
         if sampling.greedy:

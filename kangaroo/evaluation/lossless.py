@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
 from kangaroo.evaluation.records import Fork
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling, perturb, warp
 from kangaroo.tree import Tree

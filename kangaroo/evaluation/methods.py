@@ -13,8 +13,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kangaroo.clock import now
-from kangaroo.engine import Engine, StepRecord
+from kangaroo.engine import Engine
 from kangaroo.evaluation.records import Run
+from kangaroo.generation import StepRecord
 from kangaroo.model import LM, transformers_attention
 from kangaroo.prompts import plain_text
 from kangaroo.sampling import Sampling

@@ -17,10 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from kangaroo.clock import running
-from kangaroo.engine import Engine, Generation
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, NotLossless
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.lossless import first_difference, fork
+from kangaroo.generation import Generation
 from kangaroo.provenance import git_revision
 from kangaroo.soak import certificate
 from kangaroo.soak.cells import Cell, Difference, cell_of

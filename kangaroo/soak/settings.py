@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine, Request
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.engine import Request
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.models import random_model
 from kangaroo.soak.drafters import DRAFTERS

@@ -8,9 +8,9 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import Request
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import Question
+from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.soak.settings import SAMPLINGS, Build, Setting, alone, sampling_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kangaroo import native
 from kangaroo.model import LM
-from kangaroo.sampling import Sampling, candidates
+from kangaroo.sampling import AnySampling, candidates
 
 
 class DraftHead:
@@ -70,7 +70,7 @@ class DraftHead:
         self,
         logits_BNK: Tensor,
         positions_BN: Tensor,
-        sampling: Sampling,
+        sampling: AnySampling,
         seeds_B: Tensor,
         count: int,
     ) -> Tensor:

@@ -11,8 +11,9 @@ from kangaroo.data.filters import answers
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.drafters.chain import Chain
-from kangaroo.engine import Engine, StepRecord
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.generation import StepRecord
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.sampling import Rule, Sampling

@@ -22,6 +22,7 @@ from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
 from kangaroo.drafters.hybrid import Lookup
 from kangaroo.drafters.odds import Odds
 from kangaroo.errors import ConfigError
+from kangaroo.generation import Request
 from kangaroo.sampling import Sampling
 from kangaroo.tuning.trace import Drafted, Grown, Turn
 
@@ -233,6 +234,6 @@ def text_batch(turn: Turn, ends: Collection[int]) -> Batch:
     longest, cpu = len(turn.prompt) + len(turn.text), torch.device("cpu")
     cache = KVCache(1, longest + 1, 1, 1, torch.float32, devices=[])
     batch = Batch(cache, longest, Sampling(), frozenset(ends), cpu)
-    batch.place(0, torch.tensor(turn.prompt), len(turn.text), seed=0)
+    batch.place(0, torch.tensor(turn.prompt), Request(turn.prompt, len(turn.text)))
     batch.append(0, turn.text[:1])
     return batch

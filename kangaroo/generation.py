@@ -1,0 +1,103 @@
+"""What an engine is asked, and what it answers, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kangaroo.sampling import Sampling
+
+
+@dataclass
+class Request:
+    """One text to write.
+
+    Args:
+        prompt: token ids.
+        max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
+        seed: with the sampling settings it fixes the text.
+        stop: the text ends with the token that completes one of these strings.
+        ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
+        sampling: this text's own; None is the batch's. The rule of acceptance is always that.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    seed: int = 0
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    sampling: Sampling | None = None
+
+
+@dataclass
+class StepRecord:
+    """One verification of one row, or what its prefill wrote: a token that nobody drafted.
+
+    Args:
+        tokens: what it wrote.
+        accepted: how many of them were draft tokens.
+        drafted: how many were proposed.
+        draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
+        kept: a record for each token (`kangaroo/teacher.py`), and perhaps more, if asked for.
+    """
+
+    tokens: list[int]
+    accepted: int
+    drafted: int
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+    kept: np.ndarray | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+
+@dataclass
+class Generation:
+    """What became of a request.
+
+    Args:
+        steps: the first is the prefill, whose time is not in the record.
+        finish: "eos", "length" or "stop"; empty while it is being written.
+        prefill_seconds: time until the prompt was in the cache and the first token was known.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    finish: str = ""
+    prefill_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of prefill and all steps."""
+        return self.prefill_seconds + sum(step.seconds for step in self.steps)
+
+    @property
+    def teacher(self) -> np.ndarray | None:
+        """A record for each token (`kangaroo/teacher.py`), where these were asked for."""
+        steps = [s.kept[: len(s.tokens)] for s in self.steps if s.kept is not None]
+        return np.concatenate(steps) if steps else None
+
+
+@dataclass
+class Token:
+    """One streamed token; `drafted` tells whether a drafter proposed it."""
+
+    id: int
+    drafted: bool
+
+
+@dataclass
+class Stream:
+    """Tokens of one request as steps write them; `generation` grows along."""
+
+    generation: Generation
+    tokens: Iterator[Token]
+
+    def __iter__(self) -> Iterator[Token]:
+        return self.tokens

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: many requests at a time over one engine."""

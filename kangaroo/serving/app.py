@@ -1,0 +1,233 @@
+"""The HTTP side: OpenAI's routes over a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo import generation
+from kangaroo.errors import KangarooError, PromptError
+from kangaroo.prompts import Message, prompt_ids
+from kangaroo.sampling import Sampling
+from kangaroo.serving.answers import Answer, Piece
+from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.forms import AsChat, AsText, Form, event, problem
+from kangaroo.serving.guard import Guard
+from kangaroo.serving.metrics import Metrics, Watch
+from kangaroo.serving.protocol import Asked, Chat, Completion
+from kangaroo.serving.scheduler import CANCELLED, FAILED, TIMEOUT, Busy, Closing, Scheduler
+
+DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
+STATUS: dict[type[KangarooError], int] = {Busy: 429, Closing: 503, PromptError: 400}
+FAULTS = {  # how a job ends without its text
+    FAILED: (503, "decoding has failed; see the server's log."),
+    TIMEOUT: (503, "the answer took too long."),
+    CANCELLED: (503, "the server is shutting down."),
+}
+ROLES = {"developer": "system"}
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def make_app(
+    scheduler: Scheduler,
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    drafter: str,
+    limits: ServeConfig,
+) -> FastAPI:
+    """The routes.
+
+    Args:
+        model, drafter: their names.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(scheduler.close, limits.grace)
+
+    server = Server(scheduler, tokenizer, model, drafter, limits)
+    app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, limits=limits, metrics=server.counts)
+    for error, status in STATUS.items():
+        app.add_exception_handler(error, partial(said, status))
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, unrouted)
+    app.post("/v1/completions", response_model=None)(server.completions)
+    app.post("/v1/chat/completions", response_model=None)(server.chat)
+    app.get("/v1/models")(server.models)
+    app.get("/health")(server.health)
+    app.get("/metrics")(server.metrics)
+    app.get("/", response_class=HTMLResponse)(page)
+    return app
+
+
+async def said(status: int, request: Request, error: Exception) -> Response:
+    """Of an error that says what is wrong."""
+    return problem(status, str(error))
+
+
+async def invalid(request: Request, error: Exception) -> Response:
+    """Of a body that is not what the route takes; every fault by its place."""
+    assert isinstance(error, RequestValidationError)
+    faults = []
+    for one in error.errors()[:8]:
+        # of a field of several types pydantic names each, some by their validators
+        named = (str(part) for part in one["loc"][1:])
+        where = ".".join(part for part in named if "[" not in part)
+        message = one["msg"].removeprefix("Value error, ")
+        faults.append(f"{where}: {message}" if where else message)
+    return problem(400, "; ".join(dict.fromkeys(faults)))
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """Of a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+async def page() -> str:
+    """A page to try it with."""
+    return (resources.files(__package__) / "page.html").read_text("utf-8")
+
+
+@dataclass
+class Server:
+    """What the routes share."""
+
+    scheduler: Scheduler
+    tokenizer: PreTrainedTokenizerBase
+    model: str
+    drafter: str
+    limits: ServeConfig
+
+    def __post_init__(self) -> None:
+        self.counts, self.begun = Metrics(), int(time.time())
+
+    async def health(self) -> Response:
+        """Whether requests are decoded."""
+        if not self.scheduler.alive:
+            return problem(503, self.scheduler.failure or "the server is shutting down.")
+        return JSONResponse({"status": "ok"} | asdict(self.scheduler.load))
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        return Response(self.counts.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        known = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
+        longest = self.scheduler.longest
+        return {"object": "list", "data": [known | {"drafter": self.drafter, "max_len": longest}]}
+
+    async def completions(self, asked: Completion, request: Request) -> Response:
+        """Text that goes on from a prompt."""
+        prompt = asked.prompt
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._encoded, prompt)
+        return await self._answer(asked, prompt, asked.max_tokens, request, AsText(self.model))
+
+    async def chat(self, asked: Chat, request: Request) -> Response:
+        """The next turn of a conversation."""
+        turns = [Message(role=ROLES.get(m.role, m.role), content=m.text) for m in asked.messages]
+        prompt = await asyncio.to_thread(prompt_ids, self.tokenizer, turns)
+        limit = asked.max_completion_tokens or asked.max_tokens
+        return await self._answer(asked, prompt, limit, request, AsChat(self.model))
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    async def _answer(
+        self, asked: Asked, prompt: list[int], limit: int | None, request: Request, form: Form
+    ) -> Response:
+        if asked.model not in (None, self.model):
+            return problem(404, f"there is no model '{asked.model}'; this is '{self.model}'.")
+        room = self.scheduler.longest - len(prompt)
+        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)
+        requests = [
+            generation.Request(
+                prompt=prompt,
+                max_new_tokens=limit or max(1, min(DEFAULT_TOKENS, room)),
+                seed=seed + i,
+                stop=asked.stop,
+                ignore_eos=asked.ignore_eos,
+                sampling=sampling,
+            )
+            for i in range(asked.n)
+        ]
+        self.scheduler.check(requests[0])
+        timeout = self.limits.timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        answer = Answer(self.scheduler, self.tokenizer, requests, deadline)
+        answer.begin()
+        if asked.stream:
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = self._events(answer, form, usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers=UNBUFFERED)
+        return await self._whole(answer, form, request)
+
+    async def _watched(self, answer: Answer) -> AsyncGenerator[Piece, None]:
+        """The answer's steps, timed and counted."""
+        watch = Watch(self.counts)
+        try:
+            async for piece in answer.steps():
+                watch.step()
+                yield piece
+        finally:
+            self.counts.ended(answer.usage)
+
+    async def _events(self, answer: Answer, form: Form, usage: bool) -> AsyncIterator[str]:
+        """A stream of what becomes known. A client that goes away ends it, and so the texts."""
+        first = set[int]()
+        async with aclosing(self._watched(answer)) as steps:
+            async for piece in steps:
+                if piece.finish in FAULTS:
+                    fault = FAULTS[piece.finish]
+                    yield event(json.loads(bytes(problem(*fault).body)))
+                    return
+                yield event(form.part(piece, piece.choice not in first))
+                first.add(piece.choice)
+        if usage:
+            yield event(form.last(answer.usage))
+        yield "data: [DONE]\n\n"
+
+    async def _whole(self, answer: Answer, form: Form, request: Request) -> Response:
+        """All texts at once, unless the client goes away before."""
+
+        async def read() -> None:
+            async with aclosing(self._watched(answer)) as steps:
+                async for _ in steps:
+                    pass
+
+        reading = asyncio.create_task(read())
+        gone = asyncio.create_task(left(request))
+        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (gone, reading):
+            task.cancel()
+        await asyncio.gather(gone, reading, return_exceptions=True)
+        fault = next((FAULTS[c.finish] for c in answer.choices if c.finish in FAULTS), None)
+        if fault or not all(choice.finish for choice in answer.choices):
+            return problem(*(fault or FAULTS[CANCELLED]))
+        return JSONResponse(form.whole(answer))
+
+
+async def left(request: Request) -> None:
+    """Until the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,48 @@
+"""How a model is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kangaroo.errors import ConfigError
+
+
+@dataclass
+class ServeConfig:
+    """How a model is served.
+
+    Args:
+        host, port: where; by default this machine alone can reach it.
+        rows: texts that are written at the same time.
+        longest: tokens of a text, prompt included; None is the model's context.
+        prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
+            many as are quick.
+        most_waiting: requests that wait for a row; a further one is answered with 429.
+        timeout: seconds from a request's arrival until it is given up; None is never.
+        grace: seconds that running texts get when the server is stopped.
+        api_key: what clients must send as their bearer token; None lets everybody in.
+        most_bytes: of a request's body.
+        most_connections: open at the same time; a further one is answered with 503.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    rows: int = 16
+    longest: int | None = None
+    prefill_chunk: int | None = None
+    most_waiting: int = 256
+    timeout: float | None = 600.0
+    grace: float = 30.0
+    api_key: str | None = None
+    most_bytes: int = 1 << 20
+    most_connections: int = 1024
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port={self.port} must be 0 to {(1 << 16) - 1}.")
+        for name in ("rows", "most_waiting", "most_bytes", "most_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more.")
+        for name in ("longest", "timeout"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")

@@ -1,0 +1,111 @@
+"""How answers are written down: OpenAI's objects, whole and as parts of a stream, and errors."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse
+
+from kangaroo.serving.answers import Answer, Piece, Usage
+
+
+def problem(status: int, message: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    kind = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+    message = message.encode(errors="replace").decode()  # it may name what was sent
+    told = {"message": message, "type": kind.get(status, "server_error"), "code": status}
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": told}, status, headers)
+
+
+def event(told: dict[str, Any]) -> str:
+    """As server-sent events have it."""
+    return f"data: {json.dumps(told, ensure_ascii=False)}\n\n"
+
+
+@dataclass
+class Form:
+    """How an answer is written down; of a whole one, and of a part of a stream."""
+
+    model: str
+    names: ClassVar[tuple[str, str, str]]  # an id's beginning; the object, whole and in parts
+
+    def __post_init__(self) -> None:
+        self.id, self.created = f"{self.names[0]}-{secrets.token_hex(12)}", int(time.time())
+
+    def head(self, whole: bool) -> dict[str, Any]:
+        """What all of them begin with."""
+        kind = self.names[1] if whole else self.names[2]
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """All choices."""
+        choices = [
+            {"index": c.index, "logprobs": None, "finish_reason": c.finish} | self.said(c.text)
+            for c in answer.choices
+        ]
+        return self.head(True) | {"choices": choices, "usage": counted(answer.usage)}
+
+    def part(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """What a step adds."""
+        choice = {
+            "index": piece.choice,
+            "logprobs": None,
+            "finish_reason": piece.finish or None,
+            "drafted": piece.drafted,
+        }
+        return self.head(False) | {"choices": [choice | self.adds(piece.text, first)]}
+
+    def last(self, usage: Usage) -> dict[str, Any]:
+        """What a stream ends with if it was asked for."""
+        return self.head(False) | {"choices": [], "usage": counted(usage)}
+
+    def said(self, text: str) -> dict[str, Any]:
+        """The text of a choice."""
+        raise NotImplementedError
+
+    def adds(self, text: str, first: bool) -> dict[str, Any]:
+        """Text that is added to a choice."""
+        raise NotImplementedError
+
+
+class AsText(Form):
+    """Of completions."""
+
+    names = ("cmpl", "text_completion", "text_completion")
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def adds(self, text: str, first: bool) -> dict[str, Any]:
+        return {"text": text}
+
+
+class AsChat(Form):
+    """Of chats."""
+
+    names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def adds(self, text: str, first: bool) -> dict[str, Any]:
+        return {"delta": ({"role": "assistant"} if first else {}) | {"content": text}}
+
+
+def counted(usage: Usage) -> dict[str, Any]:
+    """As OpenAI has it, with what became of drafts."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+        },
+        "rounds": usage.rounds,
+    }

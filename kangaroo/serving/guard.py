@@ -1,0 +1,82 @@
+"""Before all routes: who may ask, and how much; after them: the count of answers."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import MutableMapping
+from typing import Any
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.forms import problem
+from kangaroo.serving.metrics import Metrics
+
+
+class Guard:
+    """Plain ASGI, since it has to count the bytes of a body as they come."""
+
+    def __init__(self, app: ASGIApp, limits: ServeConfig, metrics: Metrics):
+        self.app, self.limits, self.metrics = app, limits, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted_send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        refusal = self._refusal(Headers(scope=scope), scope["path"])
+        if refusal is None:
+            body, refusal = await self._body(receive)
+        if refusal is not None:
+            await refusal(scope, receive, counted_send)
+            return
+        await self.app(scope, replayed(body, receive), counted_send)
+
+    def _refusal(self, headers: Headers, path: str) -> Response | None:
+        key = self.limits.api_key
+        sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if (
+            key is not None
+            and path.startswith("/v1/")
+            and not hmac.compare_digest(sent, key.encode())
+        ):
+            return problem(401, "send the server's key: 'Authorization: Bearer KEY'.")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self.limits.most_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> Response:
+        return problem(413, f"a request has at most {self.limits.most_bytes} bytes.")
+
+    async def _body(self, receive: Receive) -> tuple[bytes, Response | None]:
+        """All of it, or an answer to one that is too large."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self.limits.most_bytes:
+                return b"", self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body), None
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """What gives a body that was read already, and then whatever comes."""
+    given = False
+
+    async def read() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return read

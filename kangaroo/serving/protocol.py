@@ -1,0 +1,148 @@
+"""What clients may ask for: the requests of OpenAI's API, in so far as they are served.
+
+A field that is not known, or cannot be served, is refused by name: to leave it out in silence would
+give another answer than was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    model_validator,
+)
+
+MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
+SEEDS = 2**63
+
+
+def whole(text: str) -> str:
+    """The text, if it is one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
+
+
+def listed(stop: Any) -> Any:
+    """One string is a list of one."""
+    return [stop] if isinstance(stop, str) else stop
+
+
+# What OpenAI's clients may send: the value that asks for nothing, beside null.
+NOTHING: dict[str, list[Any]] = {
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "echo": [False],
+    "best_of": [1],
+    "suffix": [""],
+    "presence_penalty": [0],
+    "frequency_penalty": [0],
+    "repetition_penalty": [1],
+    "min_p": [0],
+    "logit_bias": [{}],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "parallel_tool_calls": [True, False],
+    "response_format": [{"type": "text"}],
+    "audio": [],
+    "modalities": [["text"]],
+    "prediction": [],
+    "reasoning_effort": [],
+    "web_search_options": [],
+}
+# What changes no answer.
+IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+
+class StreamOptions(Strict):
+    """What a stream tells besides text."""
+
+    include_usage: StrictBool = False
+
+
+class Asked(Strict):
+    """What both kinds of requests have in common."""
+
+    model: str | None = None
+    max_tokens: StrictInt | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: StrictInt = Field(default=0, ge=0)
+    n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
+    seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(
+        default_factory=list
+    )
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: StrictBool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, fields: Any) -> Any:
+        """Null is as good as left out; what is not served is refused by name."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name, harmless in NOTHING.items():
+            if name in given and given.pop(name) not in harmless:
+                raise ValueError(f"'{name}' is not served here; leave it out")
+        return {name: value for name, value in given.items() if name not in IGNORED}
+
+
+class Completion(Asked):
+    """A request for text that goes on from a prompt.
+
+    Args:
+        prompt: text, or token ids.
+    """
+
+    prompt: Text | Annotated[list[StrictInt], Field(min_length=1)]
+
+
+class TextPart(Strict):
+    """A part of a message; others than text are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class Chat(Asked):
+    """A request for the next turn of a conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: StrictInt | None = Field(default=None, ge=1)

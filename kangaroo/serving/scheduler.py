@@ -1,0 +1,262 @@
+"""One thread decodes for all: requests wait for a row, enter it in parts, and are stepped together.
+
+What happens to a job is told to it from that thread; it may be cancelled from any.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from kangaroo.batch import Batch
+from kangaroo.engine import Engine
+from kangaroo.errors import KangarooError, PromptError
+from kangaroo.generation import Generation, Request, StepRecord
+from kangaroo.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+CANCELLED, TIMEOUT, FAILED = "cancelled", "timeout", "failed"  # how a job can end, beside a text
+
+
+class Busy(KangarooError):
+    """No more requests can wait."""
+
+
+class Closing(KangarooError):
+    """The server takes no more requests."""
+
+
+@dataclass
+class Event:
+    """A step of a job.
+
+    Args:
+        tokens: what was written.
+        accepted: how many of them were draft tokens: the first ones.
+        drafted: how many were proposed.
+        finish: how the job ended: "eos", "length", "stop", or one of this module; empty where it
+            goes on.
+    """
+
+    tokens: list[int]
+    accepted: int = 0
+    drafted: int = 0
+    finish: str = ""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and who is told about it.
+
+    Args:
+        tell: called in the engine's thread, once for every step; it must return at once.
+        deadline: by `time.monotonic`, after which the job ends as it is; None is never.
+    """
+
+    request: Request
+    tell: Callable[[Event], object]
+    deadline: float | None = None
+    cancelled: bool = False
+
+    @property
+    def over(self) -> str:
+        """Why the job should end before its text does; empty if it should not."""
+        if self.cancelled:
+            return CANCELLED
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        return TIMEOUT if late else ""
+
+
+@dataclass
+class Entering:
+    """A prompt on its way into a row."""
+
+    job: Job
+    row: int
+    parts: Generator[None, None, Generation]
+
+
+@dataclass
+class Load:
+    """How much there is to do: texts that are written, that enter, and that wait."""
+
+    running: int
+    entering: int
+    waiting: int
+
+
+@dataclass
+class Scheduler:
+    """Decodes jobs as they come.
+
+    Args:
+        rows: texts that are written at the same time.
+        longest: tokens of a text, prompt included.
+        most_waiting: jobs that wait for a row; one more is refused.
+    """
+
+    engine: Engine
+    rows: int
+    longest: int
+    most_waiting: int
+    failure: str = ""
+    waiting: deque[Job] = field(default_factory=deque)
+    running: dict[int, tuple[Job, Generation]] = field(default_factory=dict)
+    entering: Entering | None = None
+    closing: bool = False
+    abandoning: bool = False
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
+
+    def start(self) -> Scheduler:
+        """Begin to decode, in a thread of its own."""
+        self.thread.start()
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are decoded."""
+        return self.thread.is_alive() and not self.failure
+
+    @property
+    def load(self) -> Load:
+        """How much there is to do now."""
+        return Load(len(self.running), int(self.entering is not None), len(self.waiting))
+
+    def check(self, request: Request) -> None:
+        """Errors: `PromptError` for a request that can never be served."""
+        self.engine.check(request)
+        room = self.longest - len(request.prompt)
+        if request.max_new_tokens > room:
+            raise PromptError(
+                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new "
+                f"ones were asked for; this server takes {self.longest} together. Shorten the "
+                f"prompt or ask for at most {max(0, room)} new tokens."
+            )
+
+    def submit(self, *jobs: Job) -> None:
+        """Let jobs wait for a row, all of them or none.
+
+        Errors: `Busy` where too many wait already; `Closing` when the server ends or has failed.
+        """
+        with self.changed:
+            if self.closing or not self.alive:
+                raise Closing(self.failure or "the server is shutting down.")
+            if len(self.waiting) + len(jobs) > self.most_waiting:
+                raise Busy(
+                    f"{len(self.waiting)} requests wait already, and no more than "
+                    f"{self.most_waiting} can. Try again later."
+                )
+            self.waiting += jobs
+            self.changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job, whoever asked for it has gone."""
+        with self.changed:
+            job.cancelled = True
+            self.changed.notify()
+
+    def close(self, seconds: float) -> bool:
+        """Take no more jobs, and finish those that there are.
+
+        Returns whether that took no longer than so many seconds; what is left then is cancelled.
+        """
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+        self.thread.join(seconds)
+        finished = not self.thread.is_alive()
+        with self.changed:
+            self.abandoning = True
+            self.changed.notify()
+        self.thread.join()
+        return finished
+
+    def _jobs(self) -> list[Job]:
+        """All there are; for the thread that decodes."""
+        entering = [self.entering.job] if self.entering else []
+        return [*self.waiting, *entering, *(job for job, _ in self.running.values())]
+
+    def _run(self) -> None:
+        try:
+            batch = self.engine.open(self.rows, self.longest, Sampling())
+            while self._wait():
+                self._drop(batch)
+                self._enter(batch)
+                if self.running:
+                    self._step(batch)
+        except Exception as error:  # no job may wait for a thread that is gone
+            log.exception("decoding has failed")
+            self.failure = f"decoding has failed: {type(error).__name__}: {error}"
+            with self.changed:
+                left, self.entering = self._jobs(), None
+                self.waiting.clear()
+                self.running.clear()
+            for job in left:
+                job.tell(Event([], finish=FAILED))
+
+    def _wait(self) -> bool:
+        """Until there is something to do; false when there will be nothing more."""
+        with self.changed:
+            while not self._jobs():
+                if self.closing:
+                    return False
+                self.changed.wait()
+        return True
+
+    def _drop(self, batch: Batch) -> None:
+        """End the jobs that should end before their texts do."""
+        with self.changed:
+            if self.abandoning:
+                for job in self._jobs():
+                    job.cancelled = True
+            ended = {job: job.over for job in self._jobs() if job.over}
+            self.waiting = deque(job for job in self.waiting if job not in ended)
+        for row, (job, _) in list(self.running.items()):
+            if job in ended:
+                batch.stop(row)
+                del self.running[row]
+        if self.entering and self.entering.job in ended:
+            self.entering.parts.close()
+            self.entering = None
+        for job, why in ended.items():
+            job.tell(Event([], finish=why))
+
+    def _enter(self, batch: Batch) -> None:
+        """A part of a prompt enters a row, if one waits and a row is free."""
+        if self.entering is None:
+            with self.changed:
+                free = next((row for row in range(self.rows) if row not in self.running), None)
+                if free is None or not self.waiting:
+                    return
+                job = self.waiting.popleft()
+                self.entering = Entering(job, free, self.engine.admitting(batch, free, job.request))
+        entering = self.entering
+        try:
+            next(entering.parts)
+        except StopIteration as entered:
+            self.entering = None
+            self.running[entering.row] = entering.job, entered.value
+            self._told(entering.row, entered.value.steps[0])
+
+    def _step(self, batch: Batch) -> None:
+        """One round of all texts."""
+        records = self.engine.step(batch)
+        for row, (job, generation) in list(self.running.items()):
+            self.engine.record(batch, row, records[row], job.request, generation)
+            self._told(row, records[row])
+
+    def _told(self, row: int, record: StepRecord) -> None:
+        """A job hears of its step; where that was the last, its row is free."""
+        job, generation = self.running[row]
+        if generation.finish:
+            del self.running[row]
+        counts = record.accepted, record.drafted
+        job.tell(Event(list(record.tokens), *counts, generation.finish))

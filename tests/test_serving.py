@@ -1,0 +1,536 @@
+"""A server answers as decoding alone would, whatever else it does, and refuses by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from commands import python
+from helpers import adapter_for
+from openai import BadRequestError, OpenAI
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError, PromptError
+from kangaroo.generation import Request
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.prompts import plain_text, prompt_ids
+from kangaroo.sampling import Sampling
+from kangaroo.serving.app import make_app
+from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.scheduler import (
+    CANCELLED,
+    FAILED,
+    TIMEOUT,
+    Busy,
+    Closing,
+    Event,
+    Job,
+    Scheduler,
+)
+from kangaroo.streaming import UntilStop
+
+LONGEST = 200
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.3, top_p=0.7),
+    Sampling(temperature=0.8, top_k=4),
+]
+
+
+def target() -> LM:
+    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return lm.compile_for_decoding()
+
+
+def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk)
+
+
+@contextmanager
+def scheduling(**changes: object) -> Iterator[Scheduler]:
+    options: dict = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
+    scheduler = Scheduler(options.pop("engine", None) or engine_of(target()), **options).start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close(60)
+
+
+class Heard:
+    """What a job is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finish = ""
+        self.ended = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        assert not self.finish, "nothing comes after the end"
+        self.tokens += event.tokens
+        self.finish = event.finish
+        self.begun.set()
+        if event.finish:
+            self.ended.set()
+
+
+def job(request: Request, **options: object) -> tuple[Job, Heard]:
+    heard = Heard()
+    return Job(request, heard, **options), heard  # type: ignore[arg-type]
+
+
+def random_request(rng: random.Random, most: int = 40) -> Request:
+    prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
+    seed, own = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
+    return Request(prompt, rng.randrange(1, most), seed, sampling=own, ignore_eos=True)
+
+
+def alone(engine: Engine, request: Request) -> list[int]:
+    done = dict(engine.completions([request], Sampling(), 1))
+    return done[0].tokens
+
+
+# ---- the scheduler -----------------------------------------------------------------------------
+
+
+def test_every_text_is_the_one_that_is_written_alone():
+    rng, other = random.Random(0), engine_of(target())
+    jobs = [job(random_request(rng)) for _ in range(40)]
+    with scheduling() as scheduler:
+        for one, _ in jobs:
+            scheduler.submit(one)
+            time.sleep(rng.random() * 0.01)
+        for _, heard in jobs:
+            assert heard.ended.wait(60)
+    for one, heard in jobs:
+        assert heard.tokens == alone(other, one.request) and heard.finish == "length"
+
+
+def test_who_cancels_leaves_all_others_as_they_were():
+    """Before a row is free, while the prompt enters, and in the middle of a text."""
+    rng, other = random.Random(1), engine_of(target())
+    jobs = [job(random_request(rng)) for _ in range(60)]
+    with scheduling(rows=4) as scheduler:
+        for i, (one, heard) in enumerate(jobs):
+            scheduler.submit(one)
+            if i % 3 == 1:
+                scheduler.cancel(one)
+            if i % 3 == 2:
+                heard.begun.wait(0.02)
+                scheduler.cancel(one)
+        for _, heard in jobs:
+            assert heard.ended.wait(60)
+        assert (scheduler.load.running, scheduler.load.entering, scheduler.load.waiting) == (
+            0,
+            0,
+            0,
+        )
+    ends = [heard.finish for _, heard in jobs]
+    assert CANCELLED in ends and "length" in ends
+    for one, heard in jobs:
+        text = alone(other, one.request)
+        assert heard.tokens == (text if heard.finish == "length" else text[: len(heard.tokens)])
+
+
+def test_a_long_prompt_does_not_keep_others_waiting():
+    long, short = [5] * 180, [7, 8]
+    with scheduling(engine=engine_of(target(), chunk=4)) as scheduler:
+        first, told = job(Request(short, 100, ignore_eos=True))
+        second, entered = job(Request(long, 1))
+        scheduler.submit(first)
+        assert told.begun.wait(60)
+        scheduler.submit(second)
+        before = len(told.tokens)
+        assert entered.begun.wait(60)
+        # it has 45 parts; between any two of them the other text went on
+        assert len(told.tokens) - before >= 40 or told.finish
+        assert told.ended.wait(60)
+
+
+def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
+    with scheduling(rows=1, most_waiting=2) as scheduler:
+        running, heard = job(Request([5], 150, ignore_eos=True))
+        scheduler.submit(running)
+        assert heard.begun.wait(60)
+        scheduler.submit(job(Request([5], 1))[0])
+        with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
+            scheduler.submit(job(Request([5], 1))[0], job(Request([5], 1))[0])
+        assert scheduler.load.waiting == 1
+        scheduler.cancel(running)
+
+
+def test_a_request_that_can_never_be_served_is_refused():
+    with scheduling() as scheduler:
+        scheduler.check(Request([5] * 10, LONGEST - 10))
+        with pytest.raises(PromptError, match="ask for at most 190 new tokens"):
+            scheduler.check(Request([5] * 10, LONGEST - 9))
+        with pytest.raises(PromptError, match="the prompt is empty"):
+            scheduler.check(Request([], 3))
+
+
+def test_closing_finishes_what_there_is_and_takes_nothing_more():
+    with scheduling(rows=1) as scheduler:
+        jobs = [job(Request([5 + i], 20, ignore_eos=True)) for i in range(4)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert scheduler.close(60)
+        assert [heard.finish for _, heard in jobs] == ["length"] * 4
+        with pytest.raises(Closing, match="shutting down"):
+            scheduler.submit(jobs[0][0])
+
+
+def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
+    with scheduling(rows=1) as scheduler:
+        jobs = [job(Request([5], LONGEST - 1, ignore_eos=True)) for _ in range(30)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert not scheduler.close(0.05)
+        assert all(heard.finish for _, heard in jobs)
+        assert jobs[-1][1].finish == CANCELLED
+
+
+def test_a_job_that_takes_too_long_ends_wherever_it_is():
+    with scheduling(rows=1) as scheduler:
+        late, heard = job(Request([5], 150, ignore_eos=True), deadline=time.monotonic() + 0.02)
+        waits, told = job(Request([5], 150), deadline=time.monotonic() - 1)
+        scheduler.submit(late, waits)
+        assert heard.ended.wait(60) and told.ended.wait(60)
+        assert (heard.finish, told.finish, told.tokens) == (TIMEOUT, TIMEOUT, [])
+
+
+def test_nobody_waits_for_decoding_that_has_failed(monkeypatch):
+    def fails(batch):
+        raise RuntimeError("no memory")
+
+    with scheduling() as scheduler:
+        monkeypatch.setattr(scheduler.engine, "step", fails)
+        jobs = [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert all(heard.ended.wait(60) for _, heard in jobs)
+        assert {heard.finish for _, heard in jobs} == {FAILED}
+        assert not scheduler.alive and "RuntimeError: no memory" in scheduler.failure
+        with pytest.raises(Closing, match="no memory"):
+            scheduler.submit(jobs[0][0])
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])
+def test_text_ends_before_the_first_stop_string_however_it_comes(stop):
+    rng = random.Random(2)
+    for _ in range(300):
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(12)))
+        places = [at for at in map(text.find, stop) if at >= 0]
+        until, shown, at = UntilStop(stop), "", 0
+        while at < len(text) and not until.stopped:
+            size = rng.randrange(1, 4)
+            shown += until.push(text[at : at + size])
+            at += size
+        assert until.stopped == bool(places)
+        whole = shown + until.end()
+        # pushed piece by piece, a stop that is complete earlier may win over one that begins before
+        assert whole == text[: min(places)] if places and len(stop) < 2 else text.startswith(whole)
+
+
+# ---- HTTP --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(**changes: object) -> Iterator[str]:
+    """The address of a server in a thread."""
+    config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
+    scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
+    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", config)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with serving() as where:
+        yield where
+
+
+def ask(address: str, path: str = "completions", **body: object) -> httpx.Response:
+    return httpx.post(f"{address}/v1/{path}", json=body, timeout=60)
+
+
+TALK = [{"role": "user", "content": "Why?"}]
+
+
+def test_openais_client_is_answered_whole_and_streamed(address):
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    options = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "seed": 7}
+    chat = client.chat.completions.create(messages=TALK, **options)
+    parts = list(
+        client.chat.completions.create(
+            messages=TALK, stream=True, stream_options={"include_usage": True}, **options
+        )
+    )
+    assert (
+        "".join(p.choices[0].delta.content for p in parts[:-1]) == chat.choices[0].message.content
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-2].choices[0].finish_reason == chat.choices[0].finish_reason == "length"
+    assert parts[-1].usage == chat.usage and chat.usage.completion_tokens == 12
+    text = client.completions.create(prompt="Once", **options)
+    streamed = client.completions.create(prompt="Once", stream=True, **options)
+    assert "".join(p.choices[0].text for p in streamed) == text.choices[0].text
+    with pytest.raises(BadRequestError, match="'logprobs' is not served here"):
+        client.completions.create(prompt="Once", logprobs=2, **options)
+
+
+def test_a_text_is_the_engines_own(address):
+    tokenizer = byte_tokenizer()
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "Why?"}])
+    own = Sampling(temperature=0.9, top_p=0.8)
+    tokens = alone(engine_of(target()), Request(prompt, 20, 7, sampling=own, ignore_eos=True))
+    options = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.8, "seed": 7, "ignore_eos": True}
+    told = ask(address, "chat/completions", messages=TALK, **options).json()
+    assert told["choices"][0]["message"]["content"] == plain_text(tokenizer, tokens)
+    assert told["usage"]["prompt_tokens"] == len(prompt)
+    by_ids = ask(address, prompt=prompt, **options).json()
+    assert by_ids["choices"][0]["text"] == plain_text(tokenizer, tokens)
+
+
+def test_several_choices_are_those_of_seeds_one_after_another(address):
+    options = {"prompt": "Once", "max_tokens": 10, "temperature": 1.2, "ignore_eos": True}
+    several = ask(address, n=4, seed=3, **options).json()
+    texts = [choice["text"] for choice in several["choices"]]
+    single = [ask(address, seed=3 + i, **options).json()["choices"][0]["text"] for i in range(4)]
+    assert texts == single and len(set(texts)) > 1
+    assert several["usage"]["completion_tokens"] == 40
+
+
+def test_a_stop_string_is_not_part_of_the_answer(address):
+    options = {"prompt": "Once", "max_tokens": 30, "temperature": 1.0, "seed": 5}
+    text = ask(address, ignore_eos=True, **options).json()["choices"][0]["text"]
+    stop = text[7:9]
+    told = ask(address, ignore_eos=True, stop=[stop, "never there"], **options).json()["choices"][0]
+    assert told["text"] == text[: text.index(stop)] and told["finish_reason"] == "stop"
+
+
+BAD = {
+    "no prompt": ({}, "prompt: Field required"),
+    "empty prompt": ({"prompt": ""}, "the prompt is empty"),
+    "unknown": ({"prompt": "a", "max_token": 3}, "max_token: Extra inputs are not permitted"),
+    "type": ({"prompt": "a", "max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
+    "zero": ({"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than"),
+    "too long": ({"prompt": "a" * 300}, "ask for at most 0 new tokens"),
+    "too many": ({"prompt": "a", "max_tokens": LONGEST}, "ask for at most"),
+    "token": ({"prompt": [1, 10**9]}, "a token outside the model's vocabulary"),
+    "hot": ({"prompt": "a", "temperature": 9}, "temperature: Input should be less than"),
+    "penalty": ({"prompt": "a", "presence_penalty": 1}, "'presence_penalty' is not served here"),
+    "bias": ({"prompt": "a", "logit_bias": {"5": 1}}, "'logit_bias' is not served here"),
+    "stops": ({"prompt": "a", "stop": [""]}, "at least 1 character"),
+    "n": ({"prompt": "a", "n": 99}, "n: Input should be less than or equal to 16"),
+    "list": ([1, 2], "valid dictionary"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_served_is_refused_by_name(address, name):
+    body, message = BAD[name]
+    told = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+    assert told.status_code == 400 and message in told.json()["error"]["message"], told.text
+
+
+def test_what_is_no_request_is_refused(address):
+    def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return httpx.post(address + path, content=content, headers=headers, timeout=60)
+
+    assert post(b'{"prompt": "a').status_code == 400
+    assert post(b'{"prompt": "\xff\xfe"}').status_code == 400
+    assert post(b"").status_code == 400
+    assert post(b'{"prompt": "' + b"a" * 1_000_000 + b'"}').status_code == 400
+    assert post(b'{"prompt": "' + b"a" * 2_000_000 + b'"}').status_code == 413
+    assert post(b"{}", "/v1/none").status_code == 404
+    assert httpx.get(f"{address}/v1/completions").status_code == 405
+    assert ask(address, prompt="a", model="gpt-5").status_code == 404
+    for half in (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "\\ud800": 1}'):
+        assert post(half).status_code == 400
+    assert ask(address, prompt="a", max_tokens=2).status_code == 200
+
+
+def test_null_and_what_asks_for_nothing_are_as_good_as_left_out(address):
+    nothing = {"logprobs": False, "presence_penalty": 0, "logit_bias": {}, "user": "me"}
+    told = ask(address, prompt="a", max_tokens=3, seed=1, stop=None, n=None, **nothing)
+    assert (
+        told.json()["choices"] == ask(address, prompt="a", max_tokens=3, seed=1).json()["choices"]
+    )
+
+
+def test_a_key_is_asked_for_where_there_is_one():
+    with serving(api_key="secret") as address:
+        url, body = f"{address}/v1/completions", {"prompt": "a", "max_tokens": 2}
+        assert httpx.post(url, json=body).status_code == 401
+        for sent, status in (("wrong", 401), ("secret", 200)):
+            headers = {"Authorization": f"Bearer {sent}"}
+            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == status
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_client_that_goes_away_frees_its_row(address):
+    def load() -> dict:
+        return httpx.get(f"{address}/health").json()
+
+    body = {"prompt": "a", "max_tokens": 190, "ignore_eos": True, "stream": True, "n": 3}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+        next(stream.iter_lines())
+    for streamed in (True, False):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/completions", json=body | {"stream": streamed}, timeout=0.01)
+    until = time.monotonic() + 20
+    while load()["running"] + load()["waiting"] and time.monotonic() < until:
+        time.sleep(0.02)
+    assert load() == {"status": "ok", "running": 0, "entering": 0, "waiting": 0}
+
+
+def test_prometheus_sees_what_was_written(address):
+    def metric(name: str) -> float:
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+    before = metric('kangaroo_tokens_total{kind="completion"}')
+    ask(address, prompt="a", max_tokens=5, ignore_eos=True)
+    assert metric('kangaroo_tokens_total{kind="completion"}') == before + 5
+    assert metric('kangaroo_tokens_total{kind="drafted"}') > 0
+    assert metric("kangaroo_first_token_seconds_count") > 0
+
+
+def test_texts_at_the_same_time_are_those_alone(address):
+    rng, engine = random.Random(3), engine_of(target())
+    asked = [replace(random_request(rng, 30), sampling=rng.choice(SAMPLINGS)) for _ in range(24)]
+
+    async def all_of_them() -> list[dict]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(one(client, request) for request in asked))
+
+    async def one(client: httpx.AsyncClient, request: Request) -> dict:
+        own = request.sampling
+        body = {
+            "prompt": request.prompt,
+            "max_tokens": request.max_new_tokens,
+            "seed": request.seed,
+            "temperature": own.temperature,
+            "top_p": own.top_p,
+            "top_k": own.top_k,
+            "ignore_eos": True,
+        }
+        return (await client.post(f"{address}/v1/completions", json=body)).json()
+
+    for request, told in zip(asked, asyncio.run(all_of_them()), strict=True):
+        expected = plain_text(byte_tokenizer(), alone(engine, request))
+        assert told["choices"][0]["text"] == expected
+
+
+def test_settings_that_cannot_be_are_refused_by_name():
+    for changes, message in (
+        ({"rows": 0}, "rows=0 must be 1 or more"),
+        ({"port": 70000}, "port=70000 must be 0 to 65535"),
+        ({"timeout": 0.0}, "timeout=0.0 must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ServeConfig(**changes)
+
+
+def test_the_page_is_served(address):
+    told = httpx.get(f"{address}/")
+    assert told.status_code == 200 and "/v1/chat/completions" in told.text
+
+
+def test_bodies_are_json_lines_of_server_sent_events(address):
+    body = {"prompt": "a", "max_tokens": 4, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
+
+
+PAGE = Path(__file__).parents[1] / "docs/serving.md"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """`scripts/serve.py` as a process of its own, once it answers."""
+    port = free_port()
+    script = PAGE.parents[1] / "scripts/serve.py"
+    command = [sys.executable, str(script), f"port={port}", "model=tiny", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).is_success:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, process.communicate()[0]
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
+    """The `curl` line, the Python lines, and SIGTERM in the middle of a text."""
+    page = PAGE.read_text(encoding="utf-8")
+    drafter = ["drafter=kangaroo", "drafter.adapter='untrained:2'", f"hydra.run.dir={tmp_path}"]
+    with served(*drafter, "longest=4096") as (address, process):
+        curl = next(part for part in page.split("```") if part.strip().startswith("curl"))
+        line = curl.replace("\\\n", " ").replace("http://127.0.0.1:8000", address)
+        done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.rstrip().endswith("data: [DONE]"), done
+        code = next(part for part in page.split("```") if part.startswith("python"))
+        code = code.removeprefix("python").replace("http://127.0.0.1:8000", address)
+        exec(compile(code.replace("smollm2-135m", "tiny"), str(PAGE), "exec"), {})
+        body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last = [line for line in lines if line]
+        assert last == "data: [DONE]"
+        assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_a_port_in_use_is_named(address, tmp_path):
+    port = address.rpartition(":")[2]
+    options = f"port={port} model=tiny drafter=vanilla hydra.run.dir={tmp_path}"
+    done = python("scripts/serve.py", *options.split(), cwd=tmp_path)
+    assert done.returncode == 1 and f"nothing can listen on 127.0.0.1:{port}: Addr" in done.stderr
