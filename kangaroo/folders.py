@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
+
+from kangaroo.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
 SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
@@ -28,6 +33,27 @@ def located(path: str) -> Path:
 def cache_folder() -> Path:
     """`$KANGAROO_CACHE`, else the platform's cache folder."""
     return Path(os.environ.get("KANGAROO_CACHE") or user_cache_dir("kangaroo"))
+
+
+@contextmanager
+def sole_writer(folder: Path, rank: int) -> Iterator[None]:
+    """Let no other process write into a folder meanwhile, but for those of other ranks. The lock is
+    gone when the process is, however it ends.
+
+    Errors: `ConfigError` where one does already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f".lock-{rank}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"another process writes into '{folder}' now. Wait for it, or pass another output=."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:

@@ -21,6 +21,7 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
+from kangaroo.folders import sole_writer
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load
 from kangaroo.trained import adapter_files
@@ -148,6 +149,17 @@ def kill_when(path, script, *overrides, cwd):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+@pytest.mark.parametrize("script", ["evaluate.py", "train.py", "scripts/soak.py"])
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(script, tmp_path):
+    """Both would go on with what the other writes. Another rank of the same run may."""
+    with sole_writer(tmp_path / "out", rank=0), sole_writer(tmp_path / "out", rank=1):
+        result = run(script, "model=tiny", "output=out", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "ConfigError: another process writes into 'out' now. Wait for it" in result.stderr
+    with sole_writer(tmp_path / "out", rank=0):
+        pass
 
 
 @pytest.mark.slow

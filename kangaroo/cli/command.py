@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from kangaroo import ranks
 from kangaroo.cli_schema import register
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import of_project
+from kangaroo.folders import of_project, sole_writer
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
@@ -39,7 +39,7 @@ os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def command(
-    config_name: str, shared: bool = False
+    config_name: str, shared: bool = False, goes_on: bool = False
 ) -> Callable[[Callable[[Any], float | None]], Callable[[], None]]:
     """A main function that takes its typed config, and says what a user can fix in one line. What
     it returns is what a sweeper that searches (`hydra/sweeper=optuna`) goes by.
@@ -47,6 +47,8 @@ def command(
     Args:
         config_name: of the file in `configs/`.
         shared: several processes can share the work; else torchrun may start but one.
+        goes_on: what it writes to its output is gone on with by the same command: two at a time
+            would mix what they write.
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
@@ -59,7 +61,8 @@ def command(
             try:
                 if not shared:
                     ranks.check_alone()
-                found = run(OmegaConf.to_object(config))
+                with own_folder(config.output) if goes_on else nullcontext():
+                    found = run(OmegaConf.to_object(config))
             except Exception as error:
                 fixable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
@@ -78,6 +81,11 @@ def command(
         return main
 
     return decorate
+
+
+def own_folder(output: str) -> AbstractContextManager[None]:
+    """The output is this process's alone."""
+    return sole_writer(Path(output), int(os.environ.get("RANK", 0)))
 
 
 def sweep_folder() -> Path | None:

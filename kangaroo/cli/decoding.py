@@ -41,7 +41,7 @@ def speed(config: SpeedCommand) -> None:
     speed_report.write(result, Path(config.output), Console())
 
 
-@command("soak")
+@command("soak", goes_on=True)
 def soak(config: SoakCommand) -> None:
     """Compare very many tokens of every drafter with vanilla's; write the certificate."""
     options, about = config.soak, dict[str, Any]()

@@ -29,7 +29,7 @@ RESULTS = (".json", ".jsonl", ".md", ".png")
 log = logging.getLogger(__name__)
 
 
-@command("evaluate", shared=True)
+@command("evaluate", shared=True, goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
     """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
     one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns

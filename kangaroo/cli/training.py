@@ -29,7 +29,7 @@ from kangaroo.training import backend, curves, loop
 log = logging.getLogger(__name__)
 
 
-@command("train", shared=True)
+@command("train", shared=True, goes_on=True)
 def train(config: TrainCommand) -> float | None:
     """Let the target write its data, train adapters on it, and save them. Returns the best
     held-out compression rate.

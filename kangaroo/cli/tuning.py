@@ -18,7 +18,7 @@ from kangaroo.tuning.tune import tune as find_best
 log = logging.getLogger(__name__)
 
 
-@command("tune")
+@command("tune", goes_on=True)
 def tune(config: TuneCommand) -> None:
     """Search, confirm and report; write the drafter's settings."""
     lm, tokenizer = load_target(config.model)
@@ -30,7 +30,7 @@ def tune(config: TuneCommand) -> None:
     log.info("%s, %s and plots are in %s", report.PAGE, report.SETTINGS, Path(config.output))
 
 
-@command("learning_curve")
+@command("learning_curve", goes_on=True)
 def learning_curve(config: LearningCurveCommand) -> None:
     """Measure adapters that have read more and less text, and say what still more would bring."""
     found = measuring.readers(Path(config.runs))
