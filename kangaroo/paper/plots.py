@@ -9,12 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kangaroo.evaluation.plots import FAINT, INK, NAMES
+from kangaroo.evaluation.plots import FAINT, HF, INK, NAMES
+from kangaroo.evaluation.records import AGAIN
 from kangaroo.paper.points import Place, Point, in_order
 from kangaroo.paper.published import Published
 from kangaroo.paper.study import StudyConfig
 
-COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#8a8f98"]
+COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 TITLES = {
     "speedup": "speedup over vanilla decoding",
     "compression_rate": "compression rate",
@@ -154,7 +155,9 @@ class Scale:
             axes.set_xlabel(self.study.x_label, fontsize=8)
 
     def color(self, curve: Place) -> str:
-        """Of a curve."""
+        """Of a curve; the noise floor is grey."""
+        if curve == AGAIN:
+            return HF
         return COLORS[self.curves.index(curve) % len(COLORS)]
 
     def legend(self) -> list[Line2D]:
