@@ -5,7 +5,7 @@ Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,8 +75,9 @@ class Batch:
         # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
-        self.default, self.samplings = sampling, [sampling] * size
-        self.sampling: AnySampling = sampling  # of all rows
+        self.default = replace(sampling, seed=0)
+        self.samplings = [self.default] * size
+        self.sampling: AnySampling = self.default  # of all rows
 
     @property
     def size(self) -> int:
@@ -130,6 +131,8 @@ class Batch:
         self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
         self.done_B[row] = self.done[row] = False
         self.samplings[row] = own or self.default
+        if own is None and self.sampling == self.default:  # as in a batch of thousands
+            return
         active = [one for one, done in zip(self.samplings, self.done, strict=True) if not done]
         self.sampling = together(active)
         if isinstance(self.sampling, Mixed):  # a place for each row, also for those that are done

@@ -43,8 +43,12 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     settings = ["trainer.zero_stage=0", "trainer.shard_target=false", "trainer.holdout=4"]
     settings += ["trainer.batch_tokens=256", "trainer.epochs=1", "trainer.save_every=100"]
     settings += ["trainer.decode_prompts=2", "trainer.decode_tokens=8"]
+    talks = f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}"
     if asked.startswith("recipe"):
-        settings.append(f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}")
+        settings.append(talks)
+    elif asked == "experiment=learning_curve":
+        settings += [talks, "data.max_answer_tokens=16", "data.filters.max_repetition=1"]
+        settings += ["data.filters.near_duplicate=1"]
     else:
         settings += ["data.shards=1", "data.shard_size=12", "data.max_question_tokens=8"]
         settings += ["data.max_answer_tokens=16", "data.keep_unfinished_questions=true"]

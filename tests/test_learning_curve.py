@@ -23,7 +23,7 @@ from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.trained import adapter_files
 
-NEW_TOKENS, STEPS = 24, 6
+NEW_TOKENS, STEPS = 12, 6
 
 
 def target() -> LM:

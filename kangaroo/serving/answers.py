@@ -115,13 +115,14 @@ class Answer:
         self.scheduler.submit(*self.jobs)
 
     async def steps(self) -> AsyncGenerator[Piece, None]:
-        """What becomes known, until all texts have ended. A reader that stops ends them."""
-        try:
-            while any(not choice.finish for choice in self.choices):
-                index, event = await self.events.get()
-                self.usage.add(event)
-                yield self.choices[index].push(event)
-        finally:
-            for job, choice in zip(self.jobs, self.choices, strict=True):
-                if not choice.finish:
-                    self.scheduler.cancel(job)
+        """What becomes known, until all texts have ended."""
+        while any(not choice.finish for choice in self.choices):
+            index, event = await self.events.get()
+            self.usage.add(event)
+            yield self.choices[index].push(event)
+
+    def end(self) -> None:
+        """End the texts that nobody will read; nothing where all have ended."""
+        for job, choice in zip(self.jobs, self.choices, strict=True):
+            if not choice.finish:
+                self.scheduler.cancel(job)

@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
@@ -18,10 +18,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import generation
-from kangaroo.errors import KangarooError, PromptError
+from kangaroo.errors import ConfigError, KangarooError, PromptError
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.serving.answers import Answer, Piece
@@ -33,7 +34,12 @@ from kangaroo.serving.protocol import Asked, Chat, Completion
 from kangaroo.serving.scheduler import CANCELLED, FAILED, TIMEOUT, Busy, Closing, Scheduler
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
-STATUS: dict[type[KangarooError], int] = {Busy: 429, Closing: 503, PromptError: 400}
+STATUS: dict[type[KangarooError], int] = {
+    Busy: 429,
+    Closing: 503,
+    PromptError: 400,
+    ConfigError: 400,  # there is no chat template
+}
 FAULTS = {  # how a job ends without its text
     FAILED: (503, "decoding has failed; see the server's log."),
     TIMEOUT: (503, "the answer took too long."),
@@ -178,31 +184,25 @@ class Server:
         answer.begin()
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(answer, form, usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers=UNBUFFERED)
+            return Streamed(answer, self.counts, self._events(answer, form, usage))
         return await self._whole(answer, form, request)
 
-    async def _watched(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-        """The answer's steps, timed and counted."""
+    async def _watched(self, answer: Answer) -> AsyncIterator[Piece]:
+        """The answer's steps, timed."""
         watch = Watch(self.counts)
-        try:
-            async for piece in answer.steps():
-                watch.step()
-                yield piece
-        finally:
-            self.counts.ended(answer.usage)
+        async for piece in answer.steps():
+            watch.step()
+            yield piece
 
     async def _events(self, answer: Answer, form: Form, usage: bool) -> AsyncIterator[str]:
-        """A stream of what becomes known. A client that goes away ends it, and so the texts."""
+        """A stream of what becomes known."""
         first = set[int]()
-        async with aclosing(self._watched(answer)) as steps:
-            async for piece in steps:
-                if piece.finish in FAULTS:
-                    fault = FAULTS[piece.finish]
-                    yield event(json.loads(bytes(problem(*fault).body)))
-                    return
-                yield event(form.part(piece, piece.choice not in first))
-                first.add(piece.choice)
+        async for piece in self._watched(answer):
+            if piece.finish in FAULTS:
+                yield event(json.loads(bytes(problem(*FAULTS[piece.finish]).body)))
+                return
+            yield event(form.part(piece, piece.choice not in first))
+            first.add(piece.choice)
         if usage:
             yield event(form.last(answer.usage))
         yield "data: [DONE]\n\n"
@@ -211,20 +211,37 @@ class Server:
         """All texts at once, unless the client goes away before."""
 
         async def read() -> None:
-            async with aclosing(self._watched(answer)) as steps:
-                async for _ in steps:
-                    pass
+            async for _ in self._watched(answer):
+                pass
 
-        reading = asyncio.create_task(read())
-        gone = asyncio.create_task(left(request))
-        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (gone, reading):
-            task.cancel()
-        await asyncio.gather(gone, reading, return_exceptions=True)
+        tasks = {asyncio.create_task(read()), asyncio.create_task(left(request))}
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*done)
+        finally:
+            answer.end()
+            self.counts.ended(answer.usage)
         fault = next((FAULTS[c.finish] for c in answer.choices if c.finish in FAULTS), None)
         if fault or not all(choice.finish for choice in answer.choices):
             return problem(*(fault or FAULTS[CANCELLED]))
         return JSONResponse(form.whole(answer))
+
+
+class Streamed(StreamingResponse):
+    """Server-sent events; when the client has all of them or goes away, the texts end."""
+
+    def __init__(self, answer: Answer, counts: Metrics, events: AsyncIterator[str]):
+        super().__init__(events, media_type="text/event-stream", headers=UNBUFFERED)
+        self.answer, self.counts = answer, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.end()
+            self.counts.ended(self.answer.usage)
 
 
 async def left(request: Request) -> None:
