@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ def event(told: dict[str, Any]) -> str:
 
 
 @dataclass
-class Form:
+class Form(ABC):
     """How an answer is written down; of a whole one, and of a part of a stream."""
 
     model: str
@@ -64,13 +65,13 @@ class Form:
         """What a stream ends with if it was asked for."""
         return self.head(False) | {"choices": [], "usage": counted(usage)}
 
+    @abstractmethod
     def said(self, text: str) -> dict[str, Any]:
         """The text of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adds(self, text: str, first: bool) -> dict[str, Any]:
         """Text that is added to a choice."""
-        raise NotImplementedError
 
 
 class AsText(Form):
