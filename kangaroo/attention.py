@@ -30,6 +30,7 @@ def attention(
     v_RKEC: Tensor,
     bias_R1TE: Tensor | None,
     scaling: float,
+    read_RT: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values.
@@ -41,6 +42,7 @@ def attention(
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a
             `CausalBias` for the last tokens of a prompt, which needs no memory; None for a whole
             text.
+        read_RT: the tokens whose output is read, in training: for others it is mostly zeros.
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
     """
@@ -48,6 +50,9 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
+    if read_RT is not None:
+        assert not isinstance(bias_R1TE, CausalBias)
+        return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT), None
     if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
         if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
             raise ValueError(
@@ -65,6 +70,34 @@ def attention(
     else:
         out = attend(packed, k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
+
+
+def where_read(
+    q_RHTC: Tensor,
+    k_RKEC: Tensor,
+    v_RKEC: Tensor,
+    bias_R1TE: Tensor | None,
+    scaling: float,
+    read_RT: Tensor,
+) -> Tensor:
+    """Attention of as many tokens of each row as the row with most of them is read at, N: in a row
+    with fewer, of some others too. Elsewhere the output `[R, T, H, C]` is zero.
+    """
+    most = int(read_RT.sum(1).max())
+    index_RN = read_RT.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    places_RHNC = index_RN[:, None, :, None].expand(-1, q_RHTC.shape[1], -1, q_RHTC.shape[3])
+    rows, extent = len(q_RHTC), k_RKEC.shape[2]
+    if bias_R1TE is None:
+        bias_R1NE = (index_RN[..., None] >= torch.arange(extent, device=q_RHTC.device))[:, None]
+    else:
+        bias_RTE = bias_R1TE[:, 0].expand(rows, -1, -1)
+        bias_R1NE = bias_RTE.gather(1, index_RN[..., None].expand(-1, -1, extent))[:, None]
+    out_RNHC, _ = attention(
+        torch.nn.Identity(), q_RHTC.gather(2, places_RHNC), k_RKEC, v_RKEC, bias_R1NE, scaling
+    )
+    return (
+        torch.zeros_like(q_RHTC).scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
+    )
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:

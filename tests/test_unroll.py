@@ -3,6 +3,8 @@
 Shapes: T tokens, D hidden size.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import adapter_for, eagle_for, random_prompts, tiny
@@ -14,6 +16,7 @@ from kangaroo.model import LM
 from kangaroo.trained.adapter import Architecture
 from kangaroo.trained.layer import Layer
 from kangaroo.trained.unroll import unroll
+from kangaroo.training.batches import collate
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 
@@ -102,3 +105,32 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, monkeypatch, batch_siz
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
     assert {1, 3} <= set(checked)  # some stopped at once, and some went on to the end
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("feed_forward", [False, True])
+def test_states_are_computed_only_where_they_are_read(packing, feed_forward):
+    """Same states there, same gradients of the weights, and nothing elsewhere."""
+    lm = tiny()
+    adapter = adapter_for(lm, architecture=Architecture(feed_forward=feed_forward))
+    adapter.requires_grad_()
+    samples = [
+        {"input_ids": ids, "loss_mask": [0] * 4 + [1] * (n - 4), "messages": []}
+        for ids, n in zip(random_prompts(12, 7, 5), (12, 7, 5), strict=True)
+    ]
+    tokens = collate(samples, 64, lm.device, packing)
+    rows, read_BT = slice(0, len(tokens.input_BT)), tokens.wanted_BT
+    block = replace(tokens.block(lm), rows=rows)
+    with torch.no_grad():
+        f_BTD = lm.run(lm.embed(tokens.input_BT), None, block, range(adapter.exit_layer))[0]
+    found = []
+    for read in (None, read_BT):
+        adapter.zero_grad()
+        (state_BTD,) = adapter.states({adapter.exit_layer: f_BTD}, f_BTD[..., :0], block, 1, read)
+        state_BTD[read_BT].square().sum().backward()
+        found.append((state_BTD.detach(), [p.grad.clone() for p in adapter.parameters()]))
+    (whole_BTD, whole), (part_BTD, part) = found
+    torch.testing.assert_close(part_BTD[read_BT], whole_BTD[read_BT], **TOLERANCE)
+    assert not part_BTD[~read_BT].any()
+    for gradient, expected in zip(part, whole, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)

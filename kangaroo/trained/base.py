@@ -96,7 +96,12 @@ class Trainable(nn.Module, ABC):
 
     @abstractmethod
     def states(
-        self, taps: dict[int, Tensor], deep_BTD: Tensor, block: Block, steps: int
+        self,
+        taps: dict[int, Tensor],
+        deep_BTD: Tensor,
+        block: Block,
+        steps: int,
+        read_BT: Tensor | None = None,
     ) -> list[Tensor]:
         """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
         each of the draft steps 1 to `steps`.
@@ -106,6 +111,7 @@ class Trainable(nn.Module, ABC):
 
         Args:
             deep_BTD: the target's normed final states; of width 0 where nothing `reads_deep`.
+            read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
         """
 
     def own_heads(self) -> list[nn.Linear]:

@@ -48,7 +48,12 @@ class Layer(Trainable):
         """What goes into the layer, `[B, N, D]`; see `forward`."""
 
     def forward(
-        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: PastKeys | None
+        self,
+        f_BND: Tensor,
+        deep_BND: Tensor | None,
+        block: Block,
+        past: PastKeys | None,
+        read_BN: Tensor | None = None,
     ) -> Tensor:
         """The state that a head reads, `[B, N, D]`.
 
@@ -57,6 +62,8 @@ class Layer(Trainable):
             deep_BND: where it `reads_deep`, the state of the token before each; zeros at the start
                 of a text.
             past: where keys and values go and come from; None sees the block alone.
+            read_BN: where a head reads it: all others have keys and values, and a state of zeros.
+                None: everywhere.
         """
         x_BND = self.combined(f_BND, deep_BND)
         if (
@@ -71,17 +78,30 @@ class Layer(Trainable):
                 position_embeddings=block.rope,
                 attention_mask=block.bias_R1TE,
                 past_key_values=past,
+                read_RT=read_BN,
             )
             x_BND = x_BND + attended_BND
+        if read_BN is None:
+            return self.above_attention(x_BND)
+        made_MD = self.above_attention(x_BND[read_BN])
+        return made_MD.new_zeros(x_BND.shape).masked_scatter(read_BN[..., None], made_MD)
+
+    def above_attention(self, x_XD: Tensor) -> Tensor:
+        """The feed-forward part and the last norm, of any tokens X."""
         if self.feed_forward is not None:
             assert self.middle_norm is not None
-            x_BND = x_BND + self.feed_forward(self.middle_norm(x_BND))
-        return x_BND if self.norm is None else self.norm(x_BND)
+            x_XD = x_XD + self.feed_forward(self.middle_norm(x_XD))
+        return x_XD if self.norm is None else self.norm(x_XD)
 
     def states(
-        self, taps: dict[int, Tensor], deep_BTD: Tensor, block: Block, steps: int
+        self,
+        taps: dict[int, Tensor],
+        deep_BTD: Tensor,
+        block: Block,
+        steps: int,
+        read_BT: Tensor | None = None,
     ) -> list[Tensor]:
-        return unroll(self, taps[self.exit_layer], deep_BTD, block, steps)
+        return unroll(self, taps[self.exit_layer], deep_BTD, block, steps, read_BT)
 
     def copy_layer(self, layer: nn.Module) -> None:
         """Begin with the weights of a layer of the target."""

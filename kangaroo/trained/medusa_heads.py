@@ -104,7 +104,12 @@ class MedusaHeads(Trainable):
         return F.silu(self.blocks[index](h_BND)) + h_BND
 
     def states(
-        self, taps: dict[int, Tensor], deep_BTD: Tensor, block: Block, steps: int
+        self,
+        taps: dict[int, Tensor],
+        deep_BTD: Tensor,
+        block: Block,
+        steps: int,
+        read_BT: Tensor | None = None,
     ) -> list[Tensor]:
         """Head k stands k tokens earlier, as draft step k of an adapter does."""
         states = []

@@ -34,13 +34,23 @@ class Drafts(Protocol):
     """A drafting layer."""
 
     def __call__(
-        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: PastKeys | None
+        self,
+        f_BND: Tensor,
+        deep_BND: Tensor | None,
+        block: Block,
+        past: PastKeys | None,
+        read_BN: Tensor | None,
     ) -> Tensor:
         """The state that the head reads, `[B, N, D]`; see `Layer.forward`."""
 
 
 def unroll(
-    layer: Drafts, f_BTD: Tensor, deep_BTD: Tensor, block: Block, steps: int
+    layer: Drafts,
+    f_BTD: Tensor,
+    deep_BTD: Tensor,
+    block: Block,
+    steps: int,
+    read_BT: Tensor | None = None,
 ) -> list[Tensor]:
     """The layer's states `[B, T, D]` at draft steps 1 to `steps`.
 
@@ -51,13 +61,17 @@ def unroll(
 
     Args:
         deep_BTD: the target's normed final states.
+        read_BT: where heads read them; see `Trainable.states`.
     """
+    if steps == 1:
+        return [layer(f_BTD, before(deep_BTD, block.positions_RT), block, Unrolled(), read_BT)]
     seen_RTT, past = sees(block), Unrolled()
     states: list[Tensor] = []
     for step in range(1, steps + 1):
         deep_BTD = before(deep_BTD, block.positions_RT)
         at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD)) if step > 1 else block
-        states.append(layer(f_BTD, deep_BTD, at, past))
+        # later steps read states where no head does
+        states.append(layer(f_BTD, deep_BTD, at, past, None))
         deep_BTD = states[-1]
     return states
 

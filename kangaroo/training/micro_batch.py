@@ -139,9 +139,9 @@ def _together(students: Sequence[Student]) -> tuple[list[Tensor], Tensor]:
 def _states(lm: LM, seen: Seen, trainee: Trainee, steps: int) -> list[Tensor]:
     weight = next(trainee.adapter.parameters())
     taps = {tap: seen.taps[tap].to(weight) for tap in trainee.adapter.taps}
-    block = seen.block.to(weight.device)
+    block, read_BT = seen.block.to(weight.device), seen.tokens.wanted_BT.to(weight.device)
     with _precision(lm):
-        return trainee.adapter.states(taps, seen.deep_BTD.to(weight), block, steps)
+        return trainee.adapter.states(taps, seen.deep_BTD.to(weight), block, steps, read_BT)
 
 
 def _precision(lm: LM) -> AbstractContextManager[object]:
