@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -465,3 +466,37 @@ def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):
     both = [recipe(exit_layers=[1, 2])]
     train(tiny(), samples(4), config(clip=0.5), tmp_path, recipes=both)
     assert set(norms) == {0.5} and len(norms) % 2 == 0
+
+
+def test_muon_makes_the_steps_of_linear_layers_orthogonal():
+    made = trainees(tiny(), [recipe(own_head=True)], None)[0].adapter
+    options = replace(config(muon=True, clip=1e9), accumulate=1)
+    moved = {id(p) for p in backend.matrices_of(made)}
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    assert {name for name, p in made.named_parameters() if id(p) in moved} == {
+        f"attention.{part}_proj.weight" for part in "qkvo"
+    }
+    optimizer = backend.begin([made], options)
+    for parameter in made.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step([1e-2])
+    for name, p in made.named_parameters():
+        if id(p) in moved:  # as long a step as AdamW's: 0.2 x the learning rate for a number
+            lengths = torch.linalg.svdvals((p.detach() - before[name]) / 1e-2)
+            expected = 0.2 * max(p.shape) ** 0.5
+            assert (lengths / expected - 1).abs().max() < 0.5  # five Newton-Schulz steps, bfloat16
+        else:
+            step = (p.detach() - before[name]).abs() / 1e-2
+            torch.testing.assert_close(step, torch.ones_like(step), rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_with_muon_is_resumed_exactly(tmp_path):
+    (folder,) = train(tiny(), samples(12), config(muon=True), tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(tiny(), samples(12), config(muon=True), tmp_path / "stopped", KillsAt(3))
+    (stopped,) = train(tiny(), samples(12), config(muon=True), tmp_path / "stopped")
+    (adamw,) = train(tiny(), samples(12), config(), tmp_path / "adamw")
+    weights = [(one / WEIGHTS).read_bytes() for one in (folder, stopped, adamw)]
+    assert weights[0] == weights[1] != weights[2]
+    with pytest.raises(ConfigError, match=r"trainer\.muon=true and trainer\.zero_stage=1"):
+        backend.check(config(muon=True, zero_stage=1), Ranks())

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
 from kangaroo.ranks import Ranks
+from kangaroo.trained.base import Trainable
 
 # Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. Multiples of
 # it add up without rounding in float64 as long as sums stay below 2^9, far above any gradient of a
 # mean loss; beyond that they round as any sum does.
 GRID = 2.0**44
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
+MOMENTUM = "momentum_buffer"  # Muon's
 
 
 class Options(Protocol):
@@ -33,6 +35,7 @@ class Options(Protocol):
 
     betas: tuple[float, float]
     weight_decay: float
+    muon: bool
     clip: float
     average: float | None
     accumulate: int | None
@@ -51,6 +54,11 @@ def check(config: Options, ranks: Ranks) -> None:
         raise ConfigError(
             "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
             "trainer=default needs nothing, and trains the same weights in as many processes."
+        )
+    if config.muon and config.zero_stage:
+        raise ConfigError(
+            f"trainer.muon=true and trainer.zero_stage={config.zero_stage} exclude each other: "
+            "DeepSpeed spreads AdamW alone here. Leave one of them out."
         )
     if config.accumulate is not None and config.accumulate < 1:
         raise ConfigError(
@@ -83,7 +91,7 @@ def begin(
 
 
 class TorchBackend:
-    """AdamW, whole in every process.
+    """AdamW, or Muon for matrices and AdamW for all else, whole in every process.
 
     Args:
         adapters: each is clipped by itself, and has its own learning rate. They begin as those of
@@ -150,8 +158,8 @@ class TorchBackend:
                 parameter.data.copy_(weight)
 
     def state(self) -> dict[str, Any]:
-        """Weights, their means and AdamW's moments in float32 on the CPU, by name: whole, whoever
-        holds them.
+        """Weights, their means and the optimizers' moments in float32 on the CPU, by name: whole,
+        whoever holds them.
 
         Every process has to call this. Before the first step there are no moments.
         """
@@ -179,7 +187,12 @@ class TorchBackend:
             mean.lerp_(parameter.detach(), 1 - share)
 
     def _begin(self) -> None:
-        self.optimizer = self._adamw([list(adapter.parameters()) for adapter in self.adapters])
+        matrices = [matrices_of(adapter) if self.options.muon else [] for adapter in self.adapters]
+        by_muon = {id(p) for group in matrices for p in group}
+        others = [[p for p in a.parameters() if id(p) not in by_muon] for a in self.adapters]
+        self.optimizers: list[torch.optim.Optimizer] = [self._adamw(others)]
+        if self.options.muon:
+            self.optimizers.append(self._muon(matrices))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -188,28 +201,50 @@ class TorchBackend:
             weight_decay=self.options.weight_decay,
         )
 
+    def _muon(self, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Muon:
+        return torch.optim.Muon(
+            [{"params": group} for group in groups],
+            weight_decay=self.options.weight_decay,
+            adjust_lr_fn="match_rms_adamw",  # a learning rate means what it means to AdamW
+        )
+
     def _update(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            optimizer.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
-        moments = self.optimizer.state_dict()["state"].values()
+        states: dict[Any, Any] = {}
+        for optimizer in self.optimizers:
+            states |= optimizer.state
         return {
             key: {
-                name: moment[key].cpu().clone()
-                for name, moment in zip(self.parameters, moments, strict=True)
+                name: states[p][key].cpu().clone()
+                for name, p in self.parameters.items()
+                if key in states[p]
             }
-            for key in MOMENTS
+            for key in (*MOMENTS, MOMENTUM)
         }
 
     def _load_moments(self, state: dict[str, Any]) -> None:
-        moments = {}
-        for i, name in enumerate(self.parameters):
-            moments[i] = {key: state[key][name] for key in MOMENTS}
-            moments[i]["step"] = torch.tensor(float(self.steps))
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        names = {p: name for name, p in self.parameters.items()}
+        for optimizer in self.optimizers:
+            adamw = isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    for key in MOMENTS if adamw else (MOMENTUM,):
+                        optimizer.state[p][key] = state[key][names[p]].to(p.device)
+                    if adamw:
+                        optimizer.state[p]["step"] = torch.tensor(float(self.steps))
+
+
+def matrices_of(adapter: nn.Module) -> list[Tensor]:
+    """What Muon moves: the weights of linear layers, but for LM heads of the adapter's own."""
+    assert isinstance(adapter, Trainable)
+    heads = {id(head) for head in adapter.own_heads()}
+    linear = [m for m in adapter.modules() if isinstance(m, nn.Linear) and id(m) not in heads]
+    return [layer.weight for layer in linear]
 
 
 class DeepSpeedBackend(TorchBackend):

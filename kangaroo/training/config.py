@@ -25,6 +25,8 @@ class TrainerConfig:
         kept: learn from the distributions that were kept when the data was written
             (`data.teacher`): the target runs no layer above the adapters' exits, nor its head.
             None: where the data has them and no adapter reads the target's final states.
+        muon: linear layers, but for LM heads, are moved by Muon (Jordan et al. 2024), which makes
+            the step of a matrix orthogonal, and all else by AdamW.
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
@@ -51,6 +53,7 @@ class TrainerConfig:
     learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    muon: bool = False
     warmup_steps: int = 30
     batch_tokens: int = 512
     packing: bool = False
@@ -77,7 +80,7 @@ class TrainerConfig:
         """The options that move a weight: a run goes on with the same ones only."""
         settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
         # as in runs from before there were such options
-        return {k: v for k, v in settings.items() if v or k not in ("kept", "tokens")}
+        return {k: v for k, v in settings.items() if v or k not in ("kept", "tokens", "muon")}
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:
