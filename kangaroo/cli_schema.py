@@ -197,9 +197,13 @@ class ImportAdapterCommand:
 class Layout(Enum):
     """What `scripts/export.py` makes of an adapter.
 
+    `draft_model`: a checkpoint with the target's first layers, for vLLM, SGLang, transformers.
+    `vllm`: the adapter alone, for the plugin kangaroo-vllm.
     `official`: a checkpoint for the authors' code.
     """
 
+    draft_model = "draft_model"
+    vllm = "vllm"
     official = "official"
 
 
@@ -210,11 +214,11 @@ class ExportCommand:
     Args:
         to: what it becomes.
         source: the adapter's folder, or hub id. (`adapter=` is the group of train.py.)
-        output: the folder of what it becomes.
+        output: the folder of what it becomes, which must not be there yet.
     """
 
     model: ModelConfig = MISSING
-    to: Layout = Layout.official
+    to: Layout = Layout.draft_model
     source: str = MISSING
     output: str = MISSING
 
