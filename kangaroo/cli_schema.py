@@ -206,6 +206,9 @@ class Layout(Enum):
     vllm = "vllm"
     official = "official"
 
+    def __str__(self) -> str:
+        return self.value  # in the name of the output folder
+
 
 @dataclass
 class ExportCommand:
