@@ -24,6 +24,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
+from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
@@ -65,9 +66,12 @@ class TrainCommand:
 
 @dataclass
 class EstimateCommand(TrainCommand):
-    """`python scripts/estimate.py`: what `train.py` would take."""
+    """`python scripts/estimate.py`: what `train.py` would take; or to serve the target, where that
+    is what is asked.
+    """
 
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    serving: ServingConfig | None = None
 
 
 @dataclass
@@ -285,6 +289,7 @@ def register() -> None:
     cs.store(name="push_schema", node=PushCommand)
     cs.store(name="pull_schema", node=PullCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
+    cs.store(group="serving", name="schema", node=ServingConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)

@@ -147,7 +147,7 @@ def _decode(
     new_tokens = generation_config.max_length - width
     seeds = torch.randint(2**62, (rows,)).tolist()
     with borrowed(model) as lm:
-        if lm.device.type == "cpu":  # the graphs of a GPU take longer than a text to record
+        if lm.device.type == "cpu":  # on a GPU every call would record its graphs anew
             lm.compile_for_decoding(settled=False)
         drafter = adapter_files.read_config(source).architecture.drafter
         kind: Any = classes("kangaroo.drafters", DrafterConfig)[drafter]

@@ -18,7 +18,7 @@ from torch import Tensor
 from kangaroo.errors import ConfigError
 from kangaroo.folders import new_folder
 from kangaroo.model import LM
-from kangaroo.trained import adapter_files
+from kangaroo.trained import adapter_files, base
 from kangaroo.trained.adapter import Adapter, Architecture
 
 FORMAT = 1
@@ -42,7 +42,7 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
             "alone. Export to=draft_model instead."
         )
     adapter, vocabulary_K = adapter_files.as_saved(path, lm)
-    if not isinstance(adapter, Adapter) or not _runs(adapter.architecture):
+    if not isinstance(adapter, Adapter) or not runs(adapter.architecture):
         raise ConfigError(
             f"adapter '{path}' is {adapter.architecture}, which the plugin kangaroo-vllm cannot "
             "run. Export one of adapter=attention, layer or own_head, or decode with this one here "
@@ -58,8 +58,9 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
     return adapter
 
 
-def _runs(parts: Architecture) -> bool:
-    return parts.attention and not parts.fused
+def runs(parts: base.Architecture) -> bool:
+    """Whether the plugin can run an adapter that is made of these."""
+    return isinstance(parts, Architecture) and parts.attention and not parts.fused
 
 
 def _config(
