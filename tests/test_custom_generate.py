@@ -6,6 +6,8 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, PromptError
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.model import LM
+from kangaroo.models import byte_tokenizer
 from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.trained import adapter_files
@@ -29,6 +32,7 @@ from kangaroo.trained.medusa_heads import MedusaHeads
 EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD
 NEW_TOKENS = 24
+NAMED = "outputs/push/USER/NAME"
 
 
 @pytest.fixture(autouse=True)
@@ -325,3 +329,18 @@ def test_without_transformers_the_adapter_has_to_be_named():
 
     with pytest.raises(ConfigError, match="Pass adapter="):
         generate(target(), **padded())
+
+
+def test_the_pages_example_writes_what_the_model_would(tmp_path, monkeypatch):
+    hf = target(vocab_size=259, max_position_embeddings=256)
+    hf.save_pretrained(tmp_path / "TARGET")
+    byte_tokenizer().save_pretrained(tmp_path / "TARGET")
+    (tmp_path / NAMED).parent.mkdir(parents=True)
+    Path(pushed(hf, tmp_path)).rename(tmp_path / NAMED)  # it may lie anywhere
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if NAMED in c)
+    monkeypatch.chdir(tmp_path)
+    told: dict = {}
+    exec(compile(code, "serving.md", "exec"), told)
+    alone = told["model"].generate(**told["inputs"], max_new_tokens=64)
+    assert torch.equal(told["output"], alone)

@@ -1,7 +1,9 @@
 """An adapter as a transformers model, in memory and on disk; and for the plugin of vLLM."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +132,19 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family):
         alone = lm.hf.generate(tokens_1T, **asked)
         assert torch.equal(lm.hf.generate(tokens_1T, assistant_model=draft, **asked), alone)
     assert alone[0, 9:].tolist() == [token for tokens, _, _ in ours[0] for token in tokens]
+
+
+def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
+    model = target(tmp_path / "TARGET", max_position_embeddings=128)
+    lm = LM(load(model)[0])
+    save(saved(lm, adapter_for(lm), tmp_path / "adapter"), model, tmp_path / "smollm2-draft")
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "assistant" in c)
+    monkeypatch.chdir(tmp_path)
+    told: dict = {}
+    exec(compile(code, "serving.md", "exec"), told)
+    alone = told["target"].generate(**told["inputs"], max_new_tokens=64)
+    assert torch.equal(told["output"], alone)
 
 
 def test_a_target_whose_sampling_transformers_would_not_save_is_exported(tmp_path):
