@@ -13,12 +13,24 @@ import pytest
 import torch
 from helpers import adapter_for, eagle_for, random_prompts, tiny_model
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, PromptError
+from kangaroo.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    ConfigError,
+    PromptError,
+    UnsupportedModel,
+)
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.model import LM
 from kangaroo.models import byte_tokenizer
@@ -101,7 +113,7 @@ def test_whatever_was_trained_may_draft(tmp_path, kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_length": 20},
+        {"max_length": 20, "use_cache": True},
         {"max_new_tokens": 5, "eos_token_id": None},
         {"max_new_tokens": NEW_TOKENS, "eos_token_id": [7, 11, 23]},
         {"max_new_tokens": NEW_TOKENS, "pad_token_id": 33},
@@ -193,6 +205,7 @@ def state_of(hf) -> dict:
         ],
         "weights": [p.detach().clone().tolist() for p in hf.parameters()],
         "buffers": [b.tolist() for b in hf.buffers()],
+        "random": torch.get_rng_state().tolist(),
     }
 
 
@@ -203,8 +216,8 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
     hf.model.layers[1].eval()
     hf.model.layers[2].requires_grad_(False)
     hf.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
-    before = state_of(hf)
     folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
+    before = state_of(hf)
     if fails:
         monkeypatch.setattr(Engine, "step", lambda engine, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -306,6 +319,19 @@ def test_padding_elsewhere_is_refused(tmp_path, mask):
     }
     with pytest.raises(PromptError, match="pad on the left"):
         ours(hf, pushed(hf, tmp_path), **asked, max_new_tokens=5)
+
+
+def test_a_text_beyond_the_context_is_refused(tmp_path):
+    hf = target(max_position_embeddings=32)
+    with pytest.raises(PromptError, match="the model's context is 32"):
+        ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=40)
+
+
+def test_another_architecture_is_refused(tmp_path):
+    folder = pushed(target(), tmp_path)
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(UnsupportedModel, match="is a gpt2 model"):
+        ours(hf, folder, **padded(), max_new_tokens=5)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

@@ -35,7 +35,7 @@ from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.model import LM
+from kangaroo.model import LM, check_supported
 from kangaroo.sampling import Sampling
 from kangaroo.trained import adapter_files
 
@@ -76,15 +76,14 @@ def generate(
         streamer: gets the prompt, and then each token as it is known; for one prompt.
         asked: `generate`'s own. torch's random numbers give the seeds of samples.
 
-    Errors: `ConfigError` for what is not done here, by name; `PromptError` for a padding that is
-    not on the left, or a text longer than the context; those of loading an adapter.
+    Errors: `ConfigError` for what is not done here, by name; `UnsupportedModel`; `PromptError` for
+    a padding that is not on the left, or a text longer than the context; those of loading an
+    adapter.
     """
-    source = adapter_files.find(
-        adapter or _asked_for(), fix="Pass adapter= its folder or hub id.", revision=revision
-    )
-    inputs = (
-        inspect.signature(model.forward).parameters.keys() - GenerationConfig().to_dict().keys()
-    )
+    check_supported(model.config)
+    fix = "Pass adapter= its folder or hub id."
+    source = adapter_files.find(adapter or _asked_for(), fix=fix, revision=revision)
+    inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
     for name in (*REFUSED, *(inputs - set(TAKEN))):
         if _is_given(asked.get(name)):
             raise _refused(f"{name}=")
@@ -145,7 +144,7 @@ def _decode(
     prompts = _prompts(input_ids, model_kwargs["attention_mask"])
     rows, width = input_ids.shape
     new_tokens = generation_config.max_length - width
-    seeds = torch.randint(2**62, (rows,)).tolist()
+    seeds = rows * [0] if sampling.greedy else torch.randint(2**62, (rows,)).tolist()
     with borrowed(model) as lm:
         if lm.device.type == "cpu":  # on a GPU every call would record its graphs anew
             lm.compile_for_decoding(settled=False)

@@ -38,7 +38,7 @@ def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
 
     Args:
         vocabulary: how many tokens it drafts from; None is all.
-        name: of the adapter, for the message.
+        name: what the message calls it.
     """
     if not isinstance(parts, Architecture):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
@@ -49,7 +49,7 @@ def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
     else:
         return
     raise ConfigError(
-        f"adapter '{name}' cannot become a draft model: {reason}. Export one of adapter=attention, "
+        f"{name} cannot become a draft model: {reason}. Export one of adapter=attention, "
         "layer, mlp, or own_head with trainer.vocabulary=null; or decode with this one here "
         f"(drafter={parts.drafter})."
     )
@@ -65,7 +65,7 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
     of `models.load` and of `adapter_files.load`.
     """
     about = adapter_files.read_config(path)
-    check(about.architecture, about.vocabulary, path)
+    check(about.architecture, about.vocabulary, f"adapter '{path}'")
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
     hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
     lm = LM(hf)
@@ -83,7 +83,7 @@ def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
     own = adapter.state_dict()
     head = own.get("head.weight")
     partial = None if head is None or len(head) == lm.config.vocab_size else len(head)
-    check(adapter.architecture, partial, "in memory")
+    check(adapter.architecture, partial, "this adapter")
     state = shallow_state(lm, adapter.exit_layer)
     layer = f"model.layers.{adapter.exit_layer}."
     for name, weight in own.items():
@@ -117,9 +117,7 @@ def _model(
 ) -> PreTrainedModel:
     config: Any = deepcopy(lm.config)
     config.num_hidden_layers = layers
-    if (
-        own_head
-    ):  # else it says of itself what the target does, and a head that is tied is not saved
+    if own_head:  # of the target's, the config knows whether it is tied
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
