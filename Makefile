@@ -58,7 +58,7 @@ soak: setup  ## decode a million tokens by every drafter, and compare all with v
 
 TABLE = outputs/estimate.md
 ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)
-estimate: setup  ## write the table of what each training takes (outputs/estimate.md)
+estimate: setup  ## write what each training takes (outputs/estimate.md), and serving (docs/serving.md)
 	rm -f $(TABLE)
 	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
 	  $(ESTIMATE) model=$$name || exit 1; \
@@ -66,6 +66,7 @@ estimate: setup  ## write the table of what each training takes (outputs/estimat
 	for name in ours-7b smollm2; do \
 	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
 	done
+	$(BIN)/python scripts/estimate.py model=llama-3.1-70b +serving=two_models serving.page=docs/serving.md
 
 # The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature

@@ -24,6 +24,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
+from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import named_by
@@ -65,9 +66,12 @@ class TrainCommand:
 
 @dataclass
 class EstimateCommand(TrainCommand):
-    """`python scripts/estimate.py`: what `train.py` would take."""
+    """`python scripts/estimate.py`: what `train.py` would take; or to serve the target, where that
+    is what is asked.
+    """
 
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    serving: ServingConfig | None = None
 
 
 @dataclass
@@ -197,10 +201,17 @@ class ImportAdapterCommand:
 class Layout(Enum):
     """What `scripts/export.py` makes of an adapter.
 
+    `draft_model`: a checkpoint with the target's first layers, for vLLM, SGLang, transformers.
+    `vllm`: the adapter alone, for the plugin kangaroo-vllm.
     `official`: a checkpoint for the authors' code.
     """
 
+    draft_model = "draft_model"
+    vllm = "vllm"
     official = "official"
+
+    def __str__(self) -> str:
+        return self.value  # in the name of the output folder
 
 
 @dataclass
@@ -210,11 +221,11 @@ class ExportCommand:
     Args:
         to: what it becomes.
         source: the adapter's folder, or hub id. (`adapter=` is the group of train.py.)
-        output: the folder of what it becomes.
+        output: the folder of what it becomes, which must not be there yet.
     """
 
     model: ModelConfig = MISSING
-    to: Layout = Layout.official
+    to: Layout = Layout.draft_model
     source: str = MISSING
     output: str = MISSING
 
@@ -278,6 +289,7 @@ def register() -> None:
     cs.store(name="push_schema", node=PushCommand)
     cs.store(name="pull_schema", node=PullCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
+    cs.store(group="serving", name="schema", node=ServingConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)

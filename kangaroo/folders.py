@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,32 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Where to write what `folder` is to hold. It appears whole, at the end, or not at all.
+
+    Errors: `ConfigError` where there is something already, or another process writes it.
+    """
+    if folder.exists():
+        raise ConfigError(
+            f"'{folder}' is there already, and nothing is written over it. Pass output= another "
+            "folder, or remove this one."
+        )
+    partial = folder.with_name(f".{folder.name}.partial")
+    with sole_writer(partial, rank=0):
+        (lock,) = partial.glob(".lock-*")
+        try:
+            for left in partial.iterdir():  # by a process that was killed
+                if left != lock:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield partial
+            lock.unlink()
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
 
 
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:

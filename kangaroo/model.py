@@ -81,15 +81,18 @@ class LM(nn.Module):
         self.native_head: native.Head | None = None
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
-    def compile_for_decoding(self) -> LM:
+    def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
         by CUDA graphs on one GPU. Training stays as it is, and so do prompts but where the
         processor has a matrix unit.
+
+        Args:
+            settled: native code first moves the weights, to where it reads them fastest.
         """
         kinds = {device.type for device in self.layer_devices}
         on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
         library = native.library() if self.is_native_kind() else None
-        if library is not None:
+        if library is not None and settled:
             settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
         graphs = Graphs(self.device) if on_one_gpu else None
         self.acceleration = Acceleration(library, self.sizes(), graphs)
@@ -104,8 +107,20 @@ class LM(nn.Module):
             and self.dtype in native.DTYPES
             and self.config.hidden_act == "silu"
             and self.layers[0].self_attn.head_dim <= native.WIDEST_HEAD
-            and not getattr(self.config, "mlp_bias", False)
+            and self.is_plain()
         )
+
+    def is_plain(self) -> bool:
+        """Whether the model computes what its weights say: it has no hooks, and no weights, such as
+        LoRA's, but those that native code reads."""
+        for module in self.hf.modules():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                return False
+        known = [self.hf.model.embed_tokens.weight, self.hf.model.norm.weight, self.head.weight]
+        for layer in map(layer_weights, self.layers):
+            known += [weight for weight in vars(layer).values() if weight is not None]
+        fitting = all(weight.dtype == self.dtype and weight.is_contiguous() for weight in known)
+        return fitting and set(map(id, known)) == set(map(id, self.hf.parameters()))
 
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""

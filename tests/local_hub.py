@@ -249,7 +249,7 @@ def card_problems(text: str) -> list[str]:
     problems = [f"unknown field {name}" for name in fields if name not in KNOWN]
     if "base_model" in fields:
         validate_repo_id(fields["base_model"])
-    if not all(re.fullmatch(r"[a-z0-9-]+", tag) for tag in fields["tags"]):
+    if not all(re.fullmatch(r"[a-z0-9_-]+", tag) for tag in fields["tags"]):
         problems.append("a tag is no tag")
     if fields.get("license", "mit") not in LICENSES:
         problems.append(f'"license" must be one of {sorted(LICENSES)}')

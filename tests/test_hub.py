@@ -100,7 +100,7 @@ def test_what_is_pulled_is_what_was_pushed(hub, adapter):
 def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapter, capsys):
     push(pushing(adapter))
     text = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]["README.md"].decode()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    code, in_transformers = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     code = code.replace("max_new_tokens=128", "max_new_tokens=24")
     told: dict = {}
     exec(compile(code, "README.md", "exec"), told)
@@ -108,6 +108,25 @@ def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapte
     own = kangaroo.load("tiny", adapter=str(adapter))
     expected = own.generate("Why is the sky blue?", max_new_tokens=24)
     assert capsys.readouterr().out == f"{expected}\n"
+    assert in_transformers == (
+        f'model.generate(**inputs, custom_generate="{REPO}", trust_remote_code=True)\n'
+    )
+
+
+@pytest.mark.parametrize("revision", [None, "trial"])
+def test_transformers_decodes_with_the_adapter_of_a_repository(hub, adapter, monkeypatch, revision):
+    cache = str(Path.cwd() / "modules")  # where transformers keeps code that it runs
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+    push(pushing(adapter, revision=revision))
+    asked = {"input_ids": torch.tensor([[72, 105, 33]]), "max_new_tokens": 12, "eos_token_id": None}
+    hf, _ = load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    expected = hf.generate(**asked)
+    if revision is not None:
+        asked["revision"] = revision
+    found = hf.generate(**asked, custom_generate=REPO, trust_remote_code=True)
+    assert torch.equal(found, expected)
+    assert hub.sent[WEIGHTS] == (adapter / WEIGHTS).stat().st_size
 
 
 def test_a_branch_and_a_private_repository(hub, adapter, monkeypatch):
@@ -145,11 +164,14 @@ def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(hub, a
         *FILES[:3],
         "README.md",
         "SHA256SUMS",
+        "custom_generate",
     }
     assert hub.asked == []
     push(pushing(adapter))  # over what the dry run left
     assert set(hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]) == {
-        *(file.name for file in Path("out").iterdir()),
+        *(file.name for file in Path("out").iterdir() if file.is_file()),
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
         ".gitattributes",
     }
 
@@ -302,7 +324,9 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
         == front_matter(text)
         == {
             "library_name": "kangaroo",
-            "tags": list(dict.fromkeys(["kangaroo", "speculative-decoding", drafter])),
+            "tags": list(
+                dict.fromkeys(["kangaroo", "speculative-decoding", "custom_generate", drafter])
+            ),
             "base_model": "user/target",
             "base_model_relation": "adapter",
             "license": "apache-2.0",

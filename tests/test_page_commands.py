@@ -48,7 +48,11 @@ MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"
 
 # Lines that need no weights, and so no stand-in.
-AS_TYPED = {"scripts/estimate.py model=vicuna-7b", "train.py model=vicuna-7b --cfg job"}
+AS_TYPED = {
+    "scripts/estimate.py model=vicuna-7b",
+    "scripts/estimate.py model=llama-3.1-70b +serving=two_models",
+    "train.py model=vicuna-7b --cfg job",
+}
 
 # What is appended to each line; a line that is not here fails. None: a line with gaps that a reader
 # fills.
@@ -143,12 +147,17 @@ APPENDED = {
     "scripts/datastore.py model=vicuna-7b": SHORT,
     "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
     "scripts/estimate.py model=vicuna-7b": "",
+    "scripts/estimate.py model=llama-3.1-70b +serving=two_models": "",
     "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
         "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"
     ),
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),
+    "scripts/export.py to=draft_model source=adapters/smollm2-135m model=smollm2-135m "
+    "output=smollm2-draft": "",
+    "scripts/export.py to=vllm source=adapters/smollm2-135m model=smollm2-135m "
+    "output=smollm2-vllm": "",
     "scripts/export.py to=official source=adapters/vicuna-7b model=vicuna-7b "
     "output=kangaroo-ours": "",
     "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",

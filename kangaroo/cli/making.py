@@ -18,6 +18,7 @@ from kangaroo.cli_schema import (
     DatastoreCommand,
     ExportCommand,
     ImportAdapterCommand,
+    Layout,
     PullCommand,
     PushCommand,
     SearchCommand,
@@ -27,11 +28,13 @@ from kangaroo.data.documents import documents
 from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure, short_name
 from kangaroo.provenance import provenance
-from kangaroo.trained import adapter_files, official
+from kangaroo.trained import adapter_files, for_vllm, official
+from kangaroo.trained import export as export_model
 from kangaroo.training import compare as comparing
 
 log = logging.getLogger(__name__)
@@ -121,10 +124,19 @@ def import_adapter(config: ImportAdapterCommand) -> None:
 
 @command("export")
 def export(config: ExportCommand) -> None:
-    """Write an adapter for other software, without the target's weights."""
-    adapter = official.write(config.source, blueprint(config.model), Path(config.output))
-    options = f"--adapter-path {config.output} --exitlayer {adapter.exit_layer}"
-    log.info("%s is for the authors' code: %s", config.output, options)
+    """Write an adapter for other software; only a draft model needs the target's weights."""
+    source, output = config.source, Path(config.output)
+    if config.to is Layout.draft_model:
+        export_model.save(source, config.model, output)
+        log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
+    elif config.to is Layout.vllm:
+        threshold = KangarooConfig().threshold
+        for_vllm.write(source, blueprint(config.model), output, threshold)
+        log.info("%s is for the plugin kangaroo-vllm", output)
+    else:
+        adapter = official.write(source, blueprint(config.model), output)
+        options = f"--adapter-path {output} --exitlayer {adapter.exit_layer}"
+        log.info("%s is for the authors' code: %s", output, options)
 
 
 @command("push")

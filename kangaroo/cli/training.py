@@ -15,10 +15,12 @@ from kangaroo.blueprint import blueprint
 from kangaroo.cli.command import command, in_group, joined, plain
 from kangaroo.cli_schema import CostCommand, EstimateCommand, TrainCommand
 from kangaroo.data import store
-from kangaroo.estimate import estimate_report
+from kangaroo.estimate import estimate_report, serving_report
 from kangaroo.estimate.devices import Devices
 from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
+from kangaroo.estimate.serving import ServingConfig
+from kangaroo.estimate.serving_report import Serving
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
@@ -113,7 +115,10 @@ def _report(folders: list[Path], model_name: str, tracker: Tracker) -> float:
 
 @command("estimate")
 def estimate(config: EstimateCommand) -> None:
-    """Say what a training takes, without its weights or its data."""
+    """Say what a training takes, or serving the target, without weights or data."""
+    if config.serving is not None:
+        _plan_serving(config, config.serving)
+        return
     assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
     text = assumed.text(config.data, trainer)
     recipes = [config.adapter, *config.more.values()]
@@ -122,6 +127,16 @@ def estimate(config: EstimateCommand) -> None:
     if assumed.table is not None:
         row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)
         estimate_report.append(row, Path(assumed.table))
+
+
+def _plan_serving(config: EstimateCommand, plan: ServingConfig) -> None:
+    lm, draft = blueprint(config.model), blueprint(plan.draft)
+    vocabulary = config.trainer.vocabulary
+    serving = Serving(lm, draft, config.model, config.adapter, vocabulary, plan)
+    text = serving_report.markdown(serving)
+    log.info("%s", text)
+    if plan.page is not None:
+        serving_report.rewrite(Path(plan.page), config.model.name, text)
 
 
 @command("cost")

@@ -24,6 +24,7 @@ KINDS = {
     "medusa": "Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774))",
     "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
 }
+IN_TRANSFORMERS = 'model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)'
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 HELD_OUT = (
     "On text that it was not trained on, by teacher forcing: what it would draft at every "
@@ -63,6 +64,8 @@ def card(
         tables.markdown(_facts(config)),
         "## Use",
         f"```python\n{example(model, drafter, repo)}\n```",
+        "By transformers, with Kangaroo installed, for a model that is loaded already:",
+        f"```python\n{IN_TRANSFORMERS.format(repo=repo)}\n```",
         "Measured against the model alone, from a checkout of Kangaroo:",
         f"```\n{measure(model, known, drafter, repo)}\n```",
         *_results(config.training.get("progress", {})),
@@ -75,7 +78,7 @@ def card(
 
 def front_matter(base_model: str | None, drafter: str, license: str | None) -> str:
     """What the hub reads of a card."""
-    tags = dict.fromkeys(("kangaroo", "speculative-decoding", drafter))
+    tags = dict.fromkeys(("kangaroo", "speculative-decoding", "custom_generate", drafter))
     fields: dict[str, Any] = {"library_name": "kangaroo", "tags": list(tags)}
     if base_model is not None:
         fields |= {"base_model": base_model, "base_model_relation": "adapter"}

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kangaroo.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+from kangaroo.hub import custom_generate
 from kangaroo.hub.card import card
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
@@ -102,7 +103,8 @@ def check(folder: Path) -> AdapterConfig:
 
 
 def prepare(config: PushConfig) -> Path:
-    """The folder that is uploaded: the adapter's files, `README.md` and `SHA256SUMS`.
+    """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and what
+    transformers' `generate(custom_generate=...)` looks for.
 
     Errors: `ConfigError` for a name that the hub would refuse, or a folder that holds other files;
     those of `check`.
@@ -113,7 +115,8 @@ def prepare(config: PushConfig) -> Path:
     source, output = adapter_files.find(config.source), Path(config.output)
     described = check(source)
     names = [name for name in FILES if (source / name).is_file()]
-    strangers = {file.name for file in output.glob("*")} - {*FILES, CARD, SUMS}
+    own = {*FILES, CARD, SUMS, custom_generate.FOLDER}
+    strangers = {file.name for file in output.glob("*")} - own
     if strangers or output.resolve() == source.resolve():
         what = f"holds {min(strangers)}" if strangers else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {what}; pass output= a folder of its own.")
@@ -125,6 +128,7 @@ def prepare(config: PushConfig) -> Path:
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
     told = card(described, config.repo, hashes, config.base_model, config.license)
     (output / CARD).write_text(told, encoding="utf-8")
+    custom_generate.write(output)
     return output
 
 
@@ -137,7 +141,11 @@ def push(config: PushConfig) -> str | None:
     if config.dry_run:
         return None
     api = HfApi()
-    files = [CommitOperationAdd(file.name, str(file)) for file in sorted(folder.iterdir())]
+    files = [
+        CommitOperationAdd(file.relative_to(folder).as_posix(), str(file))
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    ]
     with _told(f"'{config.repo}' was not uploaded"):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:

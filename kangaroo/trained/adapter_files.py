@@ -134,6 +134,7 @@ def find(
     path: str,
     files: Sequence[str] = (WEIGHTS, CONFIG, VOCABULARY),
     fix: str = "Train one (python train.py) or pass drafter.adapter= a folder or hub id.",
+    revision: str | None = None,
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
 
@@ -143,6 +144,7 @@ def find(
     Args:
         files: what is fetched of it.
         fix: what the user can do where there is none.
+        revision: branch, tag or commit on the hub; None is the repository's main branch.
 
     Errors: `AdapterNotFound` names what was tried and what to do.
     """
@@ -152,7 +154,7 @@ def find(
     if folder.parent == SHIPPED:
         return _trained(folder)
     try:
-        return Path(snapshot_download(path, allow_patterns=list(files)))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AdapterNotFound(
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"

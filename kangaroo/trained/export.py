@@ -1,21 +1,28 @@
-"""A drafter as an ordinary transformers model, for engines that know nothing of adapters.
+"""A drafter as an ordinary transformers model, for software that knows nothing of adapters.
 
-The target's layers below the exit and, as one more layer, the adapter: what `generate` takes as
-`assistant_model`. It shares the target's weights in memory.
+The target's layers below the exit and, as one more layer, the adapter: what vLLM calls a draft
+model, SGLang a standalone one, and transformers an assistant. In memory it shares the target's
+weights; on disk it is complete.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from kangaroo import models
 from kangaroo.errors import ConfigError
+from kangaroo.folders import new_folder
 from kangaroo.model import LM
-from kangaroo.trained.adapter import Adapter
+from kangaroo.models import ModelConfig
+from kangaroo.trained import adapter_files, base
+from kangaroo.trained.adapter import Adapter, Architecture
 
 # the adapter's parts by the names they have in a layer of a Llama-like model
 IN_A_LAYER = {
@@ -26,32 +33,70 @@ IN_A_LAYER = {
 }
 
 
+def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
+    """Raise `ConfigError` for what is no layer on the target's first ones.
+
+    Args:
+        vocabulary: how many tokens it drafts from; None is all.
+        name: what the message calls it.
+    """
+    if not isinstance(parts, Architecture):
+        reason = f"it is a trained {parts.kind()}, which reads the target's final states"
+    elif parts.fused:
+        reason = "it is fused: it reads the target's final states"
+    elif parts.own_head and vocabulary:
+        reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
+    else:
+        return
+    raise ConfigError(
+        f"{name} cannot become a draft model: {reason}. Export one of adapter=attention, "
+        "layer, mlp, or own_head with trainer.vocabulary=null; or decode with this one here "
+        f"(drafter={parts.drafter})."
+    )
+
+
+def save(path: str, model: ModelConfig, folder: Path) -> None:
+    """Write the adapter at `path` with the layers of its target below it, and the tokenizer, as a
+    checkpoint that transformers loads.
+
+    It drafts from the whole vocabulary, whatever the adapter does.
+
+    Errors: `ConfigError` for an adapter that is no layer, or a folder that is there already; those
+    of `models.load` and of `adapter_files.load`.
+    """
+    about = adapter_files.read_config(path)
+    check(about.architecture, about.vocabulary, f"adapter '{path}'")
+    # nothing is computed: the checkpoint's files are mapped, and most of them is never read
+    hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
+    lm = LM(hf)
+    adapter, _ = adapter_files.load(path, lm, Adapter, vocabulary=0)
+    with new_folder(folder) as partial:
+        draft_model(lm, adapter).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
 def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
     """The model whose logits are the adapter's over the whole vocabulary.
 
-    Errors: `ConfigError` for an adapter that is no layer: a fused one, or one without attention.
+    Errors: `ConfigError` for an adapter that is no layer.
     """
-    parts = adapter.architecture
-    if parts.fused or not parts.attention:
-        raise ConfigError(
-            "only an adapter of attention, with or without a feed-forward part, is a layer of a "
-            "transformers model; this one is fused or has no attention."
-        )
-    state = shallow_state(lm, adapter.exit_layer)
     own = adapter.state_dict()
+    head = own.get("head.weight")
+    partial = None if head is None or len(head) == lm.config.vocab_size else len(head)
+    check(adapter.architecture, partial, "this adapter")
+    state = shallow_state(lm, adapter.exit_layer)
     layer = f"model.layers.{adapter.exit_layer}."
     for name, weight in own.items():
         part, _, rest = name.partition(".")
         if part in IN_A_LAYER:
             state[f"{layer}{IN_A_LAYER[part]}.{rest}"] = weight
-    if not parts.feed_forward:  # one that adds nothing
-        above = lm.hf.state_dict()
-        for name in [name for name in above if name.startswith(layer)]:
-            state.setdefault(name, torch.zeros_like(above[name]))
+    for name, above in lm.hf.state_dict().items():
+        if name.startswith(layer):  # a part that the adapter does not have adds nothing
+            state.setdefault(name, torch.zeros_like(above))
     state["model.norm.weight"] = own["norm.weight"]
-    if adapter.head is not None:
-        state["lm_head.weight"] = own["head.weight"]
-    return _model(lm, adapter.exit_layer + 1, state)
+    if head is not None:
+        state["lm_head.weight"] = head
+    return _model(lm, adapter.exit_layer + 1, state, own_head=head is not None)
 
 
 def truncated(lm: LM, layers: int) -> PreTrainedModel:
@@ -67,16 +112,29 @@ def shallow_state(lm: LM, layers: int) -> dict[str, Tensor]:
     return {name: w for name, w in lm.hf.state_dict().items() if name.startswith(wanted)}
 
 
-def _model(lm: LM, layers: int, state: dict[str, Tensor]) -> PreTrainedModel:
+def _model(
+    lm: LM, layers: int, state: dict[str, Tensor], own_head: bool = False
+) -> PreTrainedModel:
     config: Any = deepcopy(lm.config)
     config.num_hidden_layers = layers
-    config.tie_word_embeddings = False  # the weights are given; tied ones are given twice
+    if own_head:  # of the target's, the config knows whether it is tied
+        config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=lm.dtype
     )
     model.load_state_dict(state, strict=True, assign=True)
-    model.generation_config = deepcopy(lm.hf.generation_config)
+    model.tie_weights()
+    model.generation_config = _ends(lm)
     # what is not in the state, such as the frequencies of positions, was made on the CPU
     return model.eval().requires_grad_(False).to(lm.device)
+
+
+def _ends(lm: LM) -> GenerationConfig:
+    """The target's special tokens. How the target samples is not the draft's matter, and what some
+    checkpoints say of it transformers refuses to save.
+    """
+    own = lm.hf.generation_config
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(own, name) for name in names})

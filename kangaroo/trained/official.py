@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.folders import new_folder
 from kangaroo.model import LM
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Adapter, Architecture
@@ -139,7 +140,7 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
     their dtype.
 
     Returns the adapter. Errors: `ConfigError` for an adapter that is not the paper's, or a folder
-    that holds a checkpoint; `AdapterMismatch` for a target that the official code does not know;
+    that is there already; `AdapterMismatch` for a target that the official code does not know;
     those of `adapter_files.as_saved`.
     """
     _check_target(lm)
@@ -149,15 +150,12 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
             f"adapter '{path}' is not the paper's, and the official layout has room for nothing "
             f"else: it is {adapter.architecture}. Pass adapter= one of adapter=attention."
         )
-    for name in (WEIGHTS, SAFETENSORS, CONFIG):
-        if (folder / name).exists():
-            raise ConfigError(f"'{folder}' already holds {name}; pass output= another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    state = adapter.state_dict()
-    torch.save({name: state[own].contiguous() for name, own in NAMES.items()}, folder / WEIGHTS)
-    fields = {name: getattr(lm.config, name) for name in KEPT}
+    own, fields = adapter.state_dict(), {name: getattr(lm.config, name) for name in KEPT}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    state = {name: own[ours].contiguous() for name, ours in NAMES.items()}
+    with new_folder(folder) as partial:
+        torch.save(state, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     return adapter
 
 

@@ -1,0 +1,224 @@
+"""Decode for transformers: `model.generate(..., custom_generate=FOLDER_OR_REPOSITORY)`.
+
+transformers fetches `custom_generate/generate.py` of an adapter's repository and calls it in place
+of its own generation. That file is one import of `generate` below. The model is the caller's: it
+is borrowed, and given back as it was.
+
+Shapes: B rows, T tokens of the longest prompt, N new tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from kangaroo.discovery import classes
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError, PromptError
+from kangaroo.model import LM, check_supported
+from kangaroo.sampling import Sampling
+from kangaroo.trained import adapter_files
+
+FOLDER = "custom_generate"
+FILES = {
+    "generate.py": "from kangaroo.hub.custom_generate import generate\n",
+    "requirements.txt": "kangaroo\ntransformers>=5.17\n",
+}
+TAKEN = ("inputs", "input_ids", "attention_mask")  # of a model's own inputs
+REFUSED = ("logits_processor", "stopping_criteria", "assistant_model", "synced_gpus")
+WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+}
+
+
+def write(folder: Path) -> None:
+    """Make an adapter's folder, or repository, one that `generate(custom_generate=...)` takes."""
+    (folder / FOLDER).mkdir()
+    for name, text in FILES.items():
+        (folder / FOLDER / name).write_text(text, encoding="utf-8")
+
+
+def generate(
+    model: PreTrainedModel,
+    adapter: str | None = None,
+    revision: str | None = None,
+    streamer: BaseStreamer | None = None,
+    **asked: Any,
+) -> Any:
+    """What `model.generate(**asked)` returns, drafted by an adapter: the same tokens, greedily, and
+    samples of the same distribution.
+
+    Args:
+        adapter: its folder or hub id; None is what `custom_generate=` said.
+        revision: of a hub id.
+        streamer: gets the prompt, and then each token as it is known; for one prompt.
+        asked: `generate`'s own. torch's random numbers give the seeds of samples.
+
+    Errors: `ConfigError` for what is not done here, by name; `UnsupportedModel`; `PromptError` for
+    a padding that is not on the left, or a text longer than the context; those of loading an
+    adapter.
+    """
+    check_supported(model.config)
+    fix = "Pass adapter= its folder or hub id."
+    source = adapter_files.find(adapter or _asked_for(), fix=fix, revision=revision)
+    inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
+    for name in (*REFUSED, *(inputs - set(TAKEN))):
+        if _is_given(asked.get(name)):
+            raise _refused(f"{name}=")
+    decode = partial(_decode, str(source), streamer)
+    generating: Any = model
+    return GenerationMixin.generate(generating, streamer=streamer, custom_generate=decode, **asked)
+
+
+def _is_given(value: Any) -> bool:
+    return not (value is None or value is False or (isinstance(value, list) and not value))
+
+
+def _asked_for() -> str:
+    """The folder or repository that this was loaded from, which `generate` tells nobody.
+
+    Errors: `ConfigError` where it cannot be told.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):  # of `generate` here, and of transformers'
+        frame = frame and frame.f_back
+    found = frame.f_locals.get("custom_generate") if frame else None
+    if not isinstance(found, str):
+        raise ConfigError("which adapter is to draft? Pass adapter= its folder or hub id.")
+    return found
+
+
+@contextmanager
+def borrowed(hf: PreTrainedModel) -> Iterator[LM]:
+    """Somebody else's model as a target, and afterwards as it was: its attention, which modules
+    train, which parameters take gradients."""
+    attention = hf.config._attn_implementation
+    training = [(module, module.training) for module in hf.modules()]
+    learning = [(parameter, parameter.requires_grad) for parameter in hf.parameters()]
+    try:
+        yield LM(hf)
+    finally:
+        for module, was in training:
+            module.training = was
+        for parameter, did in learning:
+            parameter.requires_grad_(did)
+        hf.set_attn_implementation(attention)
+
+
+def _decode(
+    source: str,
+    streamer: BaseStreamer | None,
+    model: Any,
+    input_ids: Tensor,
+    *,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,  # with names of its own, `generate` would not hand these on
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """The loop in place of transformers', which has prepared and checked what it takes."""
+    _check(model, generation_config, stopping_criteria)
+    sampling = _sampling(generation_config, logits_processor)
+    prompts = _prompts(input_ids, model_kwargs["attention_mask"])
+    rows, width = input_ids.shape
+    new_tokens = generation_config.max_length - width
+    seeds = rows * [0] if sampling.greedy else torch.randint(2**62, (rows,)).tolist()
+    with borrowed(model) as lm:
+        if lm.device.type == "cpu":  # on a GPU every call would record its graphs anew
+            lm.compile_for_decoding(settled=False)
+        drafter = adapter_files.read_config(source).architecture.drafter
+        kind: Any = classes("kangaroo.drafters", DrafterConfig)[drafter]
+        engine = Engine(lm, kind(adapter=source).build(lm))
+        eos = generation_config.eos_token_id
+        ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        engine.eos_ids = frozenset(ends)
+        if streamer is None:
+            done = engine.generate(prompts, new_tokens, sampling, seeds=seeds)
+            texts = [generation.tokens for generation in done]
+        else:
+            sampling.seed = seeds[0]
+            texts = [[]]
+            for token in engine.stream(prompts[0], new_tokens, sampling):
+                texts[0].append(token.id)
+                streamer.put(torch.tensor([token.id]))
+            streamer.end()
+    pad = generation_config.pad_token_id
+    pad = (ends or [0])[0] if pad is None else pad
+    longest = max(map(len, texts))
+    written = [tokens + [pad] * (longest - len(tokens)) for tokens in texts]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(written)], 1)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> None:
+    """Raise `ConfigError` for a way of generating that is not done here."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise _refused(mode.value)
+    for name in ("scores", "logits", "attentions", "hidden_states"):
+        if getattr(config, f"output_{name}"):
+            raise _refused(f"output_{name}=True")
+    for one in criteria:
+        if not isinstance(one, MaxLengthCriteria | EosTokenCriteria):
+            raise _refused(type(one).__name__)
+    for module in (model, model.model):
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise _refused(f"a forward hook on the whole {type(module).__name__}")
+
+
+def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
+    """What these processors do, which are in the order of `kangaroo.sampling.warp`."""
+    found: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    for one in processors:
+        name = WARPERS.get(type(one))
+        if name is None:
+            raise _refused(type(one).__name__)
+        found[name] = getattr(one, name)
+    return Sampling(**found)
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The rows without their padding.
+
+    Errors: `PromptError` for one that is not padded on the left.
+    """
+    if attention_mask is None:
+        return input_ids.tolist()
+    seen_BT = attention_mask.bool()
+    if (seen_BT[:, :-1] & ~seen_BT[:, 1:]).any() or not seen_BT[:, -1].all():
+        raise PromptError(
+            "a prompt has padding or a hole after its first token; pad on the left "
+            "(tokenizer.padding_side = 'left')."
+        )
+    return [row[seen].tolist() for row, seen in zip(input_ids, seen_BT, strict=True)]
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is not supported when Kangaroo decodes for `generate`. Leave it out, or leave "
+        "custom_generate= out."
+    )
