@@ -82,7 +82,13 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
     }
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
-    for part in ("decode.cpp", "templates/vicuna.jinja", "evaluation/benches/demo.jsonl"):
+    for part in (
+        "cpp/decode.cpp",
+        "cpp/tiles.h",
+        "serving/page.html",
+        "templates/vicuna.jinja",
+        "evaluation/benches/demo.jsonl",
+    ):
         assert f"kangaroo/{part}" in names
     assert {"kangaroo/configs/train.yaml", f"kangaroo/{ADAPTER}/config.json"} <= names
 
