@@ -312,8 +312,23 @@ def test_training_goes_on_from_an_adapter(tmp_path):
     train(tiny(), samples(6), config(), tmp_path / "second", recipes=[further])
     with pytest.raises(ConfigError, match=r"adapter\.start=.*exit layer 2"):
         trainees(tiny(), [recipe(start=str(folder), exit_layers=[1])], None)
-    with pytest.raises(ConfigError, match="feed_forward=True"):
-        trainees(tiny(), [recipe(start=str(folder), feed_forward=True)], None)
+    with pytest.raises(ConfigError, match="own_head=True"):
+        trainees(tiny(), [recipe(start=str(folder), own_head=True)], None)
+
+
+def test_a_feed_forward_part_is_added_to_a_trained_adapter_and_changes_nothing_at_first(tmp_path):
+    (folder,) = train(tiny(), samples(6), config(epochs=2, learning_rate=1e-2), tmp_path / "first")
+    lm = tiny()
+    given = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
+    grown = trainees(lm, [recipe(start=str(folder), feed_forward=True)], None)[0].adapter
+    f_1TD = torch.randn(1, 5, lm.config.hidden_size)
+    states = [a(f_1TD, None, lm.chunk(0, 5, 0, 5), None) for a in (given, grown)]
+    assert torch.equal(*states) and not torch.equal(states[0], f_1TD)
+    further = recipe(start=str(folder), feed_forward=True)
+    (second,) = train(tiny(), samples(6), config(), tmp_path / "second", recipes=[further])
+    assert load_file(second / WEIGHTS)["feed_forward.down_proj.weight"].any()
+    with pytest.raises(ConfigError, match="feed_forward=True"):  # and none is taken away
+        trainees(tiny(), [recipe(start=str(second))], None)
 
 
 def test_a_random_start_is_the_seeds_and_not_the_targets():
@@ -479,6 +494,9 @@ def test_muon_makes_the_steps_of_linear_layers_orthogonal():
     optimizer = backend.begin([made], options)
     for parameter in made.parameters():
         parameter.grad = torch.randn_like(parameter)
+        if id(parameter) in moved:
+            u, lengths, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
+            parameter.grad = u * torch.linspace(0.1, 1, len(lengths)) @ vh
     optimizer.step([1e-2])
     for name, p in made.named_parameters():
         if id(p) in moved:  # as long a step as AdamW's: 0.2 x the learning rate for a number

@@ -9,14 +9,14 @@ Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary, V vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM
+from kangaroo.model import LM, feed_forward_weights
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
 from kangaroo.trained.layer import Layer
@@ -123,6 +123,18 @@ class Adapter(Layer):
                 rows = slice(None) if vocabulary_K is None else vocabulary_K
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
+
+    def with_feed_forward(self, lm: LM) -> Adapter:
+        """The same adapter; if it has no feed-forward part, with that of the layer above the exit,
+        which adds nothing until it is trained."""
+        grown = Adapter(lm, self.exit_layer, replace(self.architecture, feed_forward=True))
+        grown.head = self.head
+        grown.copy_layer(lm.layers[self.exit_layer])
+        down = feed_forward_weights(grown.get_submodule("feed_forward"))["down"]
+        assert down is not None
+        nn.init.zeros_(down)
+        grown.load_state_dict(self.state_dict(), strict=False)
+        return grown
 
     def own_heads(self) -> list[nn.Linear]:
         return [] if self.head is None else [self.head]

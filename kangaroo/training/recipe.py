@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.base import Trainable
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.losses import Loss
@@ -32,7 +33,8 @@ class AdapterRecipe:
             in a row; only for kinds that read their own states.
         step_decay: each further step's loss weighs this much of the one before.
         learning_rate: peak; None takes the trainer's.
-        start: folder or hub id of an adapter of the same kind to go on from; `random` is torch's
+        start: folder or hub id of an adapter to go on from, of the same kind or without a
+            feed-forward part, which then begins as one that adds nothing; `random` is torch's
             initialisation, as in the released code of the paper; None starts from the target's own
             weights.
     """
@@ -141,6 +143,9 @@ def go_on_from(path: str, adapter: Trainable, lm: LM) -> None:
     Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
     """
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
+    asked = adapter.architecture
+    if isinstance(trained, Adapter) and asked == replace(trained.architecture, feed_forward=True):
+        trained = trained.with_feed_forward(lm)
     kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
