@@ -1,0 +1,105 @@
+"""What cannot be run is refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import kangaroo_vllm
+import pytest
+import torch
+from folders import adapter_for, save_adapter, save_model, tiny
+from kangaroo_vllm import checks
+from kangaroo_vllm.checks import Unsupported
+from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+
+from kangaroo.models import random_model
+
+
+@pytest.fixture
+def refused(serve, folders, tmp_path):
+    """The words in which a folder with this in its `kangaroo` section is refused."""
+
+    def words(drafter="attention", **options):
+        with pytest.raises(Unsupported) as error, serve(drafter, **options):
+            pass
+        return str(error.value)
+
+    def changed(**changes):
+        folder = shutil.copytree(folders["attention"], tmp_path / "changed")
+        config = json.loads((folder / "config.json").read_text())
+        config["kangaroo"] |= changes
+        (folder / "config.json").write_text(json.dumps(config))
+        folders["changed"] = folder
+        return words("changed")
+
+    words.changed = changed
+    return words
+
+
+@pytest.mark.parametrize(
+    "parts, named",
+    [
+        ({"kind": "adapter", "attention": True, "fused": True}, "fused"),
+        ({"kind": "adapter", "attention": False, "fused": False}, "without attention"),
+        ({"kind": "medusa_heads"}, "medusa_heads"),
+    ],
+)
+def test_other_kinds_of_adapter_are_named(parts, named, refused):
+    said = refused.changed(architecture=parts)
+    assert f"this adapter is {named}," in said and "train.py adapter=attention" in said
+
+
+def test_another_format_is_named(refused):
+    said = refused.changed(format=2)
+    assert "no 'kangaroo' of format 1" in said and "scripts/export.py to=vllm" in said
+
+
+def test_another_target_is_named(serve, folders, tmp_path, refused):
+    assert "6 layers, not 7" in refused.changed(target_layers=7)
+    other = random_model(vocab_size=128, hidden_size=64, head_dim=32, num_attention_heads=2)
+    folders["other"] = save_model(other, tmp_path / "other")
+    said = refused("attention", target="other")
+    assert "hidden_size 64, not 128" in said and "num_attention_heads 2, not 4" in said
+
+
+def test_a_threshold_that_is_none_is_named(refused):
+    for value in (1.0, -0.1, "0.5", True):
+        assert f"not {value!r}" in refused(threshold=value)
+
+
+@pytest.mark.parametrize(
+    "option, named",
+    [({"enable_lora": True}, "LoRA"), ({"speculative": {"parallel_drafting": True}}, "parallel")],
+)
+def test_options_that_were_not_tried_are_named(option, named, refused, folders, tmp_path):
+    assert named in refused("attention", **option)
+
+
+def test_asynchronous_scheduling_needs_drafts_of_one_length():
+    class Config:
+        additional_config = None
+        scheduler_config = type("", (), {"async_scheduling": True})
+
+    adapter = checks.Adapter(2, 6, False, False, None, 0.6)
+    with pytest.raises(Unsupported, match="--no-async-scheduling"):
+        checks.threshold(adapter, Config)
+    Config.additional_config = {"kangaroo_threshold": 0}
+    assert checks.threshold(adapter, Config) == 0
+
+
+def test_another_vllm_is_named_when_the_adapter_loads_and_not_before(serve, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    kangaroo_vllm.register()
+    try:
+        with serve(threshold=None):
+            pass
+        with (
+            pytest.raises(Unsupported, match=r"tested with vLLM 0\.32\.0, and this is vLLM 0\.33"),
+            serve("attention", threshold=None),
+        ):
+            pass
+    finally:
+        monkeypatch.undo()
+        kangaroo_vllm.register()
