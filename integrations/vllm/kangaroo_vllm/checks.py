@@ -14,7 +14,7 @@ SHAPE = """
     head_dim rope_parameters rms_norm_eps
 """.split()
 
-EXPORT = "python scripts/export.py to=vllm adapter=... output=..."
+EXPORT = "python scripts/export.py to=vllm source=... model=... output=..."
 
 
 class Unsupported(ValueError):
@@ -64,18 +64,22 @@ def read(config: Any) -> Adapter:
             f"this version of Kangaroo: {EXPORT}"
         )
     parts = said["architecture"]
-    kind = parts["kind"]
-    if kind != "adapter" or parts["fused"] or not parts["attention"]:
-        what = "fused" if parts.get("fused") else "without attention" if kind == "adapter" else kind
+    if parts["kind"] != "adapter":
+        other = parts["kind"]
+    elif parts["fused"]:
+        other = "fused"
+    else:
+        other = "" if parts["attention"] else "without attention"
+    if other:
         raise Unsupported(
-            f"this adapter is {what}, and kangaroo-vllm runs adapters of attention, with or without "
-            "a feed-forward part, alone. Export one of these: train.py adapter=attention or "
-            "adapter=layer."
+            f"this adapter is {other}, and kangaroo-vllm runs adapters of attention alone, with or "
+            "without a feed-forward part. Export one of train.py adapter=attention, layer or "
+            "own_head."
         )
     if config.model_type != "llama":
         raise Unsupported(
             f"this adapter is for a target of type '{config.model_type}', and kangaroo-vllm runs "
-            "Llama-like targets alone (model_type llama). Use to=draft_model instead."
+            "targets of type 'llama' alone. Export to=draft_model instead."
         )
     return Adapter(
         said["exit_layer"],
@@ -128,14 +132,11 @@ def threshold(adapter: Adapter, vllm_config: Any) -> float:
 def check_options(vllm_config: Any) -> None:
     """Refuse what was not tried or cannot be."""
     parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
     refused = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "a quantized target (--quantization)": vllm_config.quant_config is not None,
-        "parallel_drafting": speculative.parallel_drafting,
-        "use_heterogeneous_vocab": speculative.use_heterogeneous_vocab,
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
     }
     for what, is_on in refused.items():

@@ -1,7 +1,8 @@
-"""A repair of vLLM 0.32.0 without Triton: speculation at a temperature above 0.
+"""Repairs of vLLM 0.32.0 without Triton: speculation, by any method, at a temperature above 0.
 
-There `_expand_kernel_impl` converts its output to int64 and fills the converted copy, so that
-temperature, top-k and top-p of the drafted positions are read from memory that nobody wrote.
+`_expand_kernel_impl` converts its output to int64 and fills the converted copy, so that the
+temperature, top-k and top-p of drafted positions are read from memory that nobody wrote. And top-k
+fails where a step verifies no draft at all, as the first one does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ def expand(
 
 
 def repair() -> None:
-    """Put `expand` in its place."""
+    """Put both right; a second call changes nothing."""
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    def filtered(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+        return apply_top_k_top_p(logits, k, p) if len(logits) else logits
 
     cpu_triton_utils._expand_kernel_impl = expand
+    rejection_sampler.apply_top_k_top_p = filtered

@@ -130,9 +130,7 @@ class KangarooDraft(nn.Module):
         q, k, v = qkv.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
         _, k = layer.rotary_emb(positions, q, k)
         heads = (-1, layer.num_kv_heads, layer.head_dim)
-        torch.ops.vllm.unified_kv_cache_update(
-            k.view(heads), v.view(heads), layer.attn.layer_name
-        )
+        torch.ops.vllm.unified_kv_cache_update(k.view(heads), v.view(heads), layer.attn.layer_name)
 
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
         """Over the draft vocabulary, `[B, K]`."""
@@ -161,7 +159,7 @@ class KangarooDraft(nn.Module):
 
 
 def rows_of(head: Any, ids_K: Tensor) -> Tensor:
-    """These rows of a head, `[K, D]`, on every process, wherever they lie under tensor parallelism."""
+    """These rows of a head, `[K, D]`, in every process, whichever of them holds each row."""
     held = head.shard_indices
     first, end = held.org_vocab_start_index, held.org_vocab_end_index
     here_K = (ids_K >= first) & (ids_K < end)

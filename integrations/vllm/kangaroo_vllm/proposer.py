@@ -15,8 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from kangaroo_vllm import checks
-from kangaroo_vllm.model import KangarooDraft
+from kangaroo_vllm import ARCHITECTURE, checks
 
 
 class KangarooProposer(DraftModelProposer):
@@ -25,7 +24,7 @@ class KangarooProposer(DraftModelProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
         config = self.draft_model_config.hf_config
-        self.is_kangaroo = "KangarooDraft" in (config.architectures or [])
+        self.is_kangaroo = ARCHITECTURE in (config.architectures or [])
         if self.is_kangaroo:
             adapter = checks.read(config)
             self.threshold = checks.threshold(adapter, vllm_config)
@@ -148,9 +147,7 @@ class KangarooProposer(DraftModelProposer):
         """
         size = len(ids_B)
         mode, padded, _ = self._determine_batch_execution_and_padding(size)
-        self._update_positions_dependent_metadata(
-            positions_B, batch, size, padded, self.block_size
-        )
+        self._update_positions_dependent_metadata(positions_B, batch, size, padded, self.block_size)
         _, metadata = self.build_per_group_and_layer_attn_metadata(batch, draft_index=step)
         self.input_ids[:size] = ids_B
         with set_forward_context(

@@ -93,9 +93,7 @@ def serve(folders: dict[str, Path]) -> Serve:
 def prompts(count: int = 6) -> list[list[int]]:
     """Token ids, of unlike lengths."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randint(0, 128, (5 + 7 * i,), generator=generator).tolist() for i in range(count)
-    ]
+    return [torch.randint(0, 128, (5 + 7 * i,), generator=generator).tolist() for i in range(count)]
 
 
 def written(llm: LLM, ids: list[list[int]], **sampling: Any) -> list[list[int]]:

@@ -164,5 +164,3 @@ def test_an_ordinary_draft_model_is_vllms_own(serve, alone, monkeypatch):
     monkeypatch.setattr(gpu_model_runner, "DraftModelProposer", DraftModelProposer)
     assert with_plugin == tried()
     assert with_plugin[0] == alone
-
-

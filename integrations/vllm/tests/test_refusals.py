@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import kangaroo_vllm
 import pytest
-import torch
-from folders import adapter_for, save_adapter, save_model, tiny
+from folders import save_model
 from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
-from vllm.config import VllmConfig
-from vllm.model_executor.models import ModelRegistry
 
 from kangaroo.models import random_model
 
@@ -48,7 +46,7 @@ def refused(serve, folders, tmp_path):
 )
 def test_other_kinds_of_adapter_are_named(parts, named, refused):
     said = refused.changed(architecture=parts)
-    assert f"this adapter is {named}," in said and "train.py adapter=attention" in said
+    assert f"this adapter is {named}," in said and "adapter=attention" in said
 
 
 def test_another_format_is_named(refused):
@@ -58,7 +56,15 @@ def test_another_format_is_named(refused):
 
 def test_another_target_is_named(serve, folders, tmp_path, refused):
     assert "6 layers, not 7" in refused.changed(target_layers=7)
-    other = random_model(vocab_size=128, hidden_size=64, head_dim=32, num_attention_heads=2)
+    other = random_model(
+        vocab_size=128,
+        hidden_size=64,
+        head_dim=32,
+        num_attention_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     folders["other"] = save_model(other, tmp_path / "other")
     said = refused("attention", target="other")
     assert "hidden_size 64, not 128" in said and "num_attention_heads 2, not 4" in said
@@ -69,27 +75,45 @@ def test_a_threshold_that_is_none_is_named(refused):
         assert f"not {value!r}" in refused(threshold=value)
 
 
+def test_lora_is_named(refused):
+    assert "does not run with LoRA" in refused("attention", enable_lora=True)
+
+
 @pytest.mark.parametrize(
-    "option, named",
-    [({"enable_lora": True}, "LoRA"), ({"speculative": {"parallel_drafting": True}}, "parallel")],
+    "section, field, value, named",
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "data_parallel_size", 2, "data parallelism"),
+        ("", "quant_config", object(), "a quantized target"),
+        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    ],
 )
-def test_options_that_were_not_tried_are_named(option, named, refused, folders, tmp_path):
-    assert named in refused("attention", **option)
+def test_options_that_were_not_tried_are_named(section, field, value, named):
+    one = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(
+        parallel_config=one, lora_config=None, quant_config=None, use_v2_model_runner=False
+    )
+    checks.check_options(config)
+    setattr(getattr(config, section) if section else config, field, value)
+    with pytest.raises(Unsupported, match=named):
+        checks.check_options(config)
 
 
 def test_asynchronous_scheduling_needs_drafts_of_one_length():
-    class Config:
-        additional_config = None
-        scheduler_config = type("", (), {"async_scheduling": True})
-
+    scheduling = SimpleNamespace(async_scheduling=True)
+    config = SimpleNamespace(additional_config=None, scheduler_config=scheduling)
     adapter = checks.Adapter(2, 6, False, False, None, 0.6)
     with pytest.raises(Unsupported, match="--no-async-scheduling"):
-        checks.threshold(adapter, Config)
-    Config.additional_config = {"kangaroo_threshold": 0}
-    assert checks.threshold(adapter, Config) == 0
+        checks.threshold(adapter, config)
+    config.additional_config = {"kangaroo_threshold": 0}
+    assert checks.threshold(adapter, config) == 0
 
 
-def test_another_vllm_is_named_when_the_adapter_loads_and_not_before(serve, monkeypatch):
+def test_another_vllm_is_named_when_the_adapter_loads_and_not_before(
+    serve, folders, tmp_path, monkeypatch
+):
+    # a new folder: vLLM keeps in mind which class belongs to one that it knows
+    folders["new"] = shutil.copytree(folders["attention"], tmp_path / "new")
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     kangaroo_vllm.register()
     try:
@@ -97,7 +121,7 @@ def test_another_vllm_is_named_when_the_adapter_loads_and_not_before(serve, monk
             pass
         with (
             pytest.raises(Unsupported, match=r"tested with vLLM 0\.32\.0, and this is vLLM 0\.33"),
-            serve("attention", threshold=None),
+            serve("new", threshold=None),
         ):
             pass
     finally:

@@ -64,9 +64,7 @@ def test_greedy_and_sampled_requests_share_a_batch(serve):
     from vllm import SamplingParams
 
     ids = [{"prompt_token_ids": x} for x in prompts()]
-    mixed = [
-        SamplingParams(temperature=t, max_tokens=24, detokenize=False) for t in (0.0, 0.8) * 3
-    ]
+    mixed = [SamplingParams(temperature=t, max_tokens=24, detokenize=False) for t in (0.0, 0.8) * 3]
     with serve(threshold=None) as llm:
         expected = written(llm, prompts(), max_tokens=24)[::2]
     with serve("half", speculative={"draft_sample_method": "probabilistic"}) as llm:
