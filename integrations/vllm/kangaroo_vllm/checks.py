@@ -130,14 +130,21 @@ def threshold(adapter: Adapter, vllm_config: Any) -> float:
 
 
 def check_options(vllm_config: Any) -> None:
-    """Refuse what was not tried or cannot be."""
+    """Refuse what was not tried or cannot be.
+
+    Args:
+        vllm_config: the target's.
+    """
     parallel = vllm_config.parallel_config
     refused = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "a quantized target (--quantization)": vllm_config.quant_config is not None,
-        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "prompt embeddings (--enable-prompt-embeds)": vllm_config.model_config.enable_prompt_embeds,
+        "CUDA graphs (pass --enforce-eager)": (
+            vllm_config.compilation_config.cudagraph_mode.name != "NONE"
+        ),
     }
     for what, is_on in refused.items():
         if is_on:
@@ -145,3 +152,12 @@ def check_options(vllm_config: Any) -> None:
                 f"kangaroo-vllm does not run with {what}. Leave it out, or use an adapter exported "
                 "with to=draft_model."
             )
+
+
+def check_runner(vllm_config: Any) -> None:
+    """Refuse the model runner that does not make our proposer."""
+    if vllm_config.use_v2_model_runner:
+        raise Unsupported(
+            "kangaroo-vllm runs with vLLM's Model Runner V1: set VLLM_USE_V2_MODEL_RUNNER=0, or "
+            "use an adapter exported with to=draft_model."
+        )

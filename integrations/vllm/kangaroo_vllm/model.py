@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
+from kangaroo_vllm.halves import Below
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": {0: "b"}, "positions": {0: "b"}})
@@ -42,7 +43,7 @@ class KangarooDraft(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        checks.check_options(vllm_config)
+        checks.check_runner(vllm_config)
         config: Any = vllm_config.model_config.hf_config
         self.config, self.adapter = config, checks.read(config)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -75,10 +76,11 @@ class KangarooDraft(nn.Module):
             rows = config.vocab_size if k is None else k
             self.head = nn.Linear(size, rows, bias=False)
         self.head_KD: Tensor | None = None
+        self.below: Below | None = None
         self._target: tuple[Any, ...] = ()  # no submodule: its weights are not this model's
 
     def attach(self, target: nn.Module) -> set[str]:
-        """Draft on this model.
+        """Draft by the head of this model; `below` has to be set, too.
 
         Returns the names of its attention layers below the exit.
         """
@@ -93,15 +95,12 @@ class KangarooDraft(nn.Module):
             self.head_KD = self.head.weight
         elif self.adapter.draft_vocabulary is not None:
             self.head_KD = rows_of(target.lm_head, self.vocabulary)
-        return {layer.self_attn.attn.layer_name for layer in self.shallow}
+        shallow = target.model.layers[: self.adapter.exit_layer]
+        return {layer.self_attn.attn.layer_name for layer in shallow}
 
     @property
     def target(self) -> Any:
         return self._target[0]
-
-    @property
-    def shallow(self) -> nn.ModuleList:
-        return self.target.model.layers[: self.adapter.exit_layer]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.target.embed_input_ids(input_ids)
@@ -112,16 +111,13 @@ class KangarooDraft(nn.Module):
         positions: Tensor,
         intermediate_tensors: None = None,
         inputs_embeds: None = None,
-    ) -> Tensor:
-        """The state that the head reads, `[N, D]`, of tokens that the target has not seen."""
-        x_ND, residual_ND = self.embed_input_ids(input_ids), None
-        for layer in self.shallow:
-            x_ND, residual_ND = layer(positions, x_ND, residual_ND)
-        f_ND = x_ND + residual_ND
-        f_ND = f_ND + self.attention(positions, self.input_norm(f_ND))
+    ) -> tuple[Tensor, Tensor]:
+        """The state that the head reads, and that at the exit, both `[N, D]`."""
+        f_ND = self.below(input_ids, positions)
+        x_ND = f_ND + self.attention(positions, self.input_norm(f_ND))
         if self.adapter.feed_forward:
-            f_ND = f_ND + self.feed_forward(self.middle_norm(f_ND))
-        return self.norm(f_ND)
+            x_ND = x_ND + self.feed_forward(self.middle_norm(x_ND))
+        return self.norm(x_ND), f_ND
 
     def write_keys(self, f_ND: Tensor, positions: Tensor) -> None:
         """Write the adapter's keys and values of tokens whose states the target has computed."""

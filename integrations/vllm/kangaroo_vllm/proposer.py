@@ -16,6 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from kangaroo_vllm import ARCHITECTURE, checks
+from kangaroo_vllm.halves import Drafted, Halves
 
 
 class KangarooProposer(DraftModelProposer):
@@ -25,7 +26,9 @@ class KangarooProposer(DraftModelProposer):
         super().__init__(vllm_config, device, runner)
         config = self.draft_model_config.hf_config
         self.is_kangaroo = ARCHITECTURE in (config.architectures or [])
+        self.runner = runner
         if self.is_kangaroo:
+            checks.check_options(vllm_config)
             adapter = checks.read(config)
             self.threshold = checks.threshold(adapter, vllm_config)
             # the target hands over what its layers below the exit compute, as it does to EAGLE-3
@@ -38,6 +41,8 @@ class KangarooProposer(DraftModelProposer):
             self.own_layers = set(self._draft_attn_layer_names)
             # metadata and slots are made for these names: they have to lie in one KV cache group
             self._draft_attn_layer_names |= self.model.attach(target_model)
+            self.halves = Halves(self, target_model.model, self.model.adapter.exit_layer)
+            self.model.below = self.halves.below
 
     def propose(
         self,
@@ -112,12 +117,15 @@ class KangarooProposer(DraftModelProposer):
         sampling: SamplingMetadata,
     ) -> Tensor | list[list[int]]:
         """Up to `steps` tokens after `ids_B`, whose predecessors are at `positions_B`."""
-        drafted, probs = [], []
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        states: list[tuple[Tensor, Tensor, Tensor]] = []
         active_B = torch.ones_like(ids_B, dtype=torch.bool)
         count_B = torch.zeros_like(ids_B)
         for step in range(steps):
-            logits_BK = self._step(step, ids_B, positions_B, batch)
+            logits_BK, f_BD = self._step(step, ids_B, positions_B, batch)
             positions_B = self.positions[: len(ids_B)]
+            states.append((ids_B.int(), positions_B.clone(), f_BD))
             count_B += active_B
             if self.threshold:  # the token whose confidence is low is still verified
                 active_B &= logits_BK.float().softmax(-1).amax(-1) > self.threshold
@@ -128,39 +136,42 @@ class KangarooProposer(DraftModelProposer):
                 probs.append(self.model.spread(probs_BK))
             if self.threshold and not active_B.any():
                 break
+        if states:
+            rows = {name: i for i, name in enumerate(self.runner.input_batch.req_ids)}
+            self.halves.drafted = Drafted(
+                rows, *(torch.stack(x, 1) for x in zip(*states, strict=True))
+            )
         if probs:
             self._last_draft_probs = torch.stack(probs, 1)
         tokens_BS = torch.stack(drafted, 1) if drafted else ids_B.new_empty(len(ids_B), 0)
         if not self.threshold:
             return tokens_BS
-        rows = zip(tokens_BS.tolist(), count_B.tolist(), strict=True)
-        return [row[:count] for row, count in rows]
+        lengths = zip(tokens_BS.tolist(), count_B.tolist(), strict=True)
+        return [row[:count] for row, count in lengths]
 
     def _step(
         self, step: int, ids_B: Tensor, positions_B: Tensor, batch: CommonAttentionMetadata
-    ) -> Tensor:
-        """Logits after one more token of each row, `[B, K]`.
+    ) -> tuple[Tensor, Tensor]:
+        """Logits after one more token of each row, `[B, K]`, and its state at the exit, `[B, D]`.
 
         Args:
             positions_B: of the token before; like the lengths in `batch`, they are moved on by one,
                 and left in `self.positions`.
         """
         size = len(ids_B)
-        mode, padded, _ = self._determine_batch_execution_and_padding(size)
-        self._update_positions_dependent_metadata(positions_B, batch, size, padded, self.block_size)
+        self._update_positions_dependent_metadata(positions_B, batch, size, size, self.block_size)
         _, metadata = self.build_per_group_and_layer_attn_metadata(batch, draft_index=step)
         self.input_ids[:size] = ids_B
         with set_forward_context(
             metadata,
             self.vllm_config,
-            num_tokens=padded,
-            cudagraph_runtime_mode=mode,
-            slot_mapping=self._get_slot_mapping(padded),
+            num_tokens=size,
+            slot_mapping=self._get_slot_mapping(size),
         ):
-            hidden_ND = self.model(
-                input_ids=self.input_ids[:padded], positions=self.positions[:padded]
+            hidden_BD, f_BD = self.model(
+                input_ids=self.input_ids[:size], positions=self.positions[:size]
             )
-        return self.model.draft_logits(hidden_ND[:size])
+        return self.model.draft_logits(hidden_BD), f_BD
 
 
 def one_token_a_row(

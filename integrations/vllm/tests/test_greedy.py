@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import counted, prompts, written
 from folders import adapter_for, save_adapter, save_model, tiny
+from kangaroo_vllm.halves import Below
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -63,6 +64,24 @@ def test_each_round_writes_what_our_engines_does(drafter, vocabulary, steps, thr
             drafted = counted(llm)["draft_tokens"] - before["draft_tokens"]
             last = ours.steps[-1].drafted  # vLLM drafts beyond the end, our engine does not
             assert abs(drafted - sum(step.drafted for step in ours.steps)) <= 2 * steps - last
+
+
+def test_no_token_runs_through_the_lower_layers_twice(serve, alone, monkeypatch):
+    sizes, forward = [], Below.forward
+
+    def counted_forward(self, input_ids, positions):
+        sizes.append(len(input_ids))
+        return forward(self, input_ids, positions)
+
+    monkeypatch.setattr(Below, "forward", counted_forward)
+    (prompt,) = prompts(1)
+    with serve("attention") as llm:
+        sizes.clear()  # of the warm-up
+        assert written(llm, [prompt]) == alone[:1]
+        drafts = counted(llm)["drafts"]
+    # the prompt, three tokens for the first draft; then, to verify each, its last token, and again
+    # three for the next draft
+    assert sizes == [len(prompt)] + [1] * (3 + 4 * drafts)
 
 
 def test_a_threshold_drafts_less_and_text_stays(serve, alone):

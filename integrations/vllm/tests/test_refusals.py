@@ -11,6 +11,7 @@ import pytest
 from folders import save_model
 from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
+from vllm.config import CUDAGraphMode
 
 from kangaroo.models import random_model
 
@@ -85,18 +86,29 @@ def test_lora_is_named(refused):
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
         ("", "quant_config", object(), "a quantized target"),
-        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
+        ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "--enforce-eager"),
     ],
 )
 def test_options_that_were_not_tried_are_named(section, field, value, named):
     one = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
     config = SimpleNamespace(
-        parallel_config=one, lora_config=None, quant_config=None, use_v2_model_runner=False
+        parallel_config=one,
+        lora_config=None,
+        quant_config=None,
+        model_config=SimpleNamespace(enable_prompt_embeds=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
     )
     checks.check_options(config)
     setattr(getattr(config, section) if section else config, field, value)
     with pytest.raises(Unsupported, match=named):
         checks.check_options(config)
+
+
+def test_the_other_model_runner_is_named():
+    checks.check_runner(SimpleNamespace(use_v2_model_runner=False))
+    with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        checks.check_runner(SimpleNamespace(use_v2_model_runner=True))
 
 
 def test_asynchronous_scheduling_needs_drafts_of_one_length():
