@@ -149,12 +149,12 @@ APPENDED = {
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),
+    "scripts/export.py to=draft_model source=adapters/smollm2-135m model=smollm2-135m "
+    "output=smollm2-draft": "",
+    "scripts/export.py to=vllm source=adapters/smollm2-135m model=smollm2-135m "
+    "output=smollm2-vllm": "",
     "scripts/export.py to=official source=adapters/vicuna-7b model=vicuna-7b "
     "output=kangaroo-ours": "",
-    "scripts/export.py to=vllm source=adapters/smollm2-135m model=smollm2-135m "
-    "output=outputs/vllm/kangaroo": "",
-    "scripts/export.py to=draft_model source=adapters/smollm2-135m model=smollm2-135m "
-    "output=outputs/vllm/draft_model": "",
     "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",
     "scripts/make_data.py model=smollm2-135m data.shards=3": f"{ONE} {BRIEF} {SHORT}",
     "evaluate.py -m drafter.threshold=0.4,0.8 drafter.steps=4,6 logger=wandb "
