@@ -141,6 +141,7 @@ def check_options(vllm_config: Any) -> None:
         "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "a quantized target (--quantization)": vllm_config.quant_config is not None,
+        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "prompt embeddings (--enable-prompt-embeds)": vllm_config.model_config.enable_prompt_embeds,
         "CUDA graphs (pass --enforce-eager)": (
             vllm_config.compilation_config.cudagraph_mode.name != "NONE"

@@ -115,16 +115,19 @@ class Halves:
         assert self.batch is not None
         starts = self.batch.query_start_loc_cpu.tolist()
         drafts = self.runner.num_decode_draft_tokens.np  # negative where a prompt enters
-        known = []
+        most, known = drafted.ids_BS.shape[1], []
         for i, name in enumerate(self.runner.input_batch.req_ids):
             row = drafted.rows.get(name)
-            count = 0 if row is None else max(0, min(drafted.ids_BS.shape[1], int(drafts[i])))
+            count = min(most, int(drafts[i]))
             here = slice(starts[i], starts[i] + count)
-            # the scheduler may have changed a draft, say by a grammar
-            same = torch.equal(input_ids[here], drafted.ids_BS[row, :count]) and torch.equal(
-                positions[here], drafted.positions_BS[row, :count]
+            # a request may be another one's neighbour now, and its draft cut, say by a grammar
+            is_known = (
+                row is not None
+                and count > 0
+                and torch.equal(input_ids[here], drafted.ids_BS[row, :count])
+                and torch.equal(positions[here], drafted.positions_BS[row, :count])
             )
-            known.append(count if same else 0)
+            known.append(count if is_known else 0)
         return known
 
     def _join(

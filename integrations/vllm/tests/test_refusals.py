@@ -86,6 +86,7 @@ def test_lora_is_named(refused):
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
         ("", "quant_config", object(), "a quantized target"),
+        ("", "kv_transfer_config", object(), "--kv-transfer-config"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
         ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "--enforce-eager"),
     ],
@@ -96,6 +97,7 @@ def test_options_that_were_not_tried_are_named(section, field, value, named):
         parallel_config=one,
         lora_config=None,
         quant_config=None,
+        kv_transfer_config=None,
         model_config=SimpleNamespace(enable_prompt_embeds=False),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
     )
