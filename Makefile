@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve train curve tune speed soak estimate paper test test-slow check format clean
+.PHONY: help setup demo chat serve train curve tune speed soak estimate paper test test-slow test-vllm check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,21 @@ test: setup  ## run the CPU tests
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
 
+# vLLM has a virtual environment of its own (3.8 GB): it needs other versions than we do.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM plugin, in .venv-vllm
+	$(VLLM_BIN)/python -m pytest -q --durations=10 integrations/vllm $(ARGS)
+
+$(VLLM_STAMP): integrations/vllm/requirements.txt integrations/vllm/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -r integrations/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e integrations/vllm
+	@touch $@
+
 check: setup  ## format, lint, types and fast tests: what a change has to pass
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -95,6 +110,6 @@ format: setup  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean:  ## remove .venv and everything that tools leave behind
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-vllm and everything that tools leave behind
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

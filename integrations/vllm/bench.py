@@ -1,0 +1,202 @@
+"""What drafting brings inside vLLM on this machine: acceptance, equal texts, tokens per second.
+
+Each way to draft runs in a process of its own; all are loaded first and then asked in turn, so that
+a machine that slows down does so for all. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass
+class Result:
+    """One pass over the questions.
+
+    Args:
+        texts: token ids of each answer.
+        seconds: of the whole pass.
+        accepted: how often the first, the second, ... token of a draft was accepted.
+    """
+
+    texts: list[list[int]]
+    seconds: float
+    drafts: int
+    drafted: int
+    accepted: list[int]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return sum(map(len, self.texts)) / self.seconds
+
+
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="a folder or hub id; the embedded model if not given")
+    parser.add_argument("--kangaroo", required=True, help="folder of export.py to=vllm")
+    parser.add_argument("--draft-model", help="folder of export.py to=draft_model")
+    parser.add_argument("--questions", type=int, default=16, help="of the demo bench")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--steps", type=int, default=3, help="tokens of a draft, at most")
+    parser.add_argument("--threshold", type=float, help="the folder's if not given")
+    parser.add_argument("--largest", type=int, default=2, help="batch that still drafts, by size")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    return parser.parse_args()
+
+
+def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What may draft, by name: arguments of `vllm.LLM`."""
+    kangaroo = {
+        "method": "draft_model",
+        "model": args.kangaroo,
+        "num_speculative_tokens": args.steps,
+    }
+    schedule = [[1, args.largest, args.steps], [args.largest + 1, 1024, 0]]
+    by_size = kangaroo | {"num_speculative_tokens_per_batch_size": schedule}
+    own = {}
+    if args.threshold is not None:
+        own["additional_config"] = {"kangaroo_threshold": args.threshold}
+    found: dict[str, dict[str, Any]] = {"none": {}}
+    if args.draft_model:
+        found["draft model"] = {"speculative_config": kangaroo | {"model": args.draft_model}}
+    found["Kangaroo"] = own | {"speculative_config": kangaroo}
+    found[f"Kangaroo, up to {args.largest}"] = own | {"speculative_config": by_size}
+    return found
+
+
+def answers(llm: Any, prompts: list[list[int]], tokens: int, at_once: int) -> Result:
+    """Answer every prompt greedily, `at_once` of them at the same time."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    engine, texts, before = llm.llm_engine, {}, counts(llm)
+    waiting = deque(enumerate(prompts))
+    start = time.perf_counter()
+    while len(texts) < len(prompts):
+        while waiting and engine.get_num_unfinished_requests() < at_once:
+            number, ids = waiting.popleft()
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        for out in engine.step():
+            if out.finished:
+                texts[int(out.request_id)] = list(out.outputs[0].token_ids)
+    seconds = time.perf_counter() - start
+    drafts, drafted, accepted = (
+        [a - b for a, b in zip(now, was, strict=True)]
+        for now, was in zip(counts(llm), before, strict=True)
+    )
+    return Result([texts[i] for i in sorted(texts)], seconds, drafts[0], drafted[0], accepted)
+
+
+def counts(llm: Any) -> tuple[list[int], list[int], list[int]]:
+    """Drafts, drafted tokens, and accepted ones by position, since the engine was made."""
+    found = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
+    if "drafts" not in found:
+        return [0], [0], []
+    drafts, drafted = found["drafts"].value, found["draft_tokens"].value
+    return [drafts], [drafted], list(found["accepted_tokens_per_pos"].values)
+
+
+def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """A process that answers whenever it is told how many at once."""
+    from vllm import LLM
+
+    from kangaroo.evaluation.bench import BenchConfig, load_questions
+
+    llm = LLM(
+        target,
+        dtype=args.dtype,
+        max_model_len=1024,
+        max_num_seqs=max(args.at_once),
+        enable_prefix_caching=False,  # a repetition would find its prompts there
+        disable_log_stats=False,
+        **options,
+    )
+    tokenizer = llm.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.turns[0]}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in load_questions(BenchConfig())[: args.questions]
+    ]
+    answers(llm, prompts[:2], 8, 1)  # warm
+    pipe.send("ready")
+    while (at_once := pipe.recv()) is not None:
+        pipe.send(answers(llm, prompts, args.tokens, at_once))
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[int, list[Result]]]:
+    """Results of each way at each number at once, one for each repetition."""
+    from kangaroo.embedded import embedded_checkpoint
+
+    target = args.target or str(embedded_checkpoint())
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for name, options in ways(args).items():
+        pipes[name], theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, target, args, options), daemon=True)
+        process.start()
+        theirs.close()  # so that a process that dies is an EOFError here
+        pipes[name].recv()
+    results: dict[str, dict[int, list[Result]]] = {
+        name: {n: [] for n in args.at_once} for name in pipes
+    }
+    for _ in range(args.repeats):
+        for n in args.at_once:
+            for name, pipe in pipes.items():
+                pipe.send(n)
+                results[name][n].append(pipe.recv())
+    for pipe in pipes.values():
+        pipe.send(None)
+    return results
+
+
+def table(results: dict[str, dict[int, list[Result]]]) -> str:
+    """Acceptance and equality of the first pass at the first number at once; speeds are medians."""
+    at_once = list(results["none"])
+    expected = results["none"][at_once[0]][0].texts
+    heads = ["drafts", "accepted by position", "drafted a step", "tokens a step", "equal texts"]
+    heads += [f"tokens/s at {n}" for n in at_once]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, passes in results.items():
+        first = passes[at_once[0]][0]
+        cells = [name, "", "", "", ""]
+        if first.drafts:
+            cells[1] = " ".join(f"{x / first.drafts:.3f}" for x in first.accepted)
+            cells[2] = f"{first.drafted / first.drafts:.2f}"
+            cells[3] = f"{1 + sum(first.accepted) / first.drafts:.3f}"
+            same = sum(map(list.__eq__, first.texts, expected))
+            cells[4] = f"{same} of {len(expected)}"
+        cells += [f"{statistics.median(x.speed for x in passes[n]):.1f}" for n in at_once]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the process we time
+    args = asked()
+    settings = {
+        name: x for name, x in vars(args).items() if name not in ("kangaroo", "draft_model")
+    }
+    print(table(measure(args)))
+    print(f"\n{json.dumps(settings)}")
+
+
+if __name__ == "__main__":
+    main()

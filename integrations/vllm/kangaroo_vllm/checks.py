@@ -1,0 +1,164 @@
+"""What this package can run, and the words in which it refuses the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TESTED = ("0.32.0",)  # versions of vLLM
+FORMAT = 1  # of the folder
+
+# Fields of a target's config that have to be the same in the folder's.
+SHAPE = """
+    model_type hidden_size intermediate_size vocab_size num_attention_heads num_key_value_heads
+    head_dim rope_parameters rms_norm_eps
+""".split()
+
+EXPORT = "python scripts/export.py to=vllm source=... model=... output=..."
+
+
+class Unsupported(ValueError):
+    """This package cannot run that, or not with these options; the message says what to change."""
+
+
+def unknown_version(version: str) -> str:
+    """What is said to users of another vLLM."""
+    tested = " or ".join(TESTED)
+    return (
+        f"kangaroo-vllm was tested with vLLM {tested}, and this is vLLM {version}: it replaces "
+        f"parts that change from version to version. Install vLLM {tested}, or a kangaroo-vllm "
+        "made for this one; without it, an adapter exported with to=draft_model runs in any vLLM."
+    )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a folder's config says of its adapter.
+
+    Args:
+        exit_layer: how many of the target's layers lie below it.
+        target_layers: how many the target has.
+        feed_forward: it has a feed-forward part after its attention.
+        own_head: it has a head of its own.
+        draft_vocabulary: how many tokens it drafts from; None is all.
+        threshold: drafting stops after a token whose probability is not above it.
+    """
+
+    exit_layer: int
+    target_layers: int
+    feed_forward: bool
+    own_head: bool
+    draft_vocabulary: int | None
+    threshold: float
+
+
+def read(config: Any) -> Adapter:
+    """The adapter that a folder's config describes.
+
+    Errors: `Unsupported` for a folder that the exporter did not write, or for another kind.
+    """
+    said = getattr(config, "kangaroo", None)
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise Unsupported(
+            f"config.json has no 'kangaroo' of format {FORMAT} but {said!r}. Write the folder with "
+            f"this version of Kangaroo: {EXPORT}"
+        )
+    parts = said["architecture"]
+    if parts["kind"] != "adapter":
+        other = parts["kind"]
+    elif parts["fused"]:
+        other = "fused"
+    else:
+        other = "" if parts["attention"] else "without attention"
+    if other:
+        raise Unsupported(
+            f"this adapter is {other}, and kangaroo-vllm runs adapters of attention alone, with or "
+            "without a feed-forward part. Export one of train.py adapter=attention, layer or "
+            "own_head."
+        )
+    if config.model_type != "llama":
+        raise Unsupported(
+            f"this adapter is for a target of type '{config.model_type}', and kangaroo-vllm runs "
+            "targets of type 'llama' alone. Export to=draft_model instead."
+        )
+    return Adapter(
+        said["exit_layer"],
+        said["target_layers"],
+        parts["feed_forward"],
+        parts["own_head"],
+        said["draft_vocabulary"],
+        float(said["threshold"]),
+    )
+
+
+def check_target(adapter: Adapter, config: Any, target: Any) -> None:
+    """Refuse a target that the adapter was not trained for.
+
+    Args:
+        config: the adapter's; target: the target's.
+    """
+    unlike = [
+        f"{name} {theirs!r}, not {ours!r}"
+        for name in SHAPE
+        if (theirs := getattr(target, name, None)) != (ours := getattr(config, name, None))
+    ]
+    if target.num_hidden_layers != adapter.target_layers:
+        unlike.append(f"{target.num_hidden_layers} layers, not {adapter.target_layers}")
+    if unlike:
+        raise Unsupported(
+            f"the adapter was trained for another target: this one has {'; '.join(unlike)}. Export "
+            "the adapter of this target, or serve the adapter's."
+        )
+
+
+def threshold(adapter: Adapter, vllm_config: Any) -> float:
+    """What the user asks for, or the folder's."""
+    additional = vllm_config.additional_config or {}
+    asked = additional.get("kangaroo_threshold", adapter.threshold)
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or not 0 <= asked < 1:
+        raise Unsupported(
+            f"kangaroo_threshold must be a number from 0 (never stop early) to below 1, not "
+            f"{asked!r}."
+        )
+    if asked > 0 and vllm_config.scheduler_config.async_scheduling:
+        raise Unsupported(
+            f"a threshold ({asked}) makes drafts of unlike lengths, which asynchronous scheduling "
+            "cannot take. Pass --no-async-scheduling, or "
+            "--additional-config '{\"kangaroo_threshold\": 0}'."
+        )
+    return float(asked)
+
+
+def check_options(vllm_config: Any) -> None:
+    """Refuse what was not tried or cannot be.
+
+    Args:
+        vllm_config: the target's.
+    """
+    parallel = vllm_config.parallel_config
+    refused = {
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
+        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+        "a quantized target (--quantization)": vllm_config.quant_config is not None,
+        "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "prompt embeddings (--enable-prompt-embeds)": vllm_config.model_config.enable_prompt_embeds,
+        "CUDA graphs (pass --enforce-eager)": (
+            vllm_config.compilation_config.cudagraph_mode.name != "NONE"
+        ),
+    }
+    for what, is_on in refused.items():
+        if is_on:
+            raise Unsupported(
+                f"kangaroo-vllm does not run with {what}. Leave it out, or use an adapter exported "
+                "with to=draft_model."
+            )
+
+
+def check_runner(vllm_config: Any) -> None:
+    """Refuse the model runner that does not make our proposer."""
+    if vllm_config.use_v2_model_runner:
+        raise Unsupported(
+            "kangaroo-vllm runs with vLLM's Model Runner V1: set VLLM_USE_V2_MODEL_RUNNER=0, or "
+            "use an adapter exported with to=draft_model."
+        )

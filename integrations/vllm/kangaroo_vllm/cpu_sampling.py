@@ -1,0 +1,38 @@
+"""Repairs of vLLM 0.32.0 without Triton: speculation, by any method, at a temperature above 0.
+
+`_expand_kernel_impl` converts its output to int64 and fills the converted copy, so that the
+temperature, top-k and top-p of drafted positions are read from memory that nobody wrote. And top-k
+fails where a step verifies no draft at all, as the first one does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expand(
+    output: Tensor,
+    input_val: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write each request's value once for each of its tokens."""
+    counts = cu_num_tokens.long().diff(prepend=cu_num_tokens.new_zeros(1).long())
+    values = torch.where(input_val == replace_from, replace_to, input_val)
+    output.copy_(values.to(output.dtype).repeat_interleave(counts))
+
+
+def repair() -> None:
+    """Put both right; a second call changes nothing."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    def filtered(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+        return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+    cpu_triton_utils._expand_kernel_impl = expand
+    rejection_sampler.apply_top_k_top_p = filtered

@@ -1,0 +1,100 @@
+"""Folders to serve from: a tiny target, adapters as the exporter writes them, a draft model."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kangaroo.model import LM
+from kangaroo.models import random_model
+from kangaroo.trained.adapter import Adapter, Architecture
+from kangaroo.trained.export import draft_model
+
+VOCABULARY = 128
+EXIT = 2
+
+
+def tiny(tied: bool = False) -> LM:
+    """A random Llama that writes 48 tokens without EOS, whose shallow layers are often right.
+
+    Its sizes can be split over two processes, and the attention kernel takes its heads.
+    """
+    hf = random_model(
+        deep_scale=0.15,
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.18,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in hf.parameters():
+        if parameter.ndim == 1:  # norms start at one, which would hide mistakes
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return LM(hf)
+
+
+def adapter_for(lm: LM, **parts: bool) -> Adapter:
+    """An adapter that is often right untrained: the layers above the exit change little."""
+    adapter = Adapter(lm, EXIT, Architecture(**parts)).start_from(lm)
+    adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())
+    return adapter.requires_grad_(False)
+
+
+def save(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    kept = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_model(hf: PreTrainedModel, folder: Path) -> Path:
+    """A checkpoint with every weight that the model has, shared ones too."""
+    state = hf.state_dict()
+    if hf.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return save(hf.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, state, folder)
+
+
+def save_adapter(
+    lm: LM, adapter: Adapter, folder: Path, vocabulary_K: Tensor | None = None, **changes: Any
+) -> Path:
+    """What `scripts/export.py to=vllm` writes.
+
+    Args:
+        changes: to the section `kangaroo` of its config.
+    """
+    parts = adapter.architecture
+    config = deepcopy(lm.config.to_dict())
+    config |= {"architectures": ["KangarooDraft"], "num_hidden_layers": 1}
+    config["kangaroo"] = {
+        "format": 1,
+        "exit_layer": adapter.exit_layer,
+        "target_layers": lm.n_layers,
+        "architecture": {"kind": parts.kind()} | asdict(parts),
+        "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
+        "threshold": 0.6,
+    } | changes
+    state = dict(adapter.state_dict())
+    if vocabulary_K is not None:
+        state["vocabulary"] = vocabulary_K
+    return save(config, state, folder)
+
+
+def save_draft_model(lm: LM, adapter: Adapter, folder: Path) -> Path:
+    """What `scripts/export.py to=draft_model` writes."""
+    return save_model(draft_model(lm, adapter), folder)

