@@ -106,9 +106,10 @@ def enter(
     for name, method in methods.items():
         if method.drafter is not None:
             settings |= flat(method.drafter.settings(), f"drafters.{name}.")
-    if not (config.resume and (folder / store.RUN).is_file()):
+    goes_on = config.resume and any((folder / "cells").glob("*.json"))
+    if not goes_on:
         shutil.rmtree(folder / "cells", ignore_errors=True)
-    store.enter(folder, settings, {}, config.resume)
+    store.enter(folder, settings, {}, goes_on)
     client.write_prompts(
         [question.turns[0] for question in spread], config.new_tokens, folder / PROMPTS
     )
