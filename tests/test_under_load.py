@@ -1,4 +1,4 @@
-"""Servers under load: who is asked when, what is kept, what is made of it, and what can go wrong."""
+"""Servers under load: who is asked when, what is kept and made of it, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_settings_that_cannot_work_are_refused(options, told):
 
 
 def test_names_and_addresses_are_checked_before_anything_starts(config):
-    with pytest.raises(ConfigError, match="urls.a is drafters.a again"):
+    with pytest.raises(ConfigError, match=r"urls\.a is drafters\.a again"):
         run.run(MODEL, {"a": VanillaConfig()}, config())
     with pytest.raises(ConfigError, match="'a/b' names a method"):
         run.run(MODEL, {"a/b": VanillaConfig()}, config())
@@ -252,7 +252,7 @@ def test_requests_that_failed_are_no_result(tmp_path):
     with pytest.raises(DataError, match="4 to 4 tokens instead of 5"):
         client.read(file, 2, 5)
     file.write_text("{")
-    with pytest.raises(DataError, match="is no result of guidellm. Delete it"):
+    with pytest.raises(DataError, match=r"is no result of guidellm\. Delete it"):
         client.read(file, 2, 5)
 
 
