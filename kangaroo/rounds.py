@@ -192,7 +192,9 @@ class Rounds(Nodes):
             and (sampling.greedy or sampling.rule is Rule.match)
         )
 
-    def step(self) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
+    def step(
+        self, drafts: bool = True
+    ) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
         """What each row wrote, how many of these tokens were drafted, and how many nodes there
         were; what is kept along what was written; and the seconds that drafting and verification
         took.
@@ -200,7 +202,8 @@ class Rounds(Nodes):
         batch, started = self.batch, running()
         active = [row for row, done in enumerate(batch.done) if not done]
         self._begin(active)
-        self.drafter.fill(self, active)
+        if drafts:
+            self.drafter.fill(self, active)
         drafted = running()
         self._verify(*self.pointers)
         verified = running()
