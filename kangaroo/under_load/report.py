@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from kangaroo import tables
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation.plots import FAINT
+from kangaroo.evaluation.plots import FAINT, VANILLA
 from kangaroo.paper.plots import COLORS
 from kangaroo.tables import Row, number
 from kangaroo.under_load.client import Measured
@@ -168,8 +169,9 @@ def plot(summary: Mapping[str, Any]) -> Figure:
 
 
 def _colors(names: Sequence[str]) -> list[str]:
-    """One each, however many there are."""
-    return [COLORS[i % len(COLORS)] for i in range(len(names))]
+    """One each, however many there are; vanilla's is the same in all plots."""
+    others = itertools.cycle(color for color in COLORS if color != VANILLA)
+    return [VANILLA if name == BASELINE else next(others) for name in names]
 
 
 def _panel(axes: Axes, title: str, users: Sequence[int]) -> None:

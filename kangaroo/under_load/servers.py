@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import urllib.error
@@ -174,6 +175,8 @@ def _serve(
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s][%(name)s] %(message)s")
     logging.captureWarnings(True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # uvicorn ends what runs, then raises the signal again: this lets the interpreter end in order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         serve(model, drafter, config, there.send)
     except KangarooError as error:
