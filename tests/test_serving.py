@@ -488,6 +488,18 @@ def test_settings_that_cannot_be_are_refused_by_name():
             ServeConfig(**changes)
 
 
+def test_every_part_of_a_stream_has_the_counts_so_far_if_asked_for(address):
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": TALK, "max_tokens": 9, "ignore_eos": True, "stream": True}
+    streamed = ask(address, "chat/completions", **body, stream_options=told).text.splitlines()
+    parts = [line.removeprefix("data: ") for line in streamed if line]
+    counts = [json.loads(part)["usage"]["completion_tokens"] for part in parts[:-1]]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-2:] == [9, 9]
+    told["continuous_usage_stats"] = False
+    streamed = ask(address, "chat/completions", **body, stream_options=told).text
+    assert streamed.count('"usage"') == 1
+
+
 def test_the_page_is_served(address):
     told = httpx.get(f"{address}/")
     assert told.status_code == 200 and "/v1/chat/completions" in told.text
