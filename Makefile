@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve train curve tune speed soak estimate paper test test-slow test-vllm check format clean
+.PHONY: help setup demo chat serve load train curve tune speed soak estimate paper test test-slow test-vllm check \
+  format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -35,6 +36,9 @@ chat: setup  ## talk to the model in the terminal
 
 serve: setup  ## answer requests of OpenAI's API on port 8000
 	$(BIN)/python scripts/serve.py $(ARGS)
+
+load: setup  ## measure servers of four drafters by how many ask at the same time
+	$(BIN)/python scripts/load.py $(ARGS)
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "answer requests of OpenAI's API, many at a time",
+    "load": "measure servers by how many ask at the same time",
     "evaluate": "measure a drafter on a bench; with -m, several side by side",
     "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",

@@ -41,6 +41,7 @@ from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.tuning.tune import TuneConfig
+from kangaroo.under_load.config import LoadConfig
 
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
 # configs/hardware.
@@ -257,6 +258,16 @@ class ServeCommand(ServeConfig):
 
 
 @dataclass
+class LoadCommand(LoadConfig):
+    """`python scripts/load.py`: servers by how many ask at the same time."""
+
+    output: str = MISSING
+    model: ModelConfig = MISSING
+    drafters: dict[str, Any] = field(default_factory=dict)  # a server each
+    hardware: Sizes = field(default_factory=dict)
+
+
+@dataclass
 class TalkCommand:
     """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
@@ -278,6 +289,7 @@ def register() -> None:
     cs.store(name="soak_schema", node=SoakCommand)
     cs.store(name="chat_schema", node=TalkCommand)
     cs.store(name="serve_schema", node=ServeCommand)
+    cs.store(name="load_schema", node=LoadCommand)
     cs.store(name="tune_schema", node=TuneCommand)
     cs.store(name="learning_curve_schema", node=LearningCurveCommand)
     cs.store(name="compare_schema", node=CompareCommand)

@@ -139,8 +139,11 @@ class Engine:
         return generation
 
     @torch.inference_mode()
-    def step(self, batch: Batch) -> list[StepRecord]:
+    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
         """Propose, verify, commit, observe; one record a row.
+
+        Args:
+            drafts: false asks for a short step, which native rounds can make without drafts.
 
         Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
         no longer keeps.
@@ -152,7 +155,7 @@ class Engine:
             )
         entered = running()
         if self.rounds is not None:
-            wrote, kept, draft_seconds, verify_seconds = self.rounds.step()
+            wrote, kept, draft_seconds, verify_seconds = self.rounds.step(drafts)
         else:
             wrote, kept, draft_seconds, verify_seconds = self._step(batch)
         host_seconds = running() - entered - draft_seconds - verify_seconds

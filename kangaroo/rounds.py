@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kangaroo import native, teacher
 from kangaroo.batch import Batch
+from kangaroo.cache import KVCache
 from kangaroo.clock import running
 from kangaroo.costs import measured
 from kangaroo.model import LM
@@ -66,26 +67,38 @@ class NativeDrafter(ABC):
         """Add nodes below the pending tokens of these rows."""
 
 
-class Rounds:
-    """The rounds of one batch.
+class Nodes:
+    """What native code reads and writes: the nodes of all rows, and a model with its cache.
 
     Attributes:
+        base: the slot of each row's node 0, `[B]`, which is also its position.
         count: nodes of each row, `[B]`; 0 for one that takes no part.
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
+        end: the node that a row's chain ends with, `[B]`.
+        draw: how each row's tokens are drawn, `[B]`.
         choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
         chances: the probabilities of as many likeliest tokens, before temperature and noise.
 
     Args:
+        capacity: nodes that a row may have.
+        exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
+        drafting: `native.NativeDrafting`; None where nothing is drafted.
         keep: of the distribution behind every token that is written, keep this many likeliest ones.
     """
 
-    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch, keep: int = 0):
-        self.lm, self.batch, self.drafter, self.keep = lm, batch, drafter, keep
-        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
-        size, capacity, hidden = batch.size, 1 + drafter.native_nodes, lm.config.hidden_size
+    def __init__(
+        self,
+        lm: LM,
+        cache: KVCache,
+        capacity: int,
+        exit_layer: int = 0,
+        drafting: Structure | None = None,
+        keep: int = 0,
+    ):
+        size, hidden = cache.batch_size, lm.config.hidden_size
         # Committed tokens whose states wait until the drafting layer drafts again, as many as there
         # may be: what never drafts never reads them. Memory that is not written to costs nothing.
-        unread = batch.n_slots if drafter.native_exit else 0
+        unread = cache.n_slots if exit_layer else 0
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, native.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
@@ -97,7 +110,6 @@ class Rounds:
         self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
-        self.texts: list[list[int] | None] = [None] * size
         arrays = """
             base count asking end draw token parent place has_state choices chances unread accepted
             written kept kept_chances
@@ -107,21 +119,68 @@ class Rounds:
             capacity=capacity,
             hidden=hidden,
             most_unread=unread,
-            exit=drafter.native_exit,
+            exit=exit_layer,
             keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             **{name: getattr(self, name).ctypes.data for name in arrays.split()},
         )
-        target, self.held = native_target(lm, batch)
-        drafting = drafter.native_drafting()
-        if drafter.needs_costs or (size > 1 and drafter.max_nodes):
-            measured(lm)  # now, since it may take a second
+        target, self.held = native_target(lm, cache)
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         library = lm.acceleration.library
         assert library is not None
         self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
         self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
+
+    def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Nodes below the node 0 of a row that has no others.
+
+        Args:
+            parents: as `Draft.listed` takes them; None is a chain.
+        """
+        end = 1 + len(tokens)
+        self.token[row, 1:end] = tokens
+        self.parent[row, 1:end] = range(end - 1) if parents is None else parents
+        self.place[row, 1:end] = range(1, end)
+        self.has_state[row, 1:end] = 0
+        self.count[row] = end
+
+    def draft(
+        self,
+        rows: Sequence[int],
+        steps: int,
+        threshold: float,
+        least: Sequence[float] | None = None,
+    ) -> None:
+        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
+
+        Args:
+            least: a row's chain of n tokens grows if the product of their probabilities is more
+                than the n-th of these; None is 0 throughout.
+        """
+        if not rows:
+            return
+        self.asking[:] = 0
+        self.asking[list(rows)] = 1
+        limits = np.array(least or [0.0] * steps, np.float32)
+        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+
+class Rounds(Nodes):
+    """The rounds of one batch.
+
+    Args:
+        keep: as of `Nodes`.
+    """
+
+    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch, keep: int = 0):
+        exit_layer, drafting = drafter.native_exit, drafter.native_drafting()
+        super().__init__(lm, batch.cache, 1 + drafter.native_nodes, exit_layer, drafting, keep)
+        self.lm, self.batch, self.drafter, self.keep = lm, batch, drafter, keep
+        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
+        self.texts: list[list[int] | None] = [None] * batch.size
+        if drafter.needs_costs or (batch.size > 1 and drafter.max_nodes):
+            measured(lm)  # now, since it may take a second
 
     @staticmethod
     def can_run(lm: LM, drafter: object, sampling: Sampling) -> bool:
@@ -133,7 +192,9 @@ class Rounds:
             and (sampling.greedy or sampling.rule is Rule.match)
         )
 
-    def step(self) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
+    def step(
+        self, drafts: bool = True
+    ) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
         """What each row wrote, how many of these tokens were drafted, and how many nodes there
         were; what is kept along what was written; and the seconds that drafting and verification
         took.
@@ -141,7 +202,8 @@ class Rounds:
         batch, started = self.batch, running()
         active = [row for row, done in enumerate(batch.done) if not done]
         self._begin(active)
-        self.drafter.fill(self, active)
+        if drafts:
+            self.drafter.fill(self, active)
         drafted = running()
         self._verify(*self.pointers)
         verified = running()
@@ -171,19 +233,6 @@ class Rounds:
             self.base[row], self.token[row, 0] = len(text) - 1, text[-1]
             self.count[row], self.has_state[row, 0] = 1, 0
 
-    def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Nodes below the pending token of a row that has no others.
-
-        Args:
-            parents: as `Draft.listed` takes them; None is a chain.
-        """
-        end = 1 + len(tokens)
-        self.token[row, 1:end] = tokens
-        self.parent[row, 1:end] = range(end - 1) if parents is None else parents
-        self.place[row, 1:end] = range(1, end)
-        self.has_state[row, 1:end] = 0
-        self.count[row] = end
-
     def plant(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """A tree in place of a row's nodes; what was a node before stays where it is.
 
@@ -204,26 +253,6 @@ class Rounds:
             else:
                 self.place[row, node], self.has_state[row, node] = places[was], states[was]
 
-    def draft(
-        self,
-        rows: Sequence[int],
-        steps: int,
-        threshold: float,
-        least: Sequence[float] | None = None,
-    ) -> None:
-        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
-
-        Args:
-            least: a row's chain of n tokens grows if the product of their probabilities is more
-                than the n-th of these; None is 0 throughout.
-        """
-        if not rows:
-            return
-        self.asking[:] = 0
-        self.asking[list(rows)] = 1
-        limits = np.array(least or [0.0] * steps, np.float32)
-        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
-
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
         return measured(self.lm).curve(rows, nodes)
@@ -243,16 +272,16 @@ class Rounds:
         return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
 
-def native_target(lm: LM, batch: Batch) -> tuple[Structure, tuple[Tensor, ...]]:
-    """The target for native code, and what has to be kept as long as it is used."""
+def native_target(lm: LM, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
+    """A model for native code, and what has to be kept as long as it is used."""
     stack, head = lm.native_layers, lm.native_head
     assert stack is not None and head is not None
-    lm.rope_within(batch.n_slots, torch.zeros(1, 1, dtype=torch.long))
+    lm.rope_within(cache.n_slots, torch.zeros(1, 1, dtype=torch.long))
     assert lm.rope_table is not None
     cos_SC, sin_SC = lm.rope_table
     target = native.NativeTarget(
         sizes=lm.sizes().native(),
-        stack=stack.native(batch.cache, range(lm.n_layers)),
+        stack=stack.native(cache, range(lm.n_layers)),
         head=head.native(lm.hf.model.norm.weight),
         embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
         cos=cos_SC.data_ptr(),

@@ -38,6 +38,7 @@ ORDER = [
     {"tuning"},
     {"learning_curve"},
     {"api", "chat", "hub", "serving"},
+    {"under_load"},
     {"cli", "cli_schema"},
     {"__main__"},
 ]

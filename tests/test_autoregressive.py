@@ -5,10 +5,11 @@ Shapes: B rows, N draft nodes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from kangaroo.errors import (
 )
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig
+from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling, pick
 from kangaroo.shapes import SHAPES
 from kangaroo.trained.export import draft_model
@@ -71,12 +73,14 @@ def drafts_are(
     return {step.accepted for generation in done for step in generation.steps}
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
-    """Also after rounds in which another drafter had its way."""
-    rope = {"rope_type": "default", "rope_theta": 300.0}  # positions of its own
-    model = draft_lm(case) if own else tiny("llama", rope_parameters=rope, num_hidden_layers=2)
+def another_model() -> LM:
+    """With positions of its own."""
+    rope = {"rope_type": "default", "rope_theta": 300.0}
+    return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
+
+
+def written_by(model: LM, sampling: Sampling) -> Expected:
+    """What a model writes after a whole text, without a cache."""
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
@@ -92,12 +96,51 @@ def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, 
             drafted.append(int(token))
         return drafted
 
+    return expected
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
+    """Also after rounds in which another drafter had its way."""
+    model = draft_lm(case) if own else another_model()
+    expected = written_by(model, sampling)
     drafter = DraftModel(case.lm, model, steps=3)
     accepted = drafts_are(drafter, drafter, case, sampling, expected)
     assert not own or {1, 3} <= accepted  # after rounds accepted whole and others
     drafter = DraftModel(case.lm, model, steps=3)
     cascade = Cascade(case.lm, Sometimes(case.texts), drafter)
     drafts_are(drafter, cascade, case, sampling, expected)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
+def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own, idle, monkeypatch):
+    """Of each so many, after two in which it drafts."""
+    lm = LM(case.lm.hf).compile_for_decoding()
+    model = LM(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
+    drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
+    engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
+
+    def least_gain(self: Rounds, rows: int, nodes: int, drafting: float) -> list[float]:
+        return [float(next(rounds) % (2 + idle) >= 2)] * nodes
+
+    monkeypatch.setattr(Rounds, "least_gain", least_gain)
+    fill = drafter.fill
+
+    def check(rounds: Rounds, rows: Sequence[int]) -> None:
+        fill(rounds, rows)
+        for row in rows:
+            drafted = rounds.token[row, 1 : rounds.count[row]].tolist()
+            text, seed = rounds.batch.texts[row], rounds.batch.seeds[row]
+            assert drafted == expected(text, seed, len(drafted))
+            counts.add(len(drafted))
+
+    monkeypatch.setattr(drafter, "fill", check)
+    done = engine.generate(PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
+    assert counts == ({0, 3} if idle else {3})
+    texts = vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -209,15 +252,18 @@ def test_a_token_that_one_of_them_lacks_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(259, 272), (272, 259), (264, 272)], ids=str)
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", [*Rule, "native"])
 def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, sizes, rule):
     """As those of one family are, such as Qwen2.5's; also where padding is written."""
     lm = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0]))
+    rows = 2
+    if rule == "native":  # where one row alone drafts by its own rule
+        lm, rule, rows = lm.compile_for_decoding(), Rule.match, 1
     draft = folder_of(tmp_path / "draft", vocab_size=sizes[1])
     drafter = DraftModelConfig(model=draft, steps=3).build(lm)
     sampling = Sampling(temperature=1.5, seed=2, rule=rule)
     prompts = [[1, 5, 9], [7, sizes[0] - 1, 3]]
-    done = Engine(lm, drafter).generate(prompts, 40, sampling)
+    done = Engine(lm, drafter).generate(prompts, 40, sampling, batch_size=rows)
     texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
     assert rule is Rule.rejection or texts == vanilla_texts(lm, prompts, 40, sampling)
     assert max(map(max, texts)) < sizes[0]

@@ -298,7 +298,7 @@ NATIVE = {
     for name in (
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
-        *("hybrid-tree", "hybrid-tree-stops"),
+        *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"

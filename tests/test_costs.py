@@ -17,6 +17,7 @@ from test_hybrid import choices_without_cache
 
 from kangaroo import costs
 from kangaroo.costs import VerifyCosts
+from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine import Engine
@@ -24,6 +25,7 @@ from kangaroo.generation import Request
 from kangaroo.huge_pages import LINE, PAGE, settle
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
+from kangaroo.trained.export import draft_model
 
 STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
 FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
@@ -63,12 +65,15 @@ def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list
     return [step.drafted for generation in done for step in generation.steps[1:]]
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup"])
+@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup", "draft_model"])
 def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monkeypatch, name):
     lm = tiny().compile_for_decoding()
     kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
     kangaroo.draft_cost = 0.05  # half a step in a model this small
-    drafter = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1)}[name]
+    small = LM(draft_model(lm, adapter_for(lm))).compile_for_decoding()
+    pair = DraftModel(lm, small, 4)
+    pair.draft_cost = 0.05
+    drafter = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}[name]
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
     assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
     assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds

@@ -109,6 +109,7 @@ APPENDED = {
     "bench.path=outputs/questions/held_out.jsonl": None,  # tests/test_learning_curve.py
     "scripts/serve.py port=8000": None,  # test_serving.py starts servers
     "scripts/serve.py model=vicuna-7b drafter=kangaroo rows=8": None,
+    "scripts/load.py": None,  # test_under_load.py runs it
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "

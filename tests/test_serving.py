@@ -23,13 +23,15 @@ import uvicorn
 from helpers import adapter_for
 from openai import BadRequestError, OpenAI
 
+from kangaroo.batch import Batch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.generation import Request
+from kangaroo.generation import Request, StepRecord
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.prompts import plain_text, prompt_ids
+from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
@@ -125,6 +127,30 @@ def test_every_text_is_the_one_that_is_written_alone():
         assert heard.tokens == alone(other, one.request) and heard.finish == "length"
 
 
+def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
+    """Where rows are free for them; those that wait for a row do not stop drafting."""
+    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
+    engine, rng, seen = engine_of(target(), chunk=None), random.Random(8), []
+    step, other = engine.step, engine_of(target())
+
+    def watched(batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        records = step(batch, drafts)
+        active = [record for record in records if record.tokens]
+        seen.append((len(active), drafts, sum(record.drafted for record in active)))
+        return records
+
+    monkeypatch.setattr(engine, "step", watched)
+    prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
+    jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
+    with scheduling(engine=engine, rows=4) as scheduler:
+        scheduler.submit(*(one for one, _ in jobs))
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(other, one.request)
+    assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
+    assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
+
+
 def test_who_cancels_leaves_all_others_as_they_were():
     """Before a row is free, while the prompt enters, and in the middle of a text."""
     rng, other = random.Random(1), engine_of(target())
@@ -216,7 +242,7 @@ def test_a_job_that_takes_too_long_ends_wherever_it_is():
 
 
 def test_nobody_waits_for_decoding_that_has_failed(monkeypatch):
-    def fails(batch):
+    def fails(batch, drafts):
         raise RuntimeError("no memory")
 
     with scheduling() as scheduler:
@@ -460,6 +486,18 @@ def test_settings_that_cannot_be_are_refused_by_name():
     ):
         with pytest.raises(ConfigError, match=message):
             ServeConfig(**changes)
+
+
+def test_every_part_of_a_stream_has_the_counts_so_far_if_asked_for(address):
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": TALK, "max_tokens": 9, "ignore_eos": True, "stream": True}
+    streamed = ask(address, "chat/completions", **body, stream_options=told).text.splitlines()
+    parts = [line.removeprefix("data: ") for line in streamed if line]
+    counts = [json.loads(part)["usage"]["completion_tokens"] for part in parts[:-1]]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-2:] == [9, 9]
+    told["continuous_usage_stats"] = False
+    streamed = ask(address, "chat/completions", **body, stream_options=told).text
+    assert streamed.count('"usage"') == 1
 
 
 def test_the_page_is_served(address):

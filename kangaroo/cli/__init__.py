@@ -13,7 +13,7 @@ from kangaroo.cli.making import (
     push,
     search_layers,
 )
-from kangaroo.cli.serving import serve
+from kangaroo.cli.serving import load, serve
 from kangaroo.cli.training import cost, estimate, make_data, train
 from kangaroo.cli.tuning import learning_curve, tune
 
@@ -29,6 +29,7 @@ __all__ = [
     "export",
     "import_adapter",
     "learning_curve",
+    "load",
     "make_data",
     "pull",
     "push",

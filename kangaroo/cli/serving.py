@@ -1,15 +1,18 @@
-"""The command that serves a model."""
+"""Commands about servers: run one, measure several."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from kangaroo.api import load_target
+from rich.console import Console
+
 from kangaroo.cli.command import command
-from kangaroo.cli_schema import ServeCommand
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.cli_schema import LoadCommand, ServeCommand
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.evaluation import records as store
+from kangaroo.serving.serve import serve as run_server
+from kangaroo.under_load import report, run
 
 log = logging.getLogger(__name__)
 
@@ -17,17 +20,17 @@ log = logging.getLogger(__name__)
 @command("serve")
 def serve(config: ServeCommand) -> None:
     """Answer requests until it is stopped; then finish what runs."""
-    try:
-        from kangaroo.serving import http
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"a server needs '{error.name}': pip install 'kangaroo[serve]', or in a checkout "
-            "pip install -e '.[serve]'."
-        ) from error
-    listening = http.listen(config)
-    lm, tokenizer = load_target(config.model)
-    longest = min(config.longest or lm.context, lm.context)
-    engine = Engine(lm, config.drafter.build(lm), tokenizer, config.prefill_chunk)
-    scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
-    names = config.model.name, config.drafter.name
-    http.run(listening, scheduler, tokenizer, *names, config)
+    run_server(config.model, config.drafter, config)
+
+
+@command("load", goes_on=True)
+def load(config: LoadCommand) -> None:
+    """Measure servers by how many ask at the same time; print the table and write the files."""
+    # settings stay where ~drafter@drafters.NAME has left their drafter out
+    drafters = {k: one for k, one in config.drafters.items() if isinstance(one, DrafterConfig)}
+    measured = run.run(config.model, drafters, config)
+    folder = Path(config.output)
+    found = report.summarise(measured, store.begun(folder))
+    report.write(found, folder)
+    Console().print(report.terminal_table(found))
+    log.info("%s, %s and %s are in %s", report.PAGE, report.PLOT, report.RESULTS, folder)

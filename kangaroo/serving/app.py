@@ -30,7 +30,7 @@ from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.forms import AsChat, AsText, Form, event, problem
 from kangaroo.serving.guard import Guard
 from kangaroo.serving.metrics import Metrics, Watch
-from kangaroo.serving.protocol import Asked, Chat, Completion
+from kangaroo.serving.protocol import Asked, Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import CANCELLED, FAILED, TIMEOUT, Busy, Closing, Scheduler
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
@@ -183,8 +183,8 @@ class Server:
         answer = Answer(self.scheduler, self.tokenizer, requests, deadline)
         answer.begin()
         if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return Streamed(answer, self.counts, self._events(answer, form, usage))
+            told = asked.stream_options or StreamOptions()
+            return Streamed(answer, self.counts, self._events(answer, form, told))
         return await self._whole(answer, form, request)
 
     async def _watched(self, answer: Answer) -> AsyncIterator[Piece]:
@@ -194,16 +194,17 @@ class Server:
             watch.step()
             yield piece
 
-    async def _events(self, answer: Answer, form: Form, usage: bool) -> AsyncIterator[str]:
+    async def _events(self, answer: Answer, form: Form, told: StreamOptions) -> AsyncIterator[str]:
         """A stream of what becomes known."""
+        so_far = answer.usage if told.include_usage and told.continuous_usage_stats else None
         first = set[int]()
         async for piece in self._watched(answer):
             if piece.finish in FAULTS:
                 yield event(json.loads(bytes(problem(*FAULTS[piece.finish]).body)))
                 return
-            yield event(form.part(piece, piece.choice not in first))
+            yield event(form.part(piece, piece.choice not in first, so_far))
             first.add(piece.choice)
-        if usage:
+        if told.include_usage:
             yield event(form.last(answer.usage))
         yield "data: [DONE]\n\n"
 

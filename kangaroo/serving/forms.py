@@ -51,15 +51,16 @@ class Form(ABC):
         ]
         return self.head(True) | {"choices": choices, "usage": counted(answer.usage)}
 
-    def part(self, piece: Piece, first: bool) -> dict[str, Any]:
-        """What a step adds."""
+    def part(self, piece: Piece, first: bool, so_far: Usage | None = None) -> dict[str, Any]:
+        """What a step adds; with the counts so far, if they are told."""
         choice = {
             "index": piece.choice,
             "logprobs": None,
             "finish_reason": piece.finish or None,
             "drafted": piece.drafted,
         }
-        return self.head(False) | {"choices": [choice | self.adds(piece.text, first)]}
+        counts = {"usage": counted(so_far)} if so_far else {}
+        return self.head(False) | {"choices": [choice | self.adds(piece.text, first)]} | counts
 
     def last(self, usage: Usage) -> dict[str, Any]:
         """What a stream ends with if it was asked for."""

@@ -74,9 +74,16 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream tells besides text."""
+    """What a stream tells besides text.
+
+    Args:
+        include_usage: the counts of tokens, in a last part of their own.
+        continuous_usage_stats: and with every part those so far, as vLLM's servers do; clients
+            that measure ask for it.
+    """
 
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class Asked(Strict):

@@ -247,8 +247,13 @@ class Scheduler:
             self._told(entering.row, entered.value.steps[0])
 
     def _step(self, batch: Batch) -> None:
-        """One round of all texts."""
-        records = self.engine.step(batch)
+        """One round of all texts. Nothing is drafted while prompts wait for each other though rows
+        are free for them: with a longer step between two of them, all would wait longer.
+        """
+        with self.changed:
+            free = self.rows - len(self.running) - int(self.entering is not None)
+            queued = free > 0 and bool(self.waiting)
+        records = self.engine.step(batch, drafts=not queued)
         for row, (job, generation) in list(self.running.items()):
             self.engine.record(batch, row, records[row], job.request, generation)
             self._told(row, records[row])

@@ -1,0 +1,1 @@
+"""Servers under load, measured by an existing client: guidellm."""

@@ -1,0 +1,296 @@
+"""The chat page in a headless Chromium: what a user sees and can do.
+
+Needs a Chromium with its driver (Debian: `apt-get install chromium chromium-driver`).
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import resources
+from typing import Any
+
+import pytest
+import test_serving
+from test_serving import serving
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: kangaroo[dev]")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,  # a browser takes seconds to start
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="needs a browser: apt-get install chromium chromium-driver",
+    ),
+]
+GREEN = f"rgba({0x21}, {0x7A}, {0x35}"
+ATTACK = (
+    "<img src=x onerror='document.title=\"owned\"'><b>bold</b><script>document.title=1</script>"
+)
+
+
+class Page:
+    """The page, as a user handles it."""
+
+    def __init__(self, driver: Any, address: str):
+        self.driver = driver
+        driver.get(address)
+        driver.execute_script("sessionStorage.clear()")
+        driver.refresh()
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def one(self, css: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def texts(self, css: str) -> list[str]:
+        return [element.get_property("textContent") for element in self.all(css)]
+
+    def until(self, true: Callable[[], object]) -> None:
+        WebDriverWait(self.driver, 60, 0.05).until(lambda _: true())
+
+    def ask(self, text: str) -> None:
+        """Send it, and wait for the end of the answer."""
+        self.one("#text").send_keys(text + Keys.ENTER)
+        self.until(
+            lambda: self.one("#send").text == "Send" and not self.one("#hint").is_displayed()
+        )
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{argument}")
+    options.add_argument("--window-size=900,1000")
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    browser = webdriver.Chrome(options=options, service=service)
+    yield browser
+    browser.quit()
+
+
+# ---- with a server of ours ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """With room for two answers, which have up to 512 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_serving, "LONGEST", 2000)
+        with serving(longest=2000) as where:
+            yield where
+
+
+def test_an_answer_streams_with_accepted_tokens_in_green_and_its_speed(driver, address):
+    page = Page(driver, address)
+    page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
+    page.ask("Why?")
+    assert page.texts(".user") == ["Why?"] and not page.all(".error")
+    green = [element for element in page.all(".assistant .drafted")]
+    assert green and page.texts(".assistant")[0]
+    assert green[0].value_of_css_property("color").startswith(GREEN)
+    counted = page.texts(".counts")[0].split()
+    assert counted[1:2] == ["tokens,"] and counted[3] == "tokens/s,"
+    assert int(counted[0]) > 1 and float(counted[2]) > 0
+    assert counted[4:6] == ["compression", "rate"] and float(counted[6]) > 1
+
+
+def test_a_second_turn_is_answered_and_a_new_chat_begins_anew(driver, address):
+    page = Page(driver, address)
+    page.ask("One")
+    page.ask("Two")
+    assert page.texts(".user") == ["One", "Two"] and not page.texts(".error")
+    first, second = page.texts(".assistant")
+    assert first and second and first != second
+    page.one("#anew").click()
+    assert not page.all(".turn") and page.one("#hint").is_displayed()
+    page.ask("One")
+    assert page.texts(".assistant") == [first]  # greedy, so it knows nothing of what was said
+
+
+def test_what_the_server_refuses_is_shown_in_words_and_can_be_sent_again(driver, address):
+    page = Page(driver, address)
+    page.driver.execute_script("document.getElementById('text').value = 'x'.repeat(5000)")
+    page.ask("")
+    (told,) = page.texts(".error")
+    assert told.startswith("the prompt has ") and "Shorten the prompt" in told
+    assert page.texts(".user") == [] and len(page.one("#text").get_property("value")) == 5000
+
+
+def test_a_server_that_asks_for_its_key_gets_it(driver):
+    with serving(api_key="secret") as address:
+        page = Page(driver, address)
+        page.until(lambda: page.one("#key-form").is_displayed())
+        assert "send the server's key" in page.one("#model").text
+        page.one("#key").send_keys("wrong" + Keys.ENTER)
+        page.until(lambda: "send the server's key" in page.one("#model").text)
+        assert page.one("#key-form").is_displayed()
+        page.one("#key").clear()
+        page.one("#key").send_keys("secret" + Keys.ENTER)
+        page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
+        assert not page.one("#key-form").is_displayed()
+        page.ask("Why?")
+        assert page.texts(".assistant")[0] and not page.all(".error")
+        page.driver.refresh()  # the tab remembers it
+        page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
+
+
+def test_a_server_that_is_gone_is_told(driver):
+    with serving() as address:
+        page = Page(driver, address)
+    page.ask("Why?")
+    assert page.texts(".error") == ["the server cannot be reached. Is it still running?"]
+
+
+# ---- with answers made for the test ------------------------------------------------------------
+
+
+class Told:
+    """A server that tells what it is told to, and remembers what it was asked.
+
+    Args:
+        parts: of the answer: text, and how many of its characters were drafted.
+        ends: whether the stream ends as it should.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, int]] = []
+        self.error, self.ends = "", True
+        self.asked: list[dict[str, Any]] = []
+        self.go = threading.Event()
+        self.go.set()
+
+    def stream(self) -> Iterator[bytes]:
+        for i, (text, drafted) in enumerate(self.parts, start=1):
+            choice = {"index": 0, "delta": {"content": text}, "drafted": drafted}
+            usage = {"completion_tokens": 3 * i, "rounds": 2 * i}
+            yield self.event({"choices": [choice], "usage": usage})
+            self.go.wait(30)
+        if self.error:
+            yield self.event({"error": {"message": self.error}})
+        elif self.ends:
+            yield b"data: [DONE]\n\n"
+
+    @staticmethod
+    def event(told: dict[str, Any]) -> bytes:
+        return f"data: {json.dumps(told)}\n\n".encode()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    told = Told()
+    page = (resources.files("kangaroo.serving") / "page.html").read_bytes()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            model = json.dumps({"data": [{"id": ATTACK, "drafter": "d"}]}).encode()
+            self.answer("text/html", page if self.path == "/" else model)
+
+        def do_POST(self) -> None:
+            told.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+            for part in told.stream():
+                self.wfile.write(part)
+
+        def answer(self, kind: str, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # the page has stopped the answer
+                super().handle()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        told.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        yield told
+        server.shutdown()
+
+
+@pytest.fixture
+def page(driver, told) -> Page:
+    return Page(driver, told.address)
+
+
+def test_nothing_that_is_said_is_taken_for_html(page, told):
+    """Not the answer, the question, an error, nor the model's name."""
+    told.parts, told.error = [(ATTACK, 5)], ATTACK
+    page.ask(ATTACK)
+    for css in (".user", ".assistant", ".error"):
+        assert page.texts(css) == [ATTACK]
+    assert ATTACK in page.one("#model").text
+    assert page.driver.title == "Kangaroo" and not page.all("img") and not page.all("b")
+
+
+def test_what_was_drafted_is_green_to_the_character(page, told):
+    told.parts = [("a🦘b", 2), ("c", 0), ("\u0928\u093fd", 3)]
+    page.ask("Why?")
+    assert page.texts(".assistant .drafted") == ["a🦘", "\u0928\u093fd"]
+    assert page.texts(".assistant") == ["a🦘bc\u0928\u093fd"]
+    assert page.texts(".counts")[0].startswith("9 tokens, ")
+    assert page.texts(".counts")[0].endswith(" compression rate 1.50")
+
+
+def test_the_second_turn_is_sent_with_the_first(page, told):
+    told.parts = [("an answer", 0)]
+    page.ask("One")
+    page.ask("Two")
+    talk = [(m["role"], m["content"]) for m in told.asked[1]["messages"]]
+    assert talk == [("user", "One"), ("assistant", "an answer"), ("user", "Two")]
+
+
+def test_a_stop_keeps_what_was_said(page, told):
+    told.parts = [("half of", 0), ("it", 0)]
+    told.go.clear()
+    page.one("#text").send_keys("One" + Keys.ENTER)
+    page.until(lambda: page.texts(".assistant") == ["half of"])
+    page.one("#send").click()
+    page.until(lambda: page.texts(".error") == ["stopped"])
+    told.go.set()
+    page.ask("Two")
+    assert [m["content"] for m in told.asked[1]["messages"]] == ["One", "half of", "Two"]
+
+
+def test_the_end_of_a_long_answer_can_be_seen(page, told):
+    told.parts = [("line\n", 1)] * 100
+    page.ask("One")
+    seen = page.driver.execute_script(
+        "const at = document.querySelector('.counts').getBoundingClientRect();"
+        "return at.bottom <= document.getElementById('ask').getBoundingClientRect().top"
+    )
+    assert seen
+
+
+def test_an_answer_that_breaks_off_is_no_whole_one(page, told):
+    told.parts, told.ends = [("half of", 0)], False
+    page.ask("One")
+    assert page.texts(".error") == ["the answer has ended too early."]
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_nothing_is_wider_than_the_window(page, told, width):
+    told.parts = [("a_very_long_word" * 40, 100)]
+    page.driver.set_window_size(width, 800)
+    page.ask("Another" * 60)
+    wide, room = page.driver.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= room
