@@ -27,6 +27,7 @@ from kangaroo.batch import Batch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
+from kangaroo.estimate.devices import Devices
 from kangaroo.generation import Request, StepRecord
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
@@ -46,6 +47,7 @@ from kangaroo.serving.scheduler import (
     Job,
     Scheduler,
 )
+from kangaroo.serving.serve import check_memory
 from kangaroo.streaming import UntilStop
 
 LONGEST = 200
@@ -564,6 +566,16 @@ def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
             *_, last = [line for line in lines if line]
         assert last == "data: [DONE]"
         assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_rows_that_do_not_fit_are_refused_with_what_does():
+    lm = target()
+    row = 50 * lm.new_cache(1, 1).bytes()
+    check_memory(lm, rows=4, longest=50, devices=Devices("CPU", 4 * row, None))
+    with pytest.raises(ConfigError, match=r"rows=4 texts of up to 50 tokens .* Pass rows=3 or"):
+        check_memory(lm, rows=4, longest=50, devices=Devices("CPU", 4 * row - 1, None))
+    with pytest.raises(ConfigError, match=r"Pass longest= fewer tokens"):
+        check_memory(lm, rows=1, longest=50, devices=Devices("CPU", row - 1, None))
 
 
 def test_a_port_in_use_is_named(address):

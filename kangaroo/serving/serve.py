@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine import Engine
-from kangaroo.errors import MissingPackage
+from kangaroo.errors import ConfigError, MissingPackage
+from kangaroo.estimate.devices import Devices, found
+from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
@@ -24,6 +29,22 @@ def check_installed() -> None:
         ) from error
 
 
+def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:
+    """Raise `ConfigError` where keys and values of so many texts of `longest` tokens do not fit:
+    they have their place from the start. Log what they take.
+    """
+    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * longest
+    taken, free = f"{rows * row / 1e9:.1f} GB", f"{devices.free / 1e9:.1f} GB"
+    log.info(f"{rows} texts of up to {longest} tokens: {taken} of keys and values")
+    if rows * row <= devices.free:
+        return
+    fix = f"rows={devices.free // row} or " if devices.free >= row else ""
+    raise ConfigError(
+        f"rows={rows} texts of up to {longest} tokens take {taken} of keys and values, and "
+        f"{devices.name} has {free} free beside the model. Pass {fix}longest= fewer tokens."
+    )
+
+
 def serve(
     model: ModelConfig,
     drafter: DrafterConfig,
@@ -35,7 +56,8 @@ def serve(
     Args:
         ready: is told the port once everything is loaded; who came before that is answered now.
 
-    Errors: `MissingPackage`; `ConfigError` where nothing can listen; what loading raises.
+    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the rows take more memory
+    than there is; what loading raises.
     """
     check_installed()
     from kangaroo.serving import http
@@ -43,6 +65,7 @@ def serve(
     listening = http.listen(config)
     lm, tokenizer = load_target(model)
     longest = min(config.longest or lm.context, lm.context)
+    check_memory(lm, config.rows, longest, found(model))
     engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk)
     scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
     ready(listening.getsockname()[1])
