@@ -182,8 +182,9 @@ def best_round(
     """Without a draft, and with as many draft tokens as write most tokens/s: where even one costs
     more than it brings, none.
 
-    The target computes all of its layers for every token of the draft, also those that an adapter
-    has run already, as the plugin of vLLM does.
+    The target is counted as computing all of its layers for every token of the draft. With an
+    adapter the plugin of vLLM runs only the last one through the layers below the exit, which reads
+    the same weights.
     """
     one, chance = drafting.step.seconds(1, texts, plan), drafting.acceptance
     rounds = [
