@@ -53,6 +53,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=2, help="batch that still drafts, by size")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="do not compile: loads sooner")
     return parser.parse_args()
 
 
@@ -119,6 +120,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
         dtype=args.dtype,
         max_model_len=1024,
         max_num_seqs=max(args.at_once),
+        enforce_eager=args.eager,
         enable_prefix_caching=False,  # a repetition would find its prompts there
         disable_log_stats=False,
         **options,
