@@ -199,7 +199,9 @@ def _commands(serving: Serving, gpus: int) -> str:
         f"# {serving.model.name} + {plan.draft.name} on {gpus} GPUs",
         f"{start} \\\n  {_speculative(plan.draft.path, steps[MODEL], gpus)}",
         f"# {serving.model.name} + {ADAPTER} on {gpus} GPUs, with kangaroo-vllm installed",
-        f"{start} \\\n  {_speculative(path, steps[ADAPTER], gpus)} \\\n"
+        # what the plugin needs on a GPU: integrations/vllm/README.md
+        f"VLLM_USE_V2_MODEL_RUNNER=0 {start} --enforce-eager \\\n"
+        f"  {_speculative(path, steps[ADAPTER], gpus)} \\\n"
         f"  --additional-config '{json.dumps({'kangaroo_threshold': 0})}'",
     ]
     return "```\n" + "\n".join(lines) + "\n```"
