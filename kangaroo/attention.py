@@ -95,9 +95,8 @@ def where_read(
     out_RNHC, _ = attention(
         torch.nn.Identity(), q_RHTC.gather(2, places_RHNC), k_RKEC, v_RKEC, bias_R1NE, scaling
     )
-    return (
-        torch.zeros_like(q_RHTC).scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
-    )
+    out_RHTC = out_RNHC.new_zeros(q_RHTC.shape)  # autocast may have changed the dtype
+    return out_RHTC.scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:

@@ -273,7 +273,7 @@ def test_what_was_added_to_a_layer_counts(tmp_path, change, monkeypatch):
 def test_a_plain_model_decodes_in_native_code(tmp_path, monkeypatch):
     hf, steps = target(), []
     step = Rounds.step
-    monkeypatch.setattr(Rounds, "step", lambda rounds: steps.append(1) or step(rounds))
+    monkeypatch.setattr(Rounds, "step", lambda *args: steps.append(1) or step(*args))
     ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=NEW_TOKENS)
     assert steps
 

@@ -114,7 +114,8 @@ def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
     gradients = sum(p.nbytes + p.grad.nbytes for p in real.parameters.values())
     real.collect()
     real.step([0.1] * len(made))
-    states = real.optimizer.state.values()
+    (optimizer,) = real.optimizers
+    states = optimizer.state.values()
     assert expected["target"] == sum(p.nbytes for p in lm.parameters())
     assert expected["weights and gradients"] == gradients
     assert expected["exact sum"] == sum(total.nbytes for total in real.sums)
