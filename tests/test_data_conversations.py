@@ -92,6 +92,14 @@ def test_every_form_gives_the_same_conversations(tmp_path):
         read(Source(str(tmp_path / "splits"), split="tset"), None)
 
 
+def test_a_benchs_questions_are_read_up_to_the_first_turn(tmp_path):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(json.dumps({"question_id": 7, "category": "qa", "turns": ["Who?", "And then?"]}))
+    (messages,) = read(Source(str(path)), None)
+    assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
+    assert regular(messages) == [{"role": "user", "content": "Who?"}]
+
+
 def test_a_column_of_another_name_is_found_when_named(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))

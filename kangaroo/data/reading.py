@@ -14,7 +14,8 @@ from huggingface_hub import hf_hub_download
 from kangaroo.errors import DataError
 from kangaroo.prompts import Message
 
-COLUMNS = ("messages", "conversations", "conversation")
+QUESTION = "turns"  # of a bench's question: texts, all of them the user's
+COLUMNS = ("messages", "conversations", "conversation", QUESTION)
 ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
     ("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"
 )
@@ -38,8 +39,8 @@ class Source:
         path: a .json or .jsonl file, one that `datasets` reads, a folder, an id on the hub, or one
             file there, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
-        column: the column that holds the conversation; None takes "messages", "conversations" or
-            "conversation".
+        column: the column that holds the conversation; None takes "messages", "conversations",
+            "conversation", or the "turns" of a bench's question, of which the first is read.
     """
 
     path: str
@@ -194,6 +195,8 @@ def _turns(record: Any, column: str | None) -> list[Any]:
             raise ValueError(f"'{names[0]}' is text, but not JSON ({error})") from error
     if not isinstance(turns, list):
         raise ValueError(f"'{names[0]}' is a {type(turns).__name__}, not a list of turns")
+    if names[0] == QUESTION:
+        return [{"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns]
     return turns
 
 
