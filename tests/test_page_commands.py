@@ -140,10 +140,21 @@ APPENDED = {
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
     "scripts/tune.py": f"model=tiny bench.path=questions.jsonl {TUNED}",
+    "scripts/tune.py search.drafters=[kangaroo,hybrid] bench.path=outputs/questions/held_out.jsonl "
+    "tuning_questions=24 reporting_questions=8": f"model=tiny bench.path=questions.jsonl {TUNED}",
     "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
     "evaluate.py --config-dir=OUTPUT drafter=tuned": None,
     "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
     "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",
+    "scripts/calibrate.py data=conversations data.source=outputs/questions/held_out.jsonl "
+    "calibrate.holdout=256": (
+        "model=tiny data.source=questions.jsonl data.max_answer_tokens=16 calibrate.holdout=4 "
+        "data.filters.max_repetition=1 data.filters.near_duplicate=1"
+    ),
+    "train.py experiment=questions data.source=outputs/questions/training.jsonl": (
+        "model=tiny data.source=ShareGPT.json trainer.epochs=1 trainer.holdout=4 "
+        "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"
+    ),
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py model=vicuna-7b": SHORT,
     "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
