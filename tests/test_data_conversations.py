@@ -94,7 +94,9 @@ def test_every_form_gives_the_same_conversations(tmp_path):
 
 def test_a_benchs_questions_are_read_up_to_the_first_turn(tmp_path):
     path = tmp_path / "held_out.jsonl"
-    path.write_text(json.dumps({"question_id": 7, "category": "qa", "turns": ["Who?", "And then?"]}))
+    path.write_text(
+        json.dumps({"question_id": 7, "category": "qa", "turns": ["Who?", "And then?"]})
+    )
     (messages,) = read(Source(str(path)), None)
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
     assert regular(messages) == [{"role": "user", "content": "Who?"}]

@@ -106,6 +106,21 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
     assert batches != plan(lengths, 64, seed=1, epoch=0)
 
 
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
+    """So it meets the process that has it: `Ranks.deal` goes by places."""
+    lengths = list(range(10, 60))
+    first = plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
+    place = {tuple(batch): i % step for i, batch in enumerate(first)}
+    assert len(first) % 4 and first == plan(lengths, 64, seed=0, epoch=0)
+    for epoch in (1, 2):
+        later = plan(lengths, 64, seed=0, epoch=epoch, same=step)
+        assert later != first and sorted(later) == sorted(first)
+        at = [(epoch * len(first) + i) % step for i in range(len(later))]
+        moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
+        assert moved < step
+
+
 def test_packed_micro_batches_fit_and_hold_every_sample_once():
     lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
     batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=True)

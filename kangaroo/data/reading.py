@@ -196,7 +196,9 @@ def _turns(record: Any, column: str | None) -> list[Any]:
     if not isinstance(turns, list):
         raise ValueError(f"'{names[0]}' is a {type(turns).__name__}, not a list of turns")
     if names[0] == QUESTION:
-        return [{"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns]
+        return [
+            {"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns
+        ]
     return turns
 
 

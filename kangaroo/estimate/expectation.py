@@ -118,12 +118,13 @@ def expect(
     tokens, learnt = int(share * text.tokens), int(share * text.assistant_tokens)
     micro_batches = -(-tokens // config.batch_tokens) * config.epochs
     accumulate = config.accumulate or processes
+    own = -(-accumulate // processes)  # micro-batches of a step
     return Expectation(
         target=_count(lm),
         trained={adapter.name: adapter.parameters for adapter in planned},
         memory=_held(lm, parameters, config, processes)
         | _of_a_step(lm, planned, config, text)
-        | _remembered(lm, planned, config, text, tokens, learnt),
+        | _remembered(lm, planned, config, text, tokens, learnt, own / accumulate),
         disk=_disk(lm, planned, text),
         flops=_flops(lm, planned, config, text, tokens, learnt),
         steps=-(-micro_batches // accumulate),
@@ -253,14 +254,21 @@ def _remembered(
     text: Text,
     tokens: int,
     learnt: int,
+    share: float,
 ) -> dict[str, int]:
+    """
+    Args:
+        share: of all micro-batches, what the process with most of them has.
+    """
     if not config.remember:
         return {}
     exits, kept = _exits(lm, planned), text.learnt_from(config, planned)
     state = lm.config.hidden_size * lm.dtype.itemsize
     if kept:  # probabilities, places in the draft vocabulary, and whether they are there
-        return {"remembered states": exits * tokens * state + learnt * (4 + 13 * kept)}
-    return {"remembered states": ((exits + 1) * tokens + learnt) * state}
+        whole = exits * tokens * state + learnt * (4 + 13 * kept)
+    else:
+        whole = ((exits + 1) * tokens + learnt) * state
+    return {"remembered states": int(share * whole)}
 
 
 def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:

@@ -61,7 +61,7 @@ def plan(
     seed: int,
     epoch: int,
     packing: bool = False,
-    same: bool = False,
+    same: int = 0,
 ) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample), in shuffled order.
 
@@ -69,12 +69,17 @@ def plan(
     samples do, as many as fit into the rows that `rows_of` makes of them.
 
     Args:
-        same: the micro-batches of epoch 0 in another order.
+        same: unless 0, the micro-batches of epoch 0 in another order. The n-th of a step of so many
+            is the n-th of another, but for a few, and so stays with the process that remembers it.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
         first = plan(lengths, batch_tokens, seed, 0, packing)
-        return [first[i] for i in torch.randperm(len(first), generator=generator).tolist()]
+        count = len(first)  # epochs follow each other without a gap, wherever steps begin
+        order = torch.randperm(count, generator=generator).tolist()
+        before = sorted(order, key=lambda i: i % same)
+        places = sorted(range(count), key=lambda i: (epoch * count + i) % same)
+        return [first[i] for _, i in sorted(zip(places, before, strict=True))]
     # the order within one length is random, else the same samples would meet every epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
     if packing:

@@ -136,8 +136,8 @@ def _begin(
 ) -> Run:
     """Everything before the first step: what is learnt, by whom, and from where on."""
     config = kept.settled(lm, samples, recipes, config, about)
-    work = Work.of(samples, config)
     config, accumulate = settled(config, output, ranks)
+    work = Work.of(samples, config)
     if ranks.is_first and accumulate < ranks.world:
         log.warning(
             "trainer.accumulate=%d keeps %d of the %d processes busy, and the others wait. Start "

@@ -47,12 +47,11 @@ class Work:
         positions = [
             int(wanted_of(sample, config.max_length, learns_kept).sum()) for sample in kept
         ]
+        same = (config.accumulate or 1) if config.remember else 0
         batches = [
             batch
             for epoch in range(config.epochs)
-            for batch in plan(
-                tokens, config.batch_tokens, config.seed, epoch, config.packing, config.remember
-            )
+            for batch in plan(tokens, config.batch_tokens, config.seed, epoch, config.packing, same)
         ]
         return Work(kept, held_out, tokens, positions, batches)
 
