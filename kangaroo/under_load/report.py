@@ -124,7 +124,7 @@ def about(summary: Mapping[str, Any]) -> str:
     settings = summary["settings"]
     return (
         f"{settings['model.name']}, {settings['requests']} requests of {settings['bench']} with "
-        f"{settings['new_tokens']} new tokens each, greedy, {summary['rounds']} rounds"
+        f"{settings['new_tokens']} new tokens each, greedy, rounds: {summary['rounds']}"
     )
 
 
