@@ -141,7 +141,9 @@ APPENDED = {
     "search.max_length=384": f"model=tiny {MIXED}",
     "scripts/tune.py": f"model=tiny bench.path=questions.jsonl {TUNED}",
     "scripts/tune.py search.drafters=[kangaroo,hybrid] bench.path=outputs/questions/held_out.jsonl "
-    "tuning_questions=24 reporting_questions=8": f"model=tiny bench.path=questions.jsonl {TUNED}",
+    "tuning_questions=24 reporting_questions=8 max_new_tokens=96": (
+        f"model=tiny bench.path=questions.jsonl {TUNED}"
+    ),
     "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
     "evaluate.py --config-dir=OUTPUT drafter=tuned": None,
     "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
