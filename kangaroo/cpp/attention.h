@@ -198,22 +198,25 @@ template <class T> class Attention {
 
   void score_four(const T* const* asking, float (*out)[CHUNK]) const {
     constexpr i64 per_word = 4 / sizeof(T);
+    constexpr int beside = WIDE == 16 ? CHUNK / WIDE : 2;  // as registers allow
     using Type = typename Vector<T>::Type;
-    Floats part[4][CHUNK / LANES] = {};
-    for (i64 c = 0; c < s.head_size; c += per_word) {
-      const std::uint32_t* key = &turned[c / per_word * CHUNK];
-      for (int i = 0; i < 4; i++) {
-        std::uint32_t word;
-        std::memcpy(&word, asking[i] + c, sizeof word);
-        Type query = (Type)(Words{} + word);
-        for (int j = 0; j < CHUNK / LANES; j++) {
-          Type keys;
-          std::memcpy(&keys, key + j * LANES, sizeof keys);
-          part[i][j] = Vector<T>::dot(part[i][j], keys, query);
+    for (i64 n = 0; n < CHUNK; n += beside * WIDE) {
+      Register part[4][beside] = {};
+      for (i64 c = 0; c < s.head_size; c += per_word) {
+        const std::uint32_t* key = &turned[c / per_word * CHUNK + n];
+        for (int i = 0; i < 4; i++) {
+          std::uint32_t word;
+          std::memcpy(&word, asking[i] + c, sizeof word);
+          Type query = (Type)(RegisterWords{} + word);
+          for (int j = 0; j < beside; j++) {
+            Type keys;
+            std::memcpy(&keys, key + j * WIDE, sizeof keys);
+            part[i][j] = Vector<T>::dot(part[i][j], keys, query);
+          }
         }
       }
+      for (int i = 0; i < 4; i++) std::memcpy(out[i] + n, part[i], sizeof part[i]);
     }
-    std::memcpy(out, part, sizeof part);
   }
 
   // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
@@ -248,7 +251,7 @@ template <class T> class Attention {
   void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
              float* const* out) const {
     const T* first = values + piece.first * stride;
-    for (i64 c = 0; c < s.head_size; c += 2 * LANES) {
+    for (i64 c = 0; c < s.head_size; c += 2 * WIDE) {
       i64 left = s.head_size - c;
       Pair sum[4] = {};
       auto add = [&](auto load) {
@@ -261,17 +264,16 @@ template <class T> class Attention {
           }
         }
       };
-      if (left >= 2 * LANES) add([](const T* from) { return apart(from); });
+      if (left >= 2 * WIDE) add([](const T* from) { return apart(from); });
       else add([&](const T* from) {
-        T padded[2 * LANES] = {};
+        T padded[2 * WIDE] = {};
         std::memcpy(padded, from, left * sizeof(T));
         return apart(padded);
       });
       for (i64 i = 0; i < std::min<i64>(4, count - query); i++) {
-        Pair ordered = together(sum[i], T());
-        float* to = out[query + i] + 2 + c;
-        put(to, ordered.a, left);
-        if (left > LANES) put(to + LANES, ordered.b, left - LANES);
+        float ordered[2 * WIDE];
+        together(sum[i], T(), ordered);
+        std::memcpy(out[query + i] + 2 + c, ordered, std::min<i64>(left, 2 * WIDE) * sizeof(float));
       }
     }
   }

@@ -18,6 +18,18 @@ typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef bf16 Halves __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
+
+// What the inner loops count in: as many numbers as a register holds. Compilers keep longer vectors in memory.
+#if defined(__AVX512F__)
+constexpr int WIDE = 16;
+#elif defined(__AVX__)
+constexpr int WIDE = 8;
+#else
+constexpr int WIDE = 4;
+#endif
+typedef float Register __attribute__((vector_size(4 * WIDE)));
+typedef std::uint32_t RegisterWords __attribute__((vector_size(4 * WIDE)));
+
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 float widen(float x) { return x; }
@@ -82,18 +94,21 @@ float sum_of(Floats v) {
 }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// 32 numbers, in whichever order is quick to read, and put in order again.
-struct Pair { Floats a, b; };
-Pair apart(const float* from) { return {get(from), get(from + LANES)}; }
-Pair apart(const bf16* from) {
-  Words words;
-  std::memcpy(&words, from, sizeof words);
-  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+// The numbers of two registers, in whichever order is quick to read, and put in order again.
+struct Pair { Register a, b; };
+Pair apart(const float* from) {
+  Pair p;
+  std::memcpy(&p, from, sizeof p);
+  return p;
 }
-Pair together(Pair p, float) { return p; }
-Pair together(Pair p, bf16) {
-  return {PICK(p.a, p.b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
-          PICK(p.a, p.b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+Pair apart(const bf16* from) {
+  RegisterWords words;
+  std::memcpy(&words, from, sizeof words);
+  return {(Register)(words << 16), (Register)(words & 0xffff0000u)};
+}
+void together(Pair p, float, float* to) { std::memcpy(to, &p, sizeof p); }
+void together(Pair p, bf16, float* to) {
+  for (int i = 0; i < WIDE; i++) to[2 * i] = p.a[i], to[2 * i + 1] = p.b[i];
 }
 
 // Row i, word j becomes row j, word i.

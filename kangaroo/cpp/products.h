@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int GROUP = 8;     // tokens that share one reading of a weight from the first-level cache
+constexpr int GROUP = WIDE == 16 ? 8 : 6;  // tokens that share one reading of a weight, as registers allow
 constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
 constexpr i64 PART = 288;    // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
@@ -33,48 +33,70 @@ template <class T, class V> struct Loads {
   }
 };
 
-template <> struct Vector<float> : Loads<float, Floats> {
-  using Type = Floats;
-  static constexpr int width = 16;
-  static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
+template <> struct Vector<float> : Loads<float, Register> {
+  using Type = Register;
+  static constexpr int width = WIDE;
+  static Register dot(Register sum, Register a, Register b) { return sum + a * b; }
 };
 
-template <> struct Vector<bf16> : Loads<bf16, Words> {
-  using Type = Words;  // 16 pairs
-  static constexpr int width = 32;
-  static Floats dot(Floats sum, Words a, Words b) {
+template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
+  using Type = RegisterWords;  // of pairs
+  static constexpr int width = 2 * WIDE;
+  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    Words high = Words{} + 0xffff0000u;
-    sum += (Floats)(a << 16) * (Floats)(b << 16);
-    return sum + (Floats)(a & high) * (Floats)(b & high);
+    RegisterWords high = RegisterWords{} + 0xffff0000u;
+    sum += (Register)(a << 16) * (Register)(b << 16);
+    return sum + (Register)(a & high) * (Register)(b & high);
 #endif
   }
 };
 
-// The sums of 16 vectors, in their order. Each is added up in the same order wherever it stands.
-Floats sums(const Floats* v) {
+// The sums of as many registers as a register holds numbers, in their order. Each is added up in the same
+// order wherever it stands.
+#if defined(__AVX512F__)
+Register sums(const Register* v) {
   static constexpr int order[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
-  Floats a[8], b[4], c[2];
+  Register a[8], b[4], c[2];
   for (int i = 0; i < 8; i++) {
-    Floats x = v[order[i]], y = v[order[i + 8]];
+    Register x = v[order[i]], y = v[order[i + 8]];
     a[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
   for (int i = 0; i < 4; i++) {
-    Floats x = a[i], y = a[i + 4];
+    Register x = a[i], y = a[i + 4];
     b[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
   for (int i = 0; i < 2; i++) {
-    Floats x = b[i], y = b[i + 2];
+    Register x = b[i], y = b[i + 2];
     c[i] = PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
   return PICK(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
          PICK(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
+#elif defined(__AVX__)
+Register sums(const Register* v) {
+  Register a[4], b[2];
+  for (int i = 0; i < 4; i++) {
+    Register x = v[2 * i], y = v[2 * i + 1];
+    a[i] = PICK(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + PICK(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 2; i++) {
+    Register x = a[2 * i], y = a[2 * i + 1];
+    b[i] = PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return PICK(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+#else
+Register sums(const Register* v) {
+  Register a = PICK(v[0], v[1], 0, 4, 1, 5) + PICK(v[0], v[1], 2, 6, 3, 7);
+  Register b = PICK(v[2], v[3], 0, 4, 1, 5) + PICK(v[2], v[3], 2, 6, 3, 7);
+  return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7);
+}
+#endif
 
 // Rows one after another.
 template <class T> struct Matrix {
@@ -110,7 +132,7 @@ template <class T> struct Block {
 // The part of some tokens' products with some rows that starts at k: `load` reads both.
 template <class T, int tokens, int beside, class Load>
 inline __attribute__((always_inline)) void step(const T* const* x, const T* const* w, i64 k, Load load,
-                                                Floats (&sum)[tokens][beside]) {
+                                                Register (&sum)[tokens][beside]) {
   typename Vector<T>::Type part_w[beside];
 #pragma GCC unroll 8
   for (int b = 0; b < beside; b++) part_w[b] = load(w[b] + k);
@@ -122,22 +144,28 @@ inline __attribute__((always_inline)) void step(const T* const* x, const T* cons
   }
 }
 
+// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers.
+constexpr int rows_beside(int tokens) {
+  if (WIDE == 16) return tokens <= 4 ? 1 : 2;
+  return tokens <= 3 ? 4 : 2;
+}
+
 // out[i][j] = x[m + i] . w[n + j]
 template <class T, int tokens, bool fetch>
 void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
-  constexpr int beside = tokens <= 4 ? 1 : 2, width = Vector<T>::width;
+  constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
   const i64 whole = x.width / width * width, left = x.width - whole;
   const T *from_x[tokens], *from_w[beside];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
-  Floats sum[tokens][LANES];
+  Register sum[tokens][LANES];
   for (int j = 0; j < LANES; j += beside) {
     for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
     const char* ahead = fetch ? block.ahead_of(j) : nullptr;
-    Floats part[tokens][beside] = {};
+    Register part[tokens][beside] = {};
     for (i64 k = 0; k < whole; k += width) {
       step<T, tokens, beside>(from_x, from_w, k, [](const T* from) { return Vector<T>::load(from); }, part);
       if (fetch)
-        for (int b = 0; b < beside; b++, ahead += 64) __builtin_prefetch(ahead);
+        for (int b = 0; b < beside; b++, ahead += sizeof(Register)) __builtin_prefetch(ahead);
     }
     if (left)
       step<T, tokens, beside>(from_x, from_w, whole,
@@ -145,7 +173,11 @@ void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
     for (int i = 0; i < tokens; i++)
       for (int b = 0; b < beside; b++) sum[i][j + b] = part[i][b];
   }
-  for (int i = 0; i < tokens; i++) put(out + i * LANES, sums(sum[i]));
+  for (int i = 0; i < tokens; i++)
+    for (int j = 0; j < LANES; j += WIDE) {
+      Register some = sums(sum[i] + j);
+      std::memcpy(out + i * LANES + j, &some, sizeof some);
+    }
 }
 
 template <class T, bool fetch>
