@@ -142,7 +142,7 @@ class LM(nn.Module):
     def prompt_chunk(self, length: int) -> int:
         """The most tokens of a prompt of this length that are run at a time."""
         layers = self.native_layers
-        if layers and layers.reads_prompts and length <= native.LONGEST_PROMPT:
+        if layers and length <= layers.longest_prompt:
             return native.PROMPT_CHUNK
         return PROMPT_CHUNK
 

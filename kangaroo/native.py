@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, Structure, byref
 from dataclasses import dataclass, fields
@@ -40,7 +41,7 @@ SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
-LONGEST_PROMPT = 1024  # PyTorch's attention is faster for longer ones
+LONGEST_PROMPT = 1024  # where PyTorch has fast products, its attention is faster for longer ones
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES = 3  # of `choice.h`
 
@@ -157,20 +158,21 @@ class Stack:
         self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
-        self.reads_prompts = (
-            self.dtype == torch.bfloat16 and sizes.fits_tiles and has_tiles(library)
-        )
+        self.longest_prompt = 0  # that is read here
+        if not torch_multiplies(self.dtype):
+            self.longest_prompt = sys.maxsize
+        elif self.dtype == torch.bfloat16 and sizes.fits_tiles and has_tiles(library):
+            self.longest_prompt = LONGEST_PROMPT
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
-        decoding, or a later part of a prompt; where the processor has a matrix unit, its first part
-        too. Elsewhere PyTorch's products of many tokens are faster. A text that is learnt has one
-        mask for all rows, or a boolean one.
+        decoding, or a later part of a prompt; where prompts are read here, its first part too.
+        A text that is learnt has one mask for all rows, or a boolean one.
         """
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias = block.bias_R1TE
         if bias is None:  # from the first position on
-            return few and self.reads_prompts and len(x_RTD) == len(block.slots_RT) == 1
+            return few and self.longest_prompt > 0 and len(x_RTD) == len(block.slots_RT) == 1
         own = isinstance(bias, Tensor) and len(bias) == len(block.slots_RT) == len(x_RTD)
         return few and own and bias.dtype == x_RTD.dtype
 
@@ -261,6 +263,15 @@ def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> 
 def has_tiles(library: CDLL) -> bool:
     """Whether the processor has a matrix unit, and the system lets this process use it."""
     return bool(library.uses_tiles())
+
+
+@cache
+def torch_multiplies(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has fast products of many tokens in this format on this processor.
+
+    For bfloat16 it has none on x86 without AVX-512: there they take 5 times as long as here.
+    """
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache

@@ -8,6 +8,7 @@
 namespace {
 
 constexpr i64 WIDEST_HEAD = 1024;
+constexpr bool BY_ROWS = WIDE < 16;  // scores as products with rows: to turn keys takes long registers
 
 struct Sizes {  // what all layers share, as Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
@@ -48,7 +49,8 @@ template <class T> class Attention {
       if (item + s.kv_heads < mine.last) fetch = fetch_of(item + s.kv_heads, keys, values);
       // to turn the keys pays for many queries; the products are the same, and their sums in the same order
       bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
-      if (!direct) turn(keys + at, stride, piece, slots);
+      if (BY_ROWS) gather(keys + at, stride, piece, slots);
+      else if (!direct) turn(keys + at, stride, piece, slots);
       if (tiled) pair(values + at, stride, piece, slots, fetch);
       i64 member = 0, query = 0;  // of the member
       for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
@@ -64,6 +66,7 @@ template <class T> class Attention {
         }
         if (direct) score_direct(asking, count, keys + at + piece.first * stride, stride);
         else if (tiled) score_tiled(asking, count);
+        else if (BY_ROWS) score_by_rows(asking, count, piece.width);
         else score(asking, count);
         for (i64 j = 0; j < count; j++) soften(scores[j], widths[j], out[j]);
         if (tiled) weigh_tiled(count, out);
@@ -124,6 +127,26 @@ template <class T> class Attention {
     i64 size = s.head_size, share = piece.width * size;
     i64 from = (piece.row * n_slots + piece.first) * s.kv_heads * size + item % s.kv_heads * share;
     return {(const char*)(keys + from), (const char*)(values + from), i64(share * sizeof(T))};
+  }
+
+  // A chunk of keys one after another, in the room of turned ones.
+  void gather(const T* keys, i64 stride, const Piece& piece, const i64* slots) {
+    T* to = (T*)&turned[0];
+    for (i64 n = 0; n < piece.width; n++)
+      std::copy_n(keys + slot_of(piece, slots, n) * stride, s.head_size, to + n * s.head_size);
+  }
+
+  // Products of up to sixteen queries with the gathered keys, as with rows of weights.
+  void score_by_rows(const T* const* asking, i64 count, i64 width) {
+    for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
+    Input<T> in = input(Matrix<T>{&asked[0], count, s.head_size}, room);
+    Matrix<T> keys{(const T*)&turned[0], width, s.head_size};
+    float out[LANES * LANES];
+    for (i64 n = 0; n < width; n += LANES) {
+      Block<T> block{&keys, n};
+      for (i64 m = 0; m < count; m += GROUP) times_group<T, false>(in.x, m, block, out + m * LANES);
+      for (i64 j = 0; j < count; j++) std::copy_n(out + j * LANES, LANES, &scores[j][n]);
+    }
   }
 
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
@@ -288,6 +311,7 @@ template <class T> class Attention {
   Lines<float> weighted;
   Lines<std::uint32_t> turned, paired;
   Lines<Words> turned_queries;
+  std::vector<Words> room;
   Floats by_key[CHUNK];
 };
 

@@ -28,6 +28,7 @@ constexpr int WIDE = 8;
 constexpr int WIDE = 4;
 #endif
 typedef float Register __attribute__((vector_size(4 * WIDE)));
+typedef std::int32_t RegisterInts __attribute__((vector_size(4 * WIDE)));
 typedef std::uint32_t RegisterWords __attribute__((vector_size(4 * WIDE)));
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -58,10 +59,21 @@ template <class T> Floats get(const T* from, i64 count) {
   return get(padded);
 }
 
-Words narrowed(Floats v) {  // to nearest, ties to even, in the low halves
-  Words bits = (Words)v;
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return v == v ? bits : Words{} + 0x7fc0;
+// f of sixteen numbers, a register at a time.
+template <class F> inline __attribute__((always_inline)) Floats by_registers(Floats v, F f) {
+  Register part[LANES / WIDE];
+  std::memcpy(part, &v, sizeof v);
+  for (int i = 0; i < LANES / WIDE; i++) part[i] = f(part[i]);
+  std::memcpy(&v, part, sizeof v);
+  return v;
+}
+
+Words narrowed(Floats all) {  // to nearest, ties to even, in the low halves
+  return (Words)by_registers(all, [](Register v) {
+    RegisterWords bits = (RegisterWords)v;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (Register)(v == v ? bits : RegisterWords{} + 0x7fc0);
+  });
 }
 void put(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 void put(bf16* to, Floats v) {
@@ -97,9 +109,10 @@ Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The numbers of two registers, in whichever order is quick to read, and put in order again.
 struct Pair { Register a, b; };
 Pair apart(const float* from) {
-  Pair p;
-  std::memcpy(&p, from, sizeof p);
-  return p;
+  Register a, b;
+  std::memcpy(&a, from, sizeof a);
+  std::memcpy(&b, from + WIDE, sizeof b);
+  return {a, b};
 }
 Pair apart(const bf16* from) {
   RegisterWords words;
@@ -135,33 +148,36 @@ inline __attribute__((always_inline)) void transpose(Words* r) {
   }
 }
 
-Floats exp16(Floats x) {  // relative error below 2e-7; 0 below -87
-  Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
-  clamped = clamped > 88.0f ? Floats{} + 88.0f : clamped;
-  Floats shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
-  Floats whole = shifted - 12582912.0f;
-  Floats r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r +
+Register exponential(Register x) {  // relative error below 2e-7; 0 below -87
+  Register clamped = x < -87.0f ? Register{} - 87.0f : x;
+  clamped = clamped > 88.0f ? Register{} + 88.0f : clamped;
+  Register shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
+  Register whole = shifted - 12582912.0f;
+  Register r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Register p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r +
                4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  Ints power = __builtin_convertvector(whole, Ints) << 23;
-  Floats result = (Floats)((Ints)p + power);
-  return x < -87.0f ? Floats{} : result;
+  RegisterInts power = __builtin_convertvector(whole, RegisterInts) << 23;
+  Register result = (Register)((RegisterInts)p + power);
+  return x < -87.0f ? Register{} : result;
 }
 
-Floats log16(Floats x) {  // of positive normal numbers, relative error below 2e-7
-  Ints bits = (Ints)x;
-  Ints exponent = ((bits >> 23) & 0xff) - 126;
-  Floats m = (Floats)((bits & 0x7fffff) | 0x3f000000);  // in [0.5, 1)
-  Ints low = m < 0.707106781f;
+Register logarithm(Register x) {  // of positive normal numbers, relative error below 2e-7
+  RegisterInts bits = (RegisterInts)x;
+  RegisterInts exponent = ((bits >> 23) & 0xff) - 126;
+  Register m = (Register)((bits & 0x7fffff) | 0x3f000000);  // in [0.5, 1)
+  RegisterInts low = m < 0.707106781f;
   exponent += low;  // -1 where true
   m = low ? m + m - 1.0f : m - 1.0f;
-  Floats z = m * m;
-  Floats p = (((((((7.0376836292e-2f * m - 1.1514610310e-1f) * m + 1.1676998740e-1f) * m -
+  Register z = m * m;
+  Register p = (((((((7.0376836292e-2f * m - 1.1514610310e-1f) * m + 1.1676998740e-1f) * m -
                   1.2420140846e-1f) * m + 1.4249322787e-1f) * m - 1.6668057665e-1f) * m +
                2.0000714765e-1f) * m - 2.4999993993e-1f) * m + 3.3333331174e-1f;
-  Floats e = __builtin_convertvector(exponent, Floats);
+  Register e = __builtin_convertvector(exponent, Register);
   return m + (m * z * p - 2.12194440e-4f * e - 0.5f * z) + 0.693359375f * e;
 }
+
+Floats exp16(Floats x) { return by_registers(x, exponential); }
+Floats log16(Floats x) { return by_registers(x, logarithm); }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -19,14 +20,18 @@
 
 namespace {
 
-constexpr int GROUP = WIDE == 16 ? 8 : 6;  // tokens that share one reading of a weight, as registers allow
+constexpr int GROUP = WIDE == 16 ? 8 : 5;  // tokens that share one reading of a weight, as registers allow
 constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
 constexpr i64 PART = 288;    // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
+// What a register holds of a row of weights, and what it is multiplied with.
+//   Number: what a token is made of there. Without an instruction for products of bfloat16, a token is widened
+//   once for all rows of weights: of each 2 * WIDE numbers first the even ones.
+//   parts: of a register of weights, that are multiplied one after the other.
 template <class T> struct Vector;
 
 template <class T, class V> struct Loads {
-  static V load(const T* from, i64 count = sizeof(V) / sizeof(T)) {
+  static inline __attribute__((always_inline)) V load(const T* from, i64 count) {
     V v{};
     std::memcpy(&v, from, count * sizeof(T));
     return v;
@@ -35,23 +40,43 @@ template <class T, class V> struct Loads {
 
 template <> struct Vector<float> : Loads<float, Register> {
   using Type = Register;
-  static constexpr int width = WIDE;
+  using Number = float;
+  static constexpr int width = WIDE, parts = 1;
+  static Register part(Register w, int) { return w; }
+  static Register of_token(const float* from, i64 count, int) { return load(from, count); }
   static Register dot(Register sum, Register a, Register b) { return sum + a * b; }
 };
 
 template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
   using Type = RegisterWords;  // of pairs
   static constexpr int width = 2 * WIDE;
-  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
 #ifdef __AVX512BF16__
+  using Number = bf16;
+  static constexpr int parts = 1;
+  static RegisterWords part(RegisterWords w, int) { return w; }
+  static RegisterWords of_token(const bf16* from, i64 count, int) { return load(from, count); }
+  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    RegisterWords high = RegisterWords{} + 0xffff0000u;
-    sum += (Register)(a << 16) * (Register)(b << 16);
-    return sum + (Register)(a & high) * (Register)(b & high);
-#endif
   }
+#else
+  using Number = float;
+  static constexpr int parts = 2;  // the even ones and the odd ones
+  static Register part(RegisterWords w, int i) { return (Register)(i ? w & 0xffff0000u : w << 16); }
+  static Register of_token(const float* from, i64, int i) { return Vector<float>::load(from + i * WIDE, WIDE); }
+  static Register dot(Register sum, Register a, Register b) { return sum + a * b; }
+  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
+    return dot(dot(sum, part(a, 0), part(b, 0)), part(a, 1), part(b, 1));
+  }
+#endif
 };
+
+// Keeps a compiler from reading a number from memory again for each row of weights: there are two such reads a
+// cycle at most, as many as products.
+template <class V> inline __attribute__((always_inline)) void hold(V& v) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  asm("" : "+x"(v));
+#endif
+}
 
 // The sums of as many registers as a register holds numbers, in their order. Each is added up in the same
 // order wherever it stands.
@@ -129,33 +154,44 @@ template <class T> struct Block {
   }
 };
 
-// The part of some tokens' products with some rows that starts at k: `load` reads both.
-template <class T, int tokens, int beside, class Load>
-inline __attribute__((always_inline)) void step(const T* const* x, const T* const* w, i64 k, Load load,
+template <class T> using Number = typename Vector<T>::Number;
+
+// The part of some tokens' products with some rows that starts at k, of whose weights `count` are left.
+template <class T, int tokens, int beside>
+inline __attribute__((always_inline)) void step(const Number<T>* const* x, const T* const* w, i64 k, i64 count,
                                                 Register (&sum)[tokens][beside]) {
-  typename Vector<T>::Type part_w[beside];
+  using V = Vector<T>;
+  typename V::Type of_w[beside];
 #pragma GCC unroll 8
-  for (int b = 0; b < beside; b++) part_w[b] = load(w[b] + k);
+  for (int b = 0; b < beside; b++) of_w[b] = V::load(w[b] + k, count);
+#pragma GCC unroll 2
+  for (int part = 0; part < V::parts; part++) {
+    decltype(V::part(of_w[0], 0)) part_w[beside];
 #pragma GCC unroll 8
-  for (int i = 0; i < tokens; i++) {
-    typename Vector<T>::Type part_x = load(x[i] + k);
+    for (int b = 0; b < beside; b++) part_w[b] = V::part(of_w[b], part);
 #pragma GCC unroll 8
-    for (int b = 0; b < beside; b++) sum[i][b] = Vector<T>::dot(sum[i][b], part_w[b], part_x);
+    for (int i = 0; i < tokens; i++) {
+      auto part_x = V::of_token(x[i] + k, count, part);
+      hold(part_x);
+#pragma GCC unroll 8
+      for (int b = 0; b < beside; b++) sum[i][b] = V::dot(sum[i][b], part_w[b], part_x);
+    }
   }
 }
 
 // Rows that are multiplied side by side: enough sums that none waits for the one before, in registers.
 constexpr int rows_beside(int tokens) {
   if (WIDE == 16) return tokens <= 4 ? 1 : 2;
-  return tokens <= 3 ? 4 : 2;
+  return tokens <= 2 ? 4 : 2;
 }
 
 // out[i][j] = x[m + i] . w[n + j]
 template <class T, int tokens, bool fetch>
-void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
+void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
   constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
-  const i64 whole = x.width / width * width, left = x.width - whole;
-  const T *from_x[tokens], *from_w[beside];
+  const i64 whole = block.w->width / width * width, left = block.w->width - whole;
+  const Number<T>* from_x[tokens];
+  const T* from_w[beside];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
   Register sum[tokens][LANES];
   for (int j = 0; j < LANES; j += beside) {
@@ -163,13 +199,11 @@ void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
     const char* ahead = fetch ? block.ahead_of(j) : nullptr;
     Register part[tokens][beside] = {};
     for (i64 k = 0; k < whole; k += width) {
-      step<T, tokens, beside>(from_x, from_w, k, [](const T* from) { return Vector<T>::load(from); }, part);
+      step<T, tokens, beside>(from_x, from_w, k, width, part);
       if (fetch)
         for (int b = 0; b < beside; b++, ahead += sizeof(Register)) __builtin_prefetch(ahead);
     }
-    if (left)
-      step<T, tokens, beside>(from_x, from_w, whole,
-                              [&](const T* from) { return Vector<T>::load(from, left); }, part);
+    if (left) step<T, tokens, beside>(from_x, from_w, whole, left, part);
     for (int i = 0; i < tokens; i++)
       for (int b = 0; b < beside; b++) sum[i][j + b] = part[i][b];
   }
@@ -181,7 +215,7 @@ void times(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
 }
 
 template <class T, bool fetch>
-void times_group(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
+void times_group(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
   switch (std::min<i64>(GROUP, x.rows - m)) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
     case 2: return times<T, 2, fetch>(x, m, block, out);
@@ -194,30 +228,51 @@ void times_group(const Matrix<T>& x, i64 m, const Block<T>& block, float* out) {
   }
 }
 
-// Some tokens as products read them: as they are, and for tiles with 16 of them side by side.
+// Some tokens as products read them: in numbers for vectors, each padded to whole ones, or for tiles with 16
+// tokens side by side.
 template <class T> struct Input {
-  Matrix<T> x;
+  Matrix<Number<T>> x;
   const Words* tiles;  // [groups, width / 2, 16 tokens], a word being two numbers; null without tiles
 };
 
-template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
-  if (!has_tiles<T>() || x.width % 32) return {x, nullptr};
-  i64 groups = blocks(x.rows), words = x.width / 2;
-  room.resize(groups * words);
-  for (i64 group = 0; group < groups; group++)
-    for (i64 k = 0; k < words; k += LANES) {
-      Words* part = &room[group * words + k];
-      i64 count = std::min<i64>(LANES, x.rows - group * LANES);
-      std::fill(part, part + LANES, Words{});
-      for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
-      transpose(part);
+// Each token with whole pairs of registers, zeros after its last number.
+Matrix<float> widened(const Matrix<bf16>& x, std::vector<Words>& room) {
+  constexpr i64 both = 2 * WIDE;
+  const i64 width = (x.width + both - 1) / both * both;
+  room.resize((x.rows * width + LANES - 1) / LANES);
+  float* to = (float*)room.data();
+  for (i64 m = 0; m < x.rows; m++)
+    for (i64 k = 0; k < width; k += both, to += both) {
+      bf16 part[both] = {};
+      std::memcpy(part, x.row(m) + k, std::min(both, x.width - k) * sizeof(bf16));
+      Pair numbers = apart(part);
+      std::memcpy(to, &numbers, sizeof numbers);
     }
-  return {x, room.data()};
+  return {(const float*)room.data(), x.rows, width};
+}
+
+template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
+  if constexpr (!std::is_same_v<T, Number<T>>) {
+    return {widened(x, room), nullptr};
+  } else {
+    if (!has_tiles<T>() || x.width % 32) return {x, nullptr};
+    i64 groups = blocks(x.rows), words = x.width / 2;
+    room.resize(groups * words);
+    for (i64 group = 0; group < groups; group++)
+      for (i64 k = 0; k < words; k += LANES) {
+        Words* part = &room[group * words + k];
+        i64 count = std::min<i64>(LANES, x.rows - group * LANES);
+        std::fill(part, part + LANES, Words{});
+        for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
+        transpose(part);
+      }
+    return {x, room.data()};
+  }
 }
 
 // out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
 // the block in the cache.
-template <class T> void by_vectors(const Matrix<T>& x, const Block<T>& block, float* out) {
+template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
   times_group<T, true>(x, 0, block, out);
   for (i64 m = GROUP; m < x.rows; m += GROUP) times_group<T, false>(x, m, block, out + m * LANES);
 }
