@@ -114,7 +114,7 @@ def test_the_shipped_adapter_writes_what_vanilla_writes(target, by_vanilla, samp
     kangaroo = Engine(lm, KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm))
     ragged = kangaroo.generate(some, 12, SAMPLINGS[sampling], batch_size=3)
     assert [g.tokens for g in ragged] == texts
-    # beside others nothing may be drafted, where a processor's arithmetic is slow: alone it does speculate
+    # beside others drafting may not pay, where arithmetic is slow; alone it does speculate
     (alone,) = kangaroo.generate(some[:1], 12, SAMPLINGS[sampling], batch_size=1)
     assert alone.tokens == texts[0] and len(alone.steps) < len(alone.tokens)
 
