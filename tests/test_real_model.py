@@ -96,7 +96,7 @@ def test_rounds_are_those_of_transformers(target, method):
         config.assistant_confidence_threshold = 0.0
         speculation = {"assistant_model": model}
     accepted = 0
-    for prompt in prompts(tokenizer, BenchConfig(), 3):
+    for prompt in prompts(tokenizer, BenchConfig(), 2):
         ours = timed_engine(Engine(lm, drafter))(prompt, 20)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
         theirs = timed_generate(lm, **speculation)([*prompt, ours.tokens[0]], 19)
@@ -104,7 +104,7 @@ def test_rounds_are_those_of_transformers(target, method):
         _, *written = [count for count, _ in ours.rounds]
         assert written == [count for count, _ in theirs.rounds]  # its first one is timed apart
         accepted += 19 - len(ours.rounds)
-    assert accepted > 6
+    assert accepted > 4
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

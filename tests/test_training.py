@@ -10,9 +10,12 @@ from helpers import EXIT, adapter_for, admit_text, random_prompts, recipe_of, ti
 from safetensors.torch import load_file
 from torch import nn
 
+from kangaroo.cli.training import check_format
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.models import Dtype, ModelConfig
+from kangaroo.native import torch_multiplies
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
@@ -533,3 +536,9 @@ def test_a_run_with_muon_is_resumed_exactly(tmp_path):
     assert weights[0] == weights[1] != weights[2]
     with pytest.raises(ConfigError, match=r"trainer\.muon=true and trainer\.zero_stage=1"):
         backend.check(config(muon=True, zero_stage=1), Ranks())
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
+def test_a_format_that_this_processor_is_slow_in_is_named(dtype, caplog):
+    check_format(ModelConfig(name="tiny", path="tiny", device="cpu", dtype=dtype))
+    assert ("model.dtype=float32" in caplog.text) == (not torch_multiplies(dtype.torch))
