@@ -19,7 +19,7 @@ typedef bf16 Halves __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
-// What the inner loops count in: as many numbers as a register holds. Compilers keep longer vectors in memory.
+// What the inner loops count in: as many numbers as a register holds. gcc keeps longer vectors in memory.
 #if defined(__AVX512F__)
 constexpr int WIDE = 16;
 #elif defined(__AVX__)

@@ -1,7 +1,7 @@
 // Matrix products of a few tokens with weights that are streamed from memory, each weight once.
 //
 // A block is sixteen rows of weights, which lie one after another. Its rows are multiplied in their order,
-// one or two at a time, while what lies AHEAD of them in that order is fetched: side by side, many rows
+// a few at a time, while what lies AHEAD of them in that order is fetched: side by side, many rows
 // confuse the processor's own prefetching. The sums of a row and a token are taken in the same order
 // whatever the number of tokens.
 
