@@ -8,7 +8,7 @@
 namespace {
 
 constexpr i64 WIDEST_HEAD = 1024;
-constexpr bool BY_ROWS = WIDE < 16;  // scores as products with rows: to turn keys takes long registers
+constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
 
 struct Sizes {  // what all layers share, as Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
@@ -221,25 +221,22 @@ template <class T> class Attention {
 
   void score_four(const T* const* asking, float (*out)[CHUNK]) const {
     constexpr i64 per_word = 4 / sizeof(T);
-    constexpr int beside = WIDE == 16 ? CHUNK / WIDE : 2;  // as registers allow
     using Type = typename Vector<T>::Type;
-    for (i64 n = 0; n < CHUNK; n += beside * WIDE) {
-      Register part[4][beside] = {};
-      for (i64 c = 0; c < s.head_size; c += per_word) {
-        const std::uint32_t* key = &turned[c / per_word * CHUNK + n];
-        for (int i = 0; i < 4; i++) {
-          std::uint32_t word;
-          std::memcpy(&word, asking[i] + c, sizeof word);
-          Type query = (Type)(RegisterWords{} + word);
-          for (int j = 0; j < beside; j++) {
-            Type keys;
-            std::memcpy(&keys, key + j * WIDE, sizeof keys);
-            part[i][j] = Vector<T>::dot(part[i][j], keys, query);
-          }
+    Register part[4][CHUNK / WIDE] = {};
+    for (i64 c = 0; c < s.head_size; c += per_word) {
+      const std::uint32_t* key = &turned[c / per_word * CHUNK];
+      for (int i = 0; i < 4; i++) {
+        std::uint32_t word;
+        std::memcpy(&word, asking[i] + c, sizeof word);
+        Type query = (Type)(RegisterWords{} + word);
+        for (int j = 0; j < CHUNK / WIDE; j++) {
+          Type keys;
+          std::memcpy(&keys, key + j * WIDE, sizeof keys);
+          part[i][j] = Vector<T>::dot(part[i][j], keys, query);
         }
       }
-      for (int i = 0; i < 4; i++) std::memcpy(out[i] + n, part[i], sizeof part[i]);
     }
+    std::memcpy(out, part, sizeof part);
   }
 
   // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).

@@ -222,9 +222,9 @@ void times_group(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float
     case 3: return times<T, 3, fetch>(x, m, block, out);
     case 4: return times<T, 4, fetch>(x, m, block, out);
     case 5: return times<T, 5, fetch>(x, m, block, out);
-    case 6: return times<T, 6, fetch>(x, m, block, out);
-    case 7: return times<T, 7, fetch>(x, m, block, out);
-    default: return times<T, 8, fetch>(x, m, block, out);
+    case 6: return times<T, std::min(6, GROUP), fetch>(x, m, block, out);
+    case 7: return times<T, std::min(7, GROUP), fetch>(x, m, block, out);
+    default: return times<T, GROUP, fetch>(x, m, block, out);
   }
 }
 
