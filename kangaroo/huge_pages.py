@@ -34,7 +34,8 @@ def settle(parameters: Iterable[Tensor]) -> None:
     for tensor in tensors:
         places.append(end)
         end += -(-tensor.numel() * tensor.element_size() // LINE) * LINE
-    memory = mmap.mmap(-1, end + PAGE)  # pages are taken when first written
+    # private, since most systems give shared memory no huge pages; taken when first written
+    memory = mmap.mmap(-1, end + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds on to the memory
     start = -whole.data_ptr() % PAGE

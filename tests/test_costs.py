@@ -149,3 +149,20 @@ def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         settle([tensor])
     assert tensor.data_ptr() == place and not caplog.text
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the system has no huge pages"
+)
+def test_weights_are_on_huge_pages():
+    def on_huge_pages():
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHuge"))
+
+    tensor = torch.ones(8 * PAGE // 4)
+    before = on_huge_pages()
+    settle([tensor])
+    assert on_huge_pages() - before >= 6 * PAGE and torch.equal(tensor, torch.ones_like(tensor))

@@ -95,6 +95,11 @@ def test_a_tokens_result_depends_on_nothing_beside_it(dtype):
             assert torch.equal(mine, all_rows[here])
 
 
+def built_fast(monkeypatch):
+    """Builds from now on take few seconds; what they compute is the same."""
+    monkeypatch.setattr(native, "FLAGS", ["-O1" if f == "-O3" else f for f in native.FLAGS])
+
+
 @pytest.mark.parametrize("target", [[], ["-march=haswell"]], ids=["any", "AVX2"])
 def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
     """Registers of 4, 8 and 16 numbers: what is computed at a time shows in the last bits only."""
@@ -102,6 +107,7 @@ def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
         pytest.skip("the build for this processor is no wider, or it is another kind")
     hf = tiny_model("qwen3", dtype=torch.bfloat16)
     expected, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
+    built_fast(monkeypatch)
     other = ctypes.CDLL(str(native.build(native.compiler(), target)))
     monkeypatch.setattr(native, "library", lambda: other)
     found, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
@@ -214,7 +220,7 @@ def fresh_library(monkeypatch, tmp_path):
 
 
 def test_it_is_built_once(fresh_library, monkeypatch):
-    monkeypatch.setattr(native, "FLAGS", ["-O0" if f == "-O3" else f for f in native.FLAGS])
+    built_fast(monkeypatch)
     assert native.library() is not None
     (file,) = (fresh_library / "native").iterdir()
     made = file.stat().st_mtime_ns

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
@@ -45,6 +48,15 @@ def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:
     )
 
 
+def _loaded(
+    model: ModelConfig, drafter: DrafterConfig, config: ServeConfig
+) -> tuple[Engine, PreTrainedTokenizerBase]:
+    lm, tokenizer = load_target(model)
+    longest = min(config.longest or lm.context, lm.context)
+    check_memory(lm, config.rows, longest, found(model))
+    return Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk), tokenizer
+
+
 def serve(
     model: ModelConfig,
     drafter: DrafterConfig,
@@ -63,10 +75,12 @@ def serve(
     from kangaroo.serving import http
 
     listening = http.listen(config)
-    lm, tokenizer = load_target(model)
+    # In a thread that ends, and its OpenMP threads with it. Beside those of the thread that decodes
+    # they would be more than there are cores, and then OpenMP puts threads to sleep at barriers.
+    with ThreadPoolExecutor(1) as passing:
+        engine, tokenizer = passing.submit(_loaded, model, drafter, config).result()
+    lm = engine.lm
     longest = min(config.longest or lm.context, lm.context)
-    check_memory(lm, config.rows, longest, found(model))
-    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk)
     scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
     ready(listening.getsockname()[1])
     http.run(listening, scheduler, tokenizer, model.name, drafter.name, config)
