@@ -83,8 +83,8 @@ class LM(nn.Module):
 
     def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
-        by CUDA graphs on one GPU. Training stays as it is, and so do prompts but where the
-        processor has a matrix unit.
+        by CUDA graphs on one GPU. Training stays as it is, and so do prompts where PyTorch reads
+        them faster.
 
         Args:
             settled: native code first moves the weights, to where it reads them fastest.
