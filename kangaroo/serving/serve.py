@@ -75,8 +75,8 @@ def serve(
     from kangaroo.serving import http
 
     listening = http.listen(config)
-    # In a thread that ends, and its OpenMP threads with it. Beside those of the thread that decodes
-    # they would be more than there are cores, and then OpenMP puts threads to sleep at barriers.
+    # In a thread that ends, and its OpenMP threads with it: beside them a step took two to three
+    # times as long, probably since a runtime with more threads than cores does not spin at barriers.
     with ThreadPoolExecutor(1) as passing:
         engine, tokenizer = passing.submit(_loaded, model, drafter, config).result()
     lm = engine.lm
