@@ -76,7 +76,7 @@ def serve(
 
     listening = http.listen(config)
     # In a thread that ends, and its OpenMP threads with it: beside them a step took two to three
-    # times as long, probably since a runtime with more threads than cores does not spin at barriers.
+    # times as long, probably since a runtime with more threads than cores spins less at barriers.
     with ThreadPoolExecutor(1) as passing:
         engine, tokenizer = passing.submit(_loaded, model, drafter, config).result()
     lm = engine.lm
