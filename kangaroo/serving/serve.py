@@ -50,11 +50,12 @@ def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:
 
 def _loaded(
     model: ModelConfig, drafter: DrafterConfig, config: ServeConfig
-) -> tuple[Engine, PreTrainedTokenizerBase]:
+) -> tuple[Engine, PreTrainedTokenizerBase, int]:
     lm, tokenizer = load_target(model)
     longest = min(config.longest or lm.context, lm.context)
     check_memory(lm, config.rows, longest, found(model))
-    return Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk), tokenizer
+    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk)
+    return engine, tokenizer, longest
 
 
 def serve(
@@ -78,9 +79,7 @@ def serve(
     # In a thread that ends, and its OpenMP threads with it: beside them a step took two to three
     # times as long, probably since a runtime with more threads than cores spins less at barriers.
     with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer = passing.submit(_loaded, model, drafter, config).result()
-    lm = engine.lm
-    longest = min(config.longest or lm.context, lm.context)
+        engine, tokenizer, longest = passing.submit(_loaded, model, drafter, config).result()
     scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
     ready(listening.getsockname()[1])
     http.run(listening, scheduler, tokenizer, model.name, drafter.name, config)
