@@ -91,6 +91,20 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_peak(monke
     assert f"about {hours / 8:.2g} hours" in lines[2]
 
 
+def test_conversations_of_a_local_file_are_counted(monkeypatch, tmp_path):
+    Gpus(monkeypatch, (A100, 80 * GB))
+    file = tmp_path / "questions.jsonl"
+    file.write_text("{}\n{}\n\n{}\n")
+    asked = "model=smollm2-135m", "data=conversations", f"data.source={file}"
+    *_, lines = foreseen(*asked)
+    assert lines[1].endswith("for 3 conversations, 3072 tokens (1024 tokens each are assumed)")
+    *_, lines = foreseen(*asked, "data.limit=2")
+    assert "for 2 conversations" in lines[1]
+    file.write_text("")  # that it is empty is told when it is read
+    *_, lines = foreseen(*asked)
+    assert lines[1].endswith("(assumed)")
+
+
 def test_training_that_cannot_fit_is_refused_and_says_what_takes_most(monkeypatch):
     Gpus(monkeypatch, (A100, 15 * GB))
     with pytest.raises(ConfigError, match=r"training takes 17\.\d GB .*target 13\.5 GB.*15\.0 GB"):

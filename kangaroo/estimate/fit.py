@@ -177,6 +177,19 @@ def _to_write(data: Data) -> tuple[int, int]:
     return rows, max(data.turns) * turn
 
 
+def _lines(data: SynthesisConfig | ConversationsConfig) -> int | None:
+    """How many conversations a local .jsonl file holds, without reading them; None for others,
+    and for an empty one, which is refused when it is read.
+    """
+    if not isinstance(data, ConversationsConfig):
+        return None
+    file = Path(data.source)
+    if file.suffix != ".jsonl" or not file.is_file():
+        return None
+    with file.open("rb") as lines:
+        return sum(not line.isspace() for line in lines) or None
+
+
 def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
     """How much text there is or will be, and how that is known.
 
@@ -188,10 +201,13 @@ def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
         longest = trainer.max_length
     else:
         folders = [data.path] if there else []
-        assumed = EstimateConfig().text(data, trainer)
-        longest = assumed.longest
+        lines = _lines(data)
+        assumed = EstimateConfig() if lines is None else EstimateConfig(conversations=lines)
+        text = assumed.text(data, trainer)
+        longest = text.longest
         if not folders:
-            return assumed, "assumed"
+            known = "assumed" if lines is None else f"{assumed.length} tokens each are assumed"
+            return text, known
     parts = [store.about(Path(folder)) for folder in folders]
     kept = [(part.get("teacher") or {}).get("likeliest", 0) for part in parts]
     conversations, tokens, learnt = (
