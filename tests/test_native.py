@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,6 +94,20 @@ def test_a_tokens_result_depends_on_nothing_beside_it(dtype):
             (*alone.keys, *alone.values), (*cache.keys, *cache.values), strict=True
         ):
             assert torch.equal(mine, all_rows[here])
+
+
+def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
+    """Bit by bit; more threads than processors, and in two Python threads at the same time."""
+    lm, before = tiny(dtype=torch.bfloat16).compile_for_decoding(), torch.get_num_threads()
+    starts, tokens_BN = [3, 70, 140], random_tokens(3, 11)
+    alone, _ = logits(lm, starts, tokens_BN)
+    try:
+        torch.set_num_threads(5)
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(logits, lm, starts, tokens_BN) for _ in range(8)]
+            assert all(torch.equal(one.result()[0], alone) for one in asked)
+    finally:
+        torch.set_num_threads(before)
 
 
 def built_fast(monkeypatch):

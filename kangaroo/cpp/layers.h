@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "barrier.h"
 
 namespace {
 
@@ -51,8 +52,8 @@ template <class T> struct Scratch {
 template <class T> class Pass {
  public:
   Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
-       T* x)
-      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), x(x),
+       Barrier& barrier, T* x)
+      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), x(x),
         attention(sizes, sight, n_slots) {
     normed.resize(tokens.total * s.hidden);
   }
@@ -61,23 +62,23 @@ template <class T> class Pass {
   void run(const Layer<T>& layer, const Layer<T>& next, T* keys, T* values) {
     if (layer.q) {
       project(layer);
-#pragma omp barrier
+      barrier.wait();
       rotate(layer, keys, values);
-#pragma omp barrier
+      barrier.wait();
       attention.attend(scratch.queries.data(), keys, values, scratch.partial.data());
-#pragma omp barrier
+      barrier.wait();
       attention.merge(scratch.partial.data(), scratch.attended.data());
-#pragma omp barrier
+      barrier.wait();
       i64 width = s.heads * s.head_size;
       add({scratch.attended.data(), tokens.total, width}, layer.o, layer.o_bias,
           layer.gate ? share_of(layer.gate, s.feed_forward, s.hidden) : first_of(next));
-#pragma omp barrier
+      barrier.wait();
     }
     if (layer.gate) {
       activate(layer);
-#pragma omp barrier
+      barrier.wait();
       add({scratch.activated.data(), tokens.total, s.feed_forward}, layer.down, nullptr, first_of(next));
-#pragma omp barrier
+      barrier.wait();
     }
   }
 
@@ -196,7 +197,9 @@ template <class T> class Pass {
   const Tokens<T>& tokens;
   const Sight& sight;
   i64 n_slots;
-  Scratch<T>& scratch;  // shared by all threads; what follows is each thread's own
+  // shared by all threads; what follows is each thread's own
+  Scratch<T>& scratch;
+  Barrier& barrier;
   T* x;
   Attention<T> attention;
   Room room_for_sums;
@@ -219,9 +222,10 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.activated, tokens.total * s.feed_forward);
   grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
   Scratch<T>& shared = scratch;
+  Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
   {
-    Pass<T> pass(s, tokens, sight, stack.n_slots, shared, x);
+    Pass<T> pass(s, tokens, sight, stack.n_slots, shared, barrier, x);
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);

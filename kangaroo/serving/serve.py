@@ -76,8 +76,8 @@ def serve(
     from kangaroo.serving import http
 
     listening = http.listen(config)
-    # In a thread that ends, and its OpenMP threads with it: beside them a step took two to three
-    # times as long, probably since a runtime with more threads than cores spins less at barriers.
+    # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
+    # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
         engine, tokenizer, longest = passing.submit(_loaded, model, drafter, config).result()
     scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
