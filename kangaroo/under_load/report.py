@@ -112,9 +112,9 @@ def sentences(summary: Mapping[str, Any]) -> list[str]:
             found.append(f"{name} writes more tokens/s than vanilla at all numbers of users.")
         else:
             after = next(many for many in summary["users"] if many > users)
+            up_to = f"{users} user{'s' if users > 1 else ''}"
             found.append(
-                f"{name} writes more tokens/s than vanilla up to {users} users, and no longer at "
-                f"{after}."
+                f"{name} writes more tokens/s than vanilla up to {up_to}, and no longer at {after}."
             )
     return found
 
