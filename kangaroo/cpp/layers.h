@@ -197,8 +197,7 @@ template <class T> class Pass {
   const Tokens<T>& tokens;
   const Sight& sight;
   i64 n_slots;
-  // shared by all threads; what follows is each thread's own
-  Scratch<T>& scratch;
+  Scratch<T>& scratch;  // this and the barrier are shared by all threads; what follows is each thread's own
   Barrier& barrier;
   T* x;
   Attention<T> attention;

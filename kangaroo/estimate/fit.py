@@ -200,14 +200,13 @@ def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
         folders = [data.path] if there else data.paths
         longest = trainer.max_length
     else:
-        folders = [data.path] if there else []
-        lines = _lines(data)
+        lines = None if there else _lines(data)
         assumed = EstimateConfig() if lines is None else EstimateConfig(conversations=lines)
         text = assumed.text(data, trainer)
-        longest = text.longest
-        if not folders:
+        if not there:
             known = "assumed" if lines is None else f"{assumed.length} tokens each are assumed"
             return text, known
+        folders, longest = [data.path], text.longest
     parts = [store.about(Path(folder)) for folder in folders]
     kept = [(part.get("teacher") or {}).get("likeliest", 0) for part in parts]
     conversations, tokens, learnt = (
