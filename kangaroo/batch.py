@@ -75,6 +75,7 @@ class Batch:
         # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
+        self.whole = [False] * size  # whether a row's prompt was read to its end
         self.default = replace(sampling, seed=0)
         self.samplings = [self.default] * size
         self.sampling: AnySampling = self.default  # of all rows
@@ -143,6 +144,7 @@ class Batch:
         self.tokens_BS[row, len(self.texts[row])] = token
         self.length_B[row] += 1
         self.append(row, [token])
+        self.whole[row] = True
         self.done_B[row] = self.done[row]
 
     def append(self, row: int, tokens: list[int]) -> None:

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo.batch import Batch
 from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
-from kangaroo.generation import Generation
+from kangaroo.generation import Generation, Request
 from kangaroo.prompts import Message, plain_text, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
@@ -66,6 +67,7 @@ def chat(
     Ctrl-C stops an answer. A question that was stopped, or is too long, is not kept.
     """
     messages: list[Message] = _start(config)
+    batch: Batch | None = None
     for question in questions:
         if not question.strip():
             messages = _start(config)
@@ -73,7 +75,10 @@ def chat(
             continue
         messages.append(Message(role="user", content=question))
         try:
-            stream = engine.stream(prompt_ids(tokenizer, messages), config.max_new_tokens, sampling)
+            prompt, limit = prompt_ids(tokenizer, messages), config.max_new_tokens
+            engine.check(Request(prompt, limit))
+            batch = _roomy(engine, batch, len(prompt) + limit, sampling)
+            stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
                 style = "green" if drafted and config.color else ""
                 console.print(Text(text, style=style), end="", soft_wrap=True)
@@ -89,6 +94,14 @@ def chat(
         text = plain_text(tokenizer, answer.tokens)
         messages.append(Message(role="assistant", content=text))
         console.print(f"\n[{summary(answer)}]", style="dim", markup=False)
+
+
+def _roomy(engine: Engine, batch: Batch | None, longest: int, sampling: Sampling) -> Batch:
+    """The conversation's batch, if it has room for so many tokens; or a new one, with room for as
+    many again, since there everything has to be read again."""
+    if batch is not None and batch.longest >= longest:
+        return batch
+    return engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
 
 
 def _start(config: ChatConfig) -> list[Message]:

@@ -5,7 +5,7 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -32,6 +32,8 @@ class Engine:
         tokenizer: needed for stop strings alone.
         prefill_chunk: prompts enter the cache in chunks of at most this many tokens, which bounds
             the memory of a prefill whatever the prompt's length; None is as many as are quick.
+        reuse: a prompt that begins like the text before it in its row is read from where it
+            differs. Off, every prompt is read whole, as whoever measures wants it.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class Engine:
         drafter: Drafter,
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int | None = None,
+        reuse: bool = False,
     ):
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.reuse = prefill_chunk, reuse
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.rounds: Rounds | None = None  # of the batch, where these are native
@@ -112,9 +115,11 @@ class Engine:
         begun, seconds = now(lm.device), 0.0
         prompt_T = torch.tensor(request.prompt, device=lm.device)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        read: list[tuple[Tensor, Block, dict[int, Tensor]]] = []
-        for first in range(0, end, chunk):
-            if first:  # what steps leave behind in the row lies above what it has read
+        known = self.known(batch, row, request.prompt)
+        read = self._left_unread(row, prompt_T[:known])
+        batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
+        for first in range(known, end, chunk):
+            if first > known:  # what steps leave behind in the row lies above what it has read
                 batch.fill(row, prompt_T[:first])
                 seconds += now(lm.device) - begun
                 yield
@@ -133,10 +138,34 @@ class Engine:
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun)
+        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun, reused=known)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
+
+    def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens need not be read in this free row: those that its
+        text began with, but for the last two of the text, which not every drafter has read, and
+        the last one of the prompt, which the first new token comes from.
+        """
+        if not (self.reuse and self.drafter.resumes and batch.whole[row]):
+            return 0
+        text, most = batch.texts[row], min(len(batch.texts[row]) - 2, len(prompt) - 1)
+        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
+
+    def _left_unread(
+        self, row: int, known_T: Tensor
+    ) -> list[tuple[Tensor, Block, dict[int, Tensor]]]:
+        """As a chunk of a prompt, those of a row's first tokens that native rounds know and its
+        drafter has not read yet: it reads only when it drafts."""
+        if self.rounds is None or not len(known_T):
+            return []
+        states_1TD = self.rounds.left_unread(row, len(known_T))
+        first, end = len(known_T) - states_1TD.shape[1], len(known_T)
+        if first == end:
+            return []
+        block = self.lm.chunk(first, end, row, self.rounds.batch.n_slots)
+        return [(known_T[None, first:], block, {self.rounds.exit: states_1TD})]
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
@@ -249,11 +278,22 @@ class Engine:
         return None
 
     def completions(
-        self, requests: Sequence[Request], sampling: Sampling, batch_size: int, keep: int = 0
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch_size: int,
+        keep: int = 0,
+        after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
+        longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
         """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
 
         A row that is done takes the next request at once. `keep` is that of `open`.
+
+        Args:
+            after: what follows a request that has ended, in its row and under its index: the next
+                turn of a conversation.
+            longest: tokens of the longest text; by default that of `requests`.
         """
         for request in requests:
             self.check(request)
@@ -261,25 +301,28 @@ class Engine:
             raise ConfigError(f"batch_size must be 1 or more, not {batch_size}.")
         if not requests:
             return
-        longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
         batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
-        waiting = iter(range(len(requests)))
-        running: dict[int, tuple[int, Generation]] = {}
+        waiting = iter(enumerate(requests))
+        following: dict[int, tuple[int, Request]] = {}  # by row
+        running: dict[int, tuple[int, Request, Generation]] = {}
         while True:
             for row in range(batch.size):
-                while row not in running and (index := next(waiting, None)) is not None:
-                    generation = self.admit(batch, row, requests[index])
-                    if generation.finish:
-                        yield index, generation
-                    else:
-                        running[row] = index, generation
+                if row in running:
+                    continue
+                if found := following.pop(row, None) or next(waiting, None):
+                    running[row] = (*found, self.admit(batch, row, found[1]))
             if not running:
                 return
-            records = self.step(batch)
-            for row, (index, generation) in list(running.items()):
-                self.record(batch, row, records[row], requests[index], generation)
+            if not any(generation.finish for _, _, generation in running.values()):
+                records = self.step(batch)
+                for row, (_, request, generation) in running.items():
+                    self.record(batch, row, records[row], request, generation)
+            for row, (index, _, generation) in list(running.items()):
                 if generation.finish:
                     del running[row]
+                    if (follower := after(index, generation)) is not None:
+                        following[row] = index, follower
                     yield index, generation
 
     def generate(
@@ -315,12 +358,18 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        batch: Batch | None = None,
     ) -> Stream:
-        """Decode one prompt, token by token as steps write them."""
+        """Decode one prompt, token by token as steps write them.
+
+        Args:
+            batch: of one row, opened before with this sampling; by default one is opened. In a
+                conversation's own batch its next turn goes on from the last one (`reuse`).
+        """
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)
-        batch = self.open(1, len(prompt) + max_new_tokens, sampling)
+        batch = batch or self.open(1, len(prompt) + max_new_tokens, sampling)
         generation = self.admit(batch, 0, request)
         return Stream(generation, self._tokens(batch, request, generation))
 

@@ -65,12 +65,14 @@ class Generation:
         steps: the first is the prefill, whose time is not in the record.
         finish: "eos", "length" or "stop"; empty while it is being written.
         prefill_seconds: time until the prompt was in the cache and the first token was known.
+        reused: tokens of the prompt that were in the cache already (`Engine.known`).
     """
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     finish: str = ""
     prefill_seconds: float = 0.0
+    reused: int = 0
 
     @property
     def seconds(self) -> float:

@@ -177,6 +177,7 @@ class Rounds(Nodes):
         exit_layer, drafting = drafter.native_exit, drafter.native_drafting()
         super().__init__(lm, batch.cache, 1 + drafter.native_nodes, exit_layer, drafting, keep)
         self.lm, self.batch, self.drafter, self.keep = lm, batch, drafter, keep
+        self.exit = exit_layer
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         self.texts: list[list[int] | None] = [None] * batch.size
         if drafter.needs_costs or (batch.size > 1 and drafter.max_nodes):
@@ -232,6 +233,15 @@ class Rounds(Nodes):
                 self.draw[row] = own.temperature, own.top_p, own.top_k, seed
             self.base[row], self.token[row, 0] = len(text) - 1, text[-1]
             self.count[row], self.has_state[row, 0] = 1, 0
+
+    def left_unread(self, row: int, known: int) -> Tensor:
+        """States that the drafting layer has not read, `[1, T, D]`: of the last T of the first
+        `known` tokens of a row's text."""
+        count = 0
+        if self.texts[row] is self.batch.texts[row]:  # else it has none but its prompt's
+            end = self.base[row] + self.accepted[row] + 1
+            count = max(0, known - int(end - self.unread[row]))
+        return self.unread_BUD[row, None, :count].clone()
 
     def plant(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """A tree in place of a row's nodes; what was a node before stays where it is.

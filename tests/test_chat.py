@@ -25,7 +25,7 @@ def target():
 
 def talk(target, questions, **settings):
     lm, tokenizer = target
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer, reuse=True)
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     config = ChatConfig(max_new_tokens=16, **settings)
     chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))
@@ -54,6 +54,33 @@ def test_drafted_tokens_are_green_unless_colour_is_off(target):
 def test_each_answer_is_followed_by_its_numbers(target):
     text = talk(target, ["Why?", "And then?"])
     assert text.count("compression rate") == 2 and text.count("tokens/s") == 2
+
+
+def test_a_turn_is_read_from_where_the_last_one_ended(target, monkeypatch):
+    """And its answer is the one of a prompt that was read whole."""
+    lm, tokenizer = target
+    asked: list[list[int]] = []
+    answers: list[Generation] = []
+    stream = Engine.stream
+
+    def seen(self, prompt, *args, **options):
+        told = stream(self, prompt, *args, **options)
+        asked.append(prompt)
+        answers.append(told.generation)
+        return told
+
+    monkeypatch.setattr(Engine, "stream", seen)
+    talk(target, ["Why?", "And then?", "Say it again.", "", "What now?", "", "Why?"])
+    known = [answer.reused for answer in answers]
+    header = next(i for i, (a, b) in enumerate(zip(*asked[2:4], strict=False)) if a != b)
+    # the second has no room in the batch of the first; of its answer, characters are not whole
+    assert known[:2] == [0, 0] and known[2] >= len(asked[1])
+    assert known[3] == known[4] == header > 0  # of another conversation, its beginning
+    monkeypatch.undo()
+    alone = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer)
+    for prompt, answer in zip(asked, answers, strict=True):
+        (whole,) = alone.generate([prompt], 16, Sampling(temperature=1.0))
+        assert answer.tokens == whole.tokens
 
 
 def test_an_empty_line_begins_a_new_conversation(target):

@@ -1,6 +1,7 @@
 """Conversations that others wrote: reading them, answering them anew, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -10,6 +11,7 @@ from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
@@ -239,6 +241,26 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
         assert len(answers(sample["loss_mask"])) == len(said)
         lengths.add(len(said))
     assert lengths == {1, 2}  # some first answers reach their limit, which ends a conversation
+
+
+def test_what_a_conversation_has_said_already_is_not_read_again(target, tmp_path, monkeypatch):
+    lm, tokenizer = target
+    source, known, find = written(tmp_path), {}, Engine.known
+
+    def found(self, batch, row, prompt):
+        return known.setdefault(tuple(prompt), find(self, batch, row, prompt))
+
+    monkeypatch.setattr(Engine, "known", found)
+    config(tmp_path, source).make(lm, tokenizer)
+    samples, _ = store.load(tmp_path / "data")
+    several = [sample["messages"] for sample in samples if len(sample["messages"]) == 4]
+    assert several
+    for messages in several:
+        first, second = (prompt_ids(tokenizer, messages[:n]) for n in (1, 3))
+        assert known[tuple(second)] >= len(first) - 1  # an answer may be one token
+    monkeypatch.setattr(Engine, "known", lambda *_: 0)
+    replace(config(tmp_path, source), path=str(tmp_path / "whole")).make(lm, tokenizer)
+    assert store.load(tmp_path / "whole")[0] == samples
 
 
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):

@@ -66,7 +66,7 @@ def target() -> LM:
 
 def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
     drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk)
+    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, reuse=True)
 
 
 @contextmanager
@@ -84,13 +84,14 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.finish = ""
+        self.finish, self.reused = "", 0
         self.ended = threading.Event()
         self.begun = threading.Event()
 
     def __call__(self, event: Event) -> None:
         assert not self.finish, "nothing comes after the end"
         self.tokens += event.tokens
+        self.reused += event.reused
         self.finish = event.finish
         self.begun.set()
         if event.finish:
@@ -127,6 +128,37 @@ def test_every_text_is_the_one_that_is_written_alone():
             assert heard.ended.wait(60)
     for one, heard in jobs:
         assert heard.tokens == alone(other, one.request) and heard.finish == "length"
+
+
+def said(scheduler: Scheduler, prompt: list[int], new_tokens: int = 9) -> Heard:
+    one, heard = job(Request(prompt, new_tokens, ignore_eos=True))
+    scheduler.submit(one)
+    assert heard.ended.wait(60)
+    assert heard.tokens == alone(engine_of(target()), one.request)
+    return heard
+
+
+def test_each_conversation_goes_on_in_the_row_that_has_it():
+    rng = random.Random(5)
+    texts = [[rng.randrange(3, 250) for _ in range(30)] for _ in range(2)]
+    with scheduling() as scheduler:
+        for turn in range(4):
+            for text in texts:
+                heard = said(scheduler, text)
+                assert heard.reused == (len(text) - 3 - 2 if turn else 0)
+                text += [*heard.tokens, 7, 8 + turn, 9]
+            # somebody else's question takes the row that neither of them is in
+            assert said(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
+
+
+def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
+    texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
+    with scheduling() as scheduler:
+        for text in texts:  # the fourth takes the row of the first
+            assert said(scheduler, text).reused == 0
+        again = [said(scheduler, [*text, 5]).reused for text in (texts[1], texts[2], texts[3])]
+        assert again == [len(texts[0])] * 3
+        assert said(scheduler, [*texts[0], 5]).reused == 0
 
 
 def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
@@ -328,7 +360,9 @@ def test_openais_client_is_answered_whole_and_streamed(address):
     )
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-2].choices[0].finish_reason == chat.choices[0].finish_reason == "length"
-    assert parts[-1].usage == chat.usage and chat.usage.completion_tokens == 12
+    usage, again = chat.usage, parts[-1].usage
+    assert usage.completion_tokens == again.completion_tokens == 12
+    assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1  # all but the last
     text = client.completions.create(prompt="Once", **options)
     streamed = client.completions.create(prompt="Once", stream=True, **options)
     assert "".join(p.choices[0].text for p in streamed) == text.choices[0].text

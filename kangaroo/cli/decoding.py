@@ -67,7 +67,7 @@ def soak(config: SoakCommand) -> None:
 def chat(config: TalkCommand) -> None:
     """Talk in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
-    engine = Engine(lm, config.drafter.build(lm), tokenizer)
+    engine = Engine(lm, config.drafter.build(lm), tokenizer, reuse=True)
     console = Console()
     console.print(
         f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty "

@@ -195,16 +195,20 @@ def _answer(
     writer: Writer,
     done: Callable[[], object],
 ) -> list[Dialogue]:
-    """One shard's conversations, turn by turn: all first answers, then all second ones."""
+    """One shard's conversations."""
     first = config.seed * 1_000_003 + number * config.shard_size
     dialogues = [Dialogue(first + index) for index in range(len(asked))]
     temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
-    waiting = [iter(turns) for turns in asked]
-    while any(dialogue.open for dialogue in dialogues):
-        for dialogue, turns in zip(dialogues, waiting, strict=True):
-            if dialogue.open:
-                _put_question(dialogue, turns)
-        writer.answer(dialogues, config.max_answer_tokens, temperature, done)
+    waiting = {d.seed: iter(turns) for d, turns in zip(dialogues, asked, strict=True)}
+
+    def proceed(dialogue: Dialogue) -> None:
+        _put_question(dialogue, waiting[dialogue.seed])
+
+    for dialogue in dialogues:
+        proceed(dialogue)
+    one_each = all(sum(turn["role"] == "user" for turn in turns) == 1 for turns in asked)
+    more = None if one_each else proceed  # which takes room for the longest conversation
+    writer.answer(dialogues, config.max_answer_tokens, temperature, done, more)
     return dialogues
 
 

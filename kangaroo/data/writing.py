@@ -79,11 +79,23 @@ class Dialogue:
 
 
 @dataclass
+class Prompt:
+    """What asks for an answer.
+
+    Args:
+        mask: which of its tokens are of earlier answers.
+    """
+
+    request: Request
+    mask: list[int]
+
+
+@dataclass
 class Speed:
     """How fast text was written.
 
     Args:
-        written, read: tokens decoded, and tokens of the prompts.
+        written, read: tokens decoded, and tokens of prompts, but for those that were read before.
         seconds: the time for both.
         trial: tokens per second of a short trial with a full batch, before anything is written.
         forward: tokens per second of a plain forward over full rows, LM head included.
@@ -135,7 +147,7 @@ class Writer:
         keep: int = 0,
     ):
         self.lm, self.tokenizer, self.batch_size, self.keep = lm, tokenizer, batch_size, keep
-        self.engine = Engine(lm, Vanilla(), tokenizer)
+        self.engine = Engine(lm, Vanilla(), tokenizer, reuse=True)
         self.longest = min(longest, lm.context)
         self.speed = Speed()
 
@@ -177,6 +189,7 @@ class Writer:
         max_tokens: int,
         temperature: float,
         done: Callable[[], object],
+        proceed: Callable[[Dialogue], object] | None = None,
     ) -> None:
         """Let the target answer the user turn that ends every open dialogue.
 
@@ -185,21 +198,41 @@ class Writer:
 
         Args:
             done: called after every answer.
+            proceed: called after an answer that leaves its dialogue open; where it adds a user
+                turn, that is answered at once, and what went before is not read again.
         """
-        going, masks, requests = [], [], []
-        for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
-            prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)
-            dialogue.open = len(prompt) + max_tokens <= self.longest
-            if dialogue.open:
+        prompts: list[Prompt] = []
+        going: list[Dialogue] = []
+        for dialogue in dialogues:
+            if (prompt := self._prompt(dialogue, max_tokens)) is not None:
                 going.append(dialogue)
-                masks.append(mask)
-                requests.append(Request(prompt, max_tokens, dialogue.seed))
-        generations = self._decode(requests, temperature, done, self.keep)
-        for dialogue, request, mask, said in zip(going, requests, masks, generations, strict=True):
+                prompts.append(prompt)
+
+        def after(index: int, said: Generation) -> Request | None:
+            dialogue, prompt = going[index], prompts[index]
             text = plain_text(self.tokenizer, said.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
-            dialogue.append(request.prompt, mask, said)
+            dialogue.append(prompt.request.prompt, prompt.mask, said)
             dialogue.open = said.finish != "length"
+            done()
+            if dialogue.open and proceed:
+                proceed(dialogue)
+            following = self._prompt(dialogue, max_tokens)
+            if following is None:
+                return None
+            prompts[index] = following
+            return following.request
+
+        requests = [prompt.request for prompt in prompts]
+        self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
+
+    def _prompt(self, dialogue: Dialogue, max_tokens: int) -> Prompt | None:
+        """What asks for the next answer; None where there is no open question, or no room."""
+        if not (dialogue.open and dialogue.messages[-1]["role"] == "user"):
+            return None
+        prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)
+        dialogue.open = len(prompt) + max_tokens <= self.longest
+        return Prompt(Request(prompt, max_tokens, dialogue.seed), mask) if dialogue.open else None
 
     def time_trials(self) -> None:
         """Measure, in a few seconds, how fast a full batch decodes and a plain forward runs."""
@@ -233,18 +266,26 @@ class Writer:
         self,
         requests: Sequence[Request],
         temperature: float,
-        done: Callable[[], object] = lambda: None,
         keep: int = 0,
+        after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
+        longest: int | None = None,
     ) -> list[Generation]:
-        """A generation for each request, in their order."""
-        start = time.perf_counter()
-        finished = {}
-        sampling = Sampling(temperature=temperature)
-        texts = self.engine.completions(requests, sampling, self.batch_size, keep)
-        for index, generation in texts:
-            finished[index] = generation
+        """A generation for each request, in their order; of those that `after` lets follow each
+        other, the last. `after` and `longest` are those of `Engine.completions`."""
+        start, asked = time.perf_counter(), list(requests)
+
+        def following(index: int, generation: Generation) -> Request | None:
             self.speed.written += len(generation.tokens)
-            self.speed.read += len(requests[index].prompt)
-            done()
+            self.speed.read += len(asked[index].prompt) - generation.reused
+            request = after(index, generation)
+            if request is not None:
+                asked[index] = request
+            return request
+
+        sampling = Sampling(temperature=temperature)
+        texts = self.engine.completions(
+            requests, sampling, self.batch_size, keep, following, longest
+        )
+        finished = dict(texts)
         self.speed.seconds += time.perf_counter() - start
         return [finished[index] for index in range(len(requests))]

@@ -29,10 +29,13 @@ class Drafter(Protocol):
         taps: target hidden states it wants back, by the number of layers below them.
         max_nodes: the most nodes that it makes in a round, the root aside, so that there are slots
             for them, and as many for places before the start of a text (`LM.block`, `below`).
+        resumes: whether a prompt may come to `prefill` without a beginning that the row's text
+            before it had as well, up to the last two tokens of that text.
     """
 
     taps: tuple[int, ...]
     max_nodes: int
+    resumes: bool
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
@@ -42,8 +45,8 @@ class Drafter(Protocol):
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache.
 
-        Chunks of a prompt come in order, the whole of it. The token that the target writes after
-        it is pending, and in none of them.
+        Chunks of a prompt come in order, the whole of it unless the drafter `resumes`. The token
+        that the target writes after it is pending, and in none of them.
         """
 
     def propose(self, batch: Batch) -> Draft:
@@ -121,6 +124,7 @@ class Stateless:
     """A drafter's methods for those that keep nothing between steps and read no hidden state."""
 
     taps: tuple[int, ...] = ()
+    resumes = True
 
     def begin(self, batch: Batch) -> None:
         """Nothing is kept."""

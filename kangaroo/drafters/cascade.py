@@ -63,6 +63,7 @@ class Cascade(NativeDrafter):
         self.lm, self.first, self.second, self.extend = lm, first, second, extend
         self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
+        self.resumes = first.resumes and second.resumes
 
     def begin(self, batch: Batch) -> None:
         self.first.begin(batch)

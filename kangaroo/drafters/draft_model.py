@@ -119,6 +119,8 @@ class DraftModel(Autoregressive, NativeDrafter):
     Its vocabulary has the target's tokens, but may be padded to another size.
     """
 
+    resumes = True
+
     def __init__(self, lm: LM, draft_lm: LM, steps: int = 4, threshold: float = 0.0):
         super().__init__(draft_lm, steps, threshold, window=1)
         # of a token of the chain, in vanilla steps: the share of the weights that is read for it
@@ -149,6 +151,8 @@ class DraftModel(Autoregressive, NativeDrafter):
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
         """Keep the prompt; it is read when the first token is out."""
+        first, row = int(block.positions_RT[0, 0]), block.rows.start
+        self.read[row] = min(self.read[row], first)
         self.prompts.append((tokens_1T, block))
 
     def read_prompts(self) -> None:
@@ -210,7 +214,7 @@ class DraftModel(Autoregressive, NativeDrafter):
         """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
         text = rounds.batch.texts[row]
         if text is not self.texts[row]:  # another prompt has taken the row
-            self.texts[row], self.read[row], self.drafted[row] = text, 0, []
+            self.texts[row], self.drafted[row] = text, []
             own.draw[row] = rounds.draw[row]
         at, last = self.read[row], len(text) - 1
         for token in self.drafted[row]:

@@ -107,6 +107,7 @@ class EarlyExit:
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.reads_deep = adapter.reads_deep
+        self.resumes = not self.reads_deep  # the deep states before a prompt's rest are not kept
         taps = (adapter.exit_layer, lm.n_layers) if self.reads_deep else (adapter.exit_layer,)
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
@@ -144,8 +145,19 @@ class EarlyExit:
             known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
             before_1TD = known[:, window:-1] * started(block)
             self.deep_BUD[rows] = known[:, -window - 1 :]
+        self._forget_from(block)
         self.prompts.append((f_1TD, before_1TD, block))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
+
+    def _forget_from(self, chunk: Block) -> None:
+        """Drop what waits of the row's text before, from where this chunk begins: where nothing is
+        drafted for long, more and more would wait."""
+        first = int(chunk.slots_RT[0, 0])
+        self.prompts = [
+            waits
+            for waits in self.prompts
+            if waits[2].rows != chunk.rows or int(waits[2].slots_RT[0, 0]) < first
+        ]
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""

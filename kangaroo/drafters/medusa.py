@@ -96,6 +96,8 @@ class Medusa:
         choices: the tree's nodes as paths of ranks, parents before children.
     """
 
+    resumes = True  # of a prompt only the last state counts
+
     def __init__(
         self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices
     ):

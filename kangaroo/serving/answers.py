@@ -38,6 +38,7 @@ class Usage:
     Args:
         accepted, drafted: draft tokens.
         rounds: forwards of the target, the prompts' included.
+        cached: tokens of the prompt that were in a row already, for all choices together.
     """
 
     prompt: int
@@ -45,6 +46,7 @@ class Usage:
     accepted: int = 0
     drafted: int = 0
     rounds: int = 0
+    cached: int = 0
 
     def add(self, event: Event) -> None:
         """Count a step."""
@@ -52,6 +54,7 @@ class Usage:
         self.accepted += event.accepted
         self.drafted += event.drafted
         self.rounds += bool(event.tokens)
+        self.cached += event.reused
 
 
 @dataclass

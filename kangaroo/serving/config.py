@@ -17,6 +17,9 @@ class ServeConfig:
         longest: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
             many as are quick.
+        reuse: a prompt that goes on from a text that a free row still has, as the next turn of a
+            conversation does, is read from there on. How soon an answer begins then tells whether
+            somebody has asked the same before.
         most_waiting: requests that wait for a row; a further one is answered with 429.
         timeout: seconds from a request's arrival until it is given up; None is never.
         grace: seconds that running texts get when the server is stopped.
@@ -30,6 +33,7 @@ class ServeConfig:
     rows: int = 16
     longest: int | None = None
     prefill_chunk: int | None = None
+    reuse: bool = True
     most_waiting: int = 256
     timeout: float | None = 600.0
     grace: float = 30.0

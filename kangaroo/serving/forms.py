@@ -105,6 +105,7 @@ def counted(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.accepted,
             "rejected_prediction_tokens": usage.drafted - usage.accepted,

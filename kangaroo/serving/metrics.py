@@ -29,7 +29,7 @@ class Metrics:
 
     def ended(self, usage: Usage) -> None:
         """A request has ended, one way or another."""
-        for kind in ("prompt", "completion", "drafted", "accepted"):
+        for kind in ("prompt", "cached", "completion", "drafted", "accepted"):
             self.tokens.labels(kind).inc(getattr(usage, kind))
 
     def show(self, load: Load) -> bytes:

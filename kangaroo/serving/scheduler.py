@@ -41,12 +41,14 @@ class Event:
         drafted: how many were proposed.
         finish: how the job ended: "eos", "length", "stop", or one of this module; empty where it
             goes on.
+        reused: of the first step, tokens of the prompt that were in the cache already.
     """
 
     tokens: list[int]
     accepted: int = 0
     drafted: int = 0
     finish: str = ""
+    reused: int = 0
 
 
 @dataclass(eq=False)
@@ -112,6 +114,7 @@ class Scheduler:
     abandoning: bool = False
 
     def __post_init__(self) -> None:
+        self.idle = list(range(self.rows))  # free rows, the one that was written longest ago first
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -222,9 +225,10 @@ class Scheduler:
         for row, (job, _) in list(self.running.items()):
             if job in ended:
                 batch.stop(row)
-                del self.running[row]
+                self._free(row)
         if self.entering and self.entering.job in ended:
             self.entering.parts.close()
+            self.idle.append(self.entering.row)
             self.entering = None
         for job, why in ended.items():
             job.tell(Event([], finish=why))
@@ -233,11 +237,14 @@ class Scheduler:
         """A part of a prompt enters a row, if one waits and a row is free."""
         if self.entering is None:
             with self.changed:
-                free = next((row for row in range(self.rows) if row not in self.running), None)
-                if free is None or not self.waiting:
+                if not self.idle or not self.waiting:
                     return
-                job = self.waiting.popleft()
-                self.entering = Entering(job, free, self.engine.admitting(batch, free, job.request))
+                job = self.waiting[0]
+            row = self._row_for(batch, job.request)  # nobody who submits waits for this
+            with self.changed:
+                self.waiting.popleft()
+            self.idle.remove(row)
+            self.entering = Entering(job, row, self.engine.admitting(batch, row, job.request))
         entering = self.entering
         try:
             next(entering.parts)
@@ -246,13 +253,23 @@ class Scheduler:
             self.running[entering.row] = entering.job, entered.value
             self._told(entering.row, entered.value.steps[0])
 
+    def _row_for(self, batch: Batch, request: Request) -> int:
+        """The free row of a text that the prompt goes on from; where there is none, the row that
+        was written longest ago, so that others may still be gone on from."""
+        known = {row: self.engine.known(batch, row, request.prompt) for row in self.idle}
+        best = max(known, key=known.__getitem__)
+        return best if 2 * known[best] > len(batch.texts[best]) else self.idle[0]
+
+    def _free(self, row: int) -> None:
+        del self.running[row]
+        self.idle.append(row)
+
     def _step(self, batch: Batch) -> None:
         """One round of all texts. Nothing is drafted while prompts wait for each other though rows
         are free for them: with a longer step between two of them, all would wait longer.
         """
         with self.changed:
-            free = self.rows - len(self.running) - int(self.entering is not None)
-            queued = free > 0 and bool(self.waiting)
+            queued = bool(self.idle) and bool(self.waiting)
         records = self.engine.step(batch, drafts=not queued)
         for row, (job, generation) in list(self.running.items()):
             self.engine.record(batch, row, records[row], job.request, generation)
@@ -262,6 +279,7 @@ class Scheduler:
         """A job hears of its step; where that was the last, its row is free."""
         job, generation = self.running[row]
         if generation.finish:
-            del self.running[row]
+            self._free(row)
+        reused = generation.reused if len(generation.steps) == 1 else 0
         counts = record.accepted, record.drafted
-        job.tell(Event(list(record.tokens), *counts, generation.finish))
+        job.tell(Event(list(record.tokens), *counts, generation.finish, reused))

@@ -54,7 +54,7 @@ def _loaded(
     lm, tokenizer = load_target(model)
     longest = min(config.longest or lm.context, lm.context)
     check_memory(lm, config.rows, longest, found(model))
-    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk)
+    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
     return engine, tokenizer, longest
 
 

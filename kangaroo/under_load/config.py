@@ -21,7 +21,8 @@ class LoadConfig:
     Args:
         output: folder of cells and results; a run that was stopped goes on from there.
         bench: its questions, first turns alone, spread evenly over its list.
-        server: how ours are run; each listens on a free port.
+        server: how ours are run; each listens on a free port, and reads every prompt whole: the
+            same questions are asked again and again.
         urls: servers that run already, by the names of their rows.
         users: how many ask at the same time, each one request after another.
         requests: of a cell, the same ones in all cells.
@@ -35,7 +36,7 @@ class LoadConfig:
 
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
-    server: ServeConfig = field(default_factory=lambda: ServeConfig(port=0))
+    server: ServeConfig = field(default_factory=lambda: ServeConfig(port=0, reuse=False))
     urls: dict[str, str] = field(default_factory=dict)
     users: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     requests: int = 32

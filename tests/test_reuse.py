@@ -1,0 +1,178 @@
+"""A prompt that begins like the text before it in its row is read from where it differs, and
+nothing else changes: neither what is written nor what is drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import adapter_for, random_prompts, vanilla_texts
+from test_conformance import DRAFTERS, SAMPLINGS, SCRIPTED, Case, lm_of
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine
+from kangaroo.generation import Generation, Request
+from kangaroo.rounds import Rounds
+from kangaroo.sampling import Sampling
+
+LONGEST = 160
+CHUNK = 16
+
+
+@dataclass
+class Turn:
+    """A prompt, how many tokens follow, all of it as vanilla writes it, and how many of the
+    prompt's tokens the row knows by then."""
+
+    prompt: list[int]
+    new_tokens: int
+    text: list[int]
+    known: int
+
+
+def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) -> list[Turn]:
+    """A conversation: each prompt is what was written, and more; then one that leaves the text in
+    its middle, one that is the same again, one that has nothing of it, and a short one of it."""
+    more = random_prompts(*[3 + 5 * i for i in range(len(lengths))], seed=sum(first))
+    turns: list[Turn] = []
+    prompt = first
+    for i, length in enumerate(lengths):
+        (text,) = vanilla_texts(lm_of(family), [prompt], length, sampling)
+        turns.append(Turn(prompt, length, text, 0))
+        prompt = {
+            0: text + more[i],
+            1: text + more[i],
+            2: text[: len(text) // 2] + more[i],
+            3: prompt,
+            4: more[i],
+        }.get(i, more[4][:-4])
+    for before, turn in pairwise(turns):
+        most = min(len(before.text) - 2, len(turn.prompt) - 1)
+        pairs = zip(before.text[:most], turn.prompt, strict=False)
+        turn.known = next((i for i, (was, now) in enumerate(pairs) if was != now), most)
+    return turns
+
+
+@cache
+def talks(family: str, sampling: str) -> list[list[Turn]]:
+    """Of two rows, which end their turns at different times."""
+    first = random_prompts(9, 40, seed=7)
+    lengths = [[4, 11, 9, 2, 1, 6, 5], [13, 5, 2, 17, 7, 1, 3]]
+    how = SAMPLINGS[sampling]
+    return [talk(family, how, *row) for row in zip(first, lengths, strict=True)]
+
+
+def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
+    """What was written in each row's turns; a row begins its next one as soon as one has ended."""
+    batch = engine.open(len(talks), LONGEST, sampling)
+    done: list[list[Generation]] = [[] for _ in talks]
+    requests = [
+        [Request(turn.prompt, turn.new_tokens, sampling.seed) for turn in row] for row in talks
+    ]
+    while any(len(d) < len(row) or not d[-1].finish for d, row in zip(done, talks, strict=True)):
+        for row, asked in enumerate(requests):
+            while len(done[row]) < len(asked) and (not done[row] or done[row][-1].finish):
+                request = asked[len(done[row])]
+                done[row].append(engine.admit(batch, row, request))
+        running = [row for row in range(len(talks)) if not done[row][-1].finish]
+        if running:
+            records = engine.step(batch)
+            for row in running:
+                now = done[row]
+                engine.record(batch, row, records[row], requests[row][len(now) - 1], now[-1])
+    return done
+
+
+def drafts(done: list[list[Generation]]) -> list:
+    return [[[(s.drafted, s.accepted) for s in g.steps] for g in row] for row in done]
+
+
+def check(drafter: str, family: str, sampling: str) -> None:
+    lm, asked = lm_of(family), talks(family, sampling)
+    case = Case(lm, adapter_for(lm), [turn.text for row in asked for turn in row])
+    found = {}
+    for reuse in (False, True):
+        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, reuse=reuse)
+        done = converse(engine, asked, SAMPLINGS[sampling])
+        for row, turns in zip(done, asked, strict=True):
+            for said, turn in zip(row, turns, strict=True):
+                assert turn.prompt + said.tokens == turn.text
+                assert said.reused == (turn.known if reuse and engine.drafter.resumes else 0)
+        found[reuse] = drafts(done)
+    assert found[True] == found[False]
+
+
+@pytest.fixture(autouse=True)
+def drafts_always(monkeypatch):
+    """Native rounds draft wherever they are let, as for one text alone."""
+    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
+
+
+OWN = [name for name in DRAFTERS if name not in SCRIPTED]
+TURNS = ["llama-compiled", "llama", "qwen3-compiled", "llama-graphs"]
+
+
+@pytest.mark.parametrize("number", range(len(OWN)), ids=OWN)
+def test_a_conversation_goes_on_in_its_row(number):
+    check(OWN[number], TURNS[number % len(TURNS)], ["greedy", "sampled"][number // 2 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", OWN)
+@pytest.mark.parametrize("family", TURNS)
+def test_so_it_does_in_every_sampling(drafter, family):
+    for sampling in SAMPLINGS:
+        check(drafter, family, sampling)
+
+
+def test_a_layer_reads_what_was_written_without_drafts():
+    """Its keys and the target's are those of a prompt that was read whole."""
+    lm, turn = lm_of("llama-compiled"), random_prompts(20, 7)
+    (text,) = vanilla_texts(lm, turn[:1], 30)
+    prompt = text + turn[1]
+    keys = {}
+    for reuse in (False, True):
+        drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+        engine = Engine(lm, drafter, reuse=reuse)
+        batch = engine.open(1, LONGEST, Sampling())
+        said = engine.admit(batch, 0, Request(turn[0], 30))
+        while not said.finish:
+            (record,) = engine.step(batch, drafts=False)
+            engine.record(batch, 0, record, Request(turn[0], 30), said)
+        assert engine.rounds is not None and engine.rounds.unread[0] == 29
+        said = engine.admit(batch, 0, Request(prompt, 10))
+        assert said.reused == (len(text) - 2 if reuse else 0)
+        engine.step(batch)
+        caches = batch.cache, drafter.cache
+        keys[reuse] = [
+            x[: len(prompt)].clone() for cache in caches for x in (*cache.keys, *cache.values)
+        ]
+    for known, read in zip(keys[True], keys[False], strict=True):
+        torch.testing.assert_close(known, read, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_that_was_given_up_leaves_nothing_to_go_on_from():
+    lm, (prompt,) = lm_of("llama-compiled"), random_prompts(40)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK, reuse=True)
+    batch = engine.open(1, LONGEST, Sampling())
+    parts = engine.admitting(batch, 0, Request(prompt, 5))
+    next(parts)
+    next(parts)
+    parts.close()
+    assert engine.known(batch, 0, prompt) == 0
+    done = engine.admit(batch, 0, Request(prompt, 5))
+    assert prompt + done.tokens == vanilla_texts(lm, [prompt], 1)[0]
+
+
+def test_prompts_that_nobody_drafts_from_do_not_pile_up():
+    lm = lm_of("llama-compiled")
+    drafter = Kangaroo(lm, adapter_for(lm))
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    batch = engine.open(2, LONGEST, Sampling())
+    for seed in range(6):
+        for row, prompt in enumerate(random_prompts(40, 9, seed=seed)):
+            engine.admit(batch, row, Request(prompt, 1))
+    assert len(drafter.prompts) == 3 + 1  # chunks of the last two
