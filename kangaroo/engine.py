@@ -6,6 +6,7 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V voc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -88,7 +89,8 @@ class Engine:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
         a step of its own in the record, without further time.
 
-        Errors: `PromptError` where it cannot be served, or not by a batch this small.
+        Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
+        for another batch than the one opened last, whose cache is no longer its own.
         """
         parts = self.admitting(batch, row, request)
         while True:
@@ -105,6 +107,7 @@ class Engine:
 
         A prompt that is given up halfway (`close`) leaves its row free.
         """
+        self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
             raise PromptError(
@@ -177,11 +180,7 @@ class Engine:
         Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
         no longer keeps.
         """
-        if batch is not self.batch:
-            raise ConfigError(
-                "an engine decodes one batch, or one stream, at a time: finish this one before the "
-                "next, or make an Engine with a drafter of its own for each."
-            )
+        self._check_is_current(batch is self.batch)
         entered = running()
         if self.rounds is not None:
             wrote, kept, draft_seconds, verify_seconds = self.rounds.step(drafts)
@@ -191,6 +190,13 @@ class Engine:
         seconds = draft_seconds, verify_seconds, host_seconds
         rows = zip(wrote, kept, strict=True)
         return [StepRecord(*numbers, *seconds, own) for numbers, own in rows]
+
+    def _check_is_current(self, current: bool) -> None:
+        if not current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
 
     def _step(
         self, batch: Batch
@@ -365,17 +371,29 @@ class Engine:
         Args:
             batch: of one row, opened before with this sampling; by default one is opened. In a
                 conversation's own batch its next turn goes on from the last one (`reuse`).
+
+        Errors: `PromptError` as of `check`; `ConfigError` for a batch, or then a stream, that
+        another one has taken the place of.
         """
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)
-        batch = batch or self.open(1, len(prompt) + max_new_tokens, sampling)
+        if batch is None:
+            batch = self.open(1, len(prompt) + max_new_tokens, sampling)
+        elif batch.size > 1 or batch.default != replace(sampling, seed=0):
+            raise ConfigError(
+                f"stream(batch=) takes a batch of one row opened with {sampling}; this one has "
+                f"{batch.size} rows and {batch.default}."
+            )
         generation = self.admit(batch, 0, request)
-        return Stream(generation, self._tokens(batch, request, generation))
+        return Stream(generation, self._tokens(batch, batch.texts[0], request, generation))
 
-    def _tokens(self, batch: Batch, request: Request, generation: Generation) -> Iterator[Token]:
+    def _tokens(
+        self, batch: Batch, text: list[int], request: Request, generation: Generation
+    ) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
+            self._check_is_current(batch.texts[0] is text)  # no other stream has taken the row
             (record,) = self.step(batch)
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):

@@ -710,6 +710,22 @@ def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
         list(first.tokens)
 
 
+def test_streams_in_one_batch_take_its_row_one_after_another():
+    lm, (first, second) = tiny(), random_prompts(4, 9)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), reuse=True)
+    batch = engine.open(1, 40, Sampling())
+    left = engine.stream(first, 8, batch=batch)
+    told = engine.stream(second, 8, batch=batch)
+    assert second + [token.id for token in told] == vanilla_texts(lm, [second], 8)[0]
+    with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
+        list(left.tokens)
+    with pytest.raises(ConfigError, match=r"opened with .*temperature=2.* 1 rows and"):
+        engine.stream(first, 8, HOT, batch=batch)
+    engine.open(1, 40, Sampling())
+    with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
+        engine.stream(first, 8, batch=batch)
+
+
 def test_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(PromptError, match="outside the model's vocabulary of 64"):
         Engine(tiny(), Vanilla()).generate([[1, 64]], 4)
