@@ -22,7 +22,7 @@ from kangaroo.tracking import NoTracker
 from kangaroo.trained import eagle_head
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
-from kangaroo.training import backend, curves, results
+from kangaroo.training import backend, curves, muon, results
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.config import TrainerConfig, schedule
@@ -524,6 +524,30 @@ def test_muon_makes_the_steps_of_linear_layers_orthogonal():
         else:
             step = (p.detach() - before[name]).abs() / 1e-2
             torch.testing.assert_close(step, torch.ones_like(step), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_muon_is_pytorchs_in_a_format_that_the_processor_multiplies_fast(monkeypatch, shape, fast):
+    monkeypatch.setattr(muon, "torch_multiplies", lambda dtype: fast)
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(shape, generator=generator) for _ in range(4))
+    own, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizers = (
+        muon.Muon([own], **options),
+        torch.optim.Muon([theirs], **options, adjust_lr_fn="match_rms_adamw"),
+    )
+    for gradient in gradients:
+        own.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    # in float32 they differ by what bfloat16 rounds away
+    step, rounding = (theirs - start).abs().mean(), (own - theirs).abs().max()
+    assert rounding < (1e-6 if fast else 0.1) * step
+    assert fast or rounding > 0
+    found = muon.orthogonal(gradients[0], (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert found.dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 def test_a_run_with_muon_is_resumed_exactly(tmp_path):

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from kangaroo.errors import ConfigError
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
+from kangaroo.training.muon import MOMENTUM, Muon
 
 # Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. Multiples of
 # it add up without rounding in float64 as long as sums stay below 2^9, far above any gradient of a
 # mean loss; beyond that they round as any sum does.
 GRID = 2.0**44
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
-MOMENTUM = "momentum_buffer"  # Muon's
 
 
 class Options(Protocol):
@@ -201,12 +201,8 @@ class TorchBackend:
             weight_decay=self.options.weight_decay,
         )
 
-    def _muon(self, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Muon:
-        return torch.optim.Muon(
-            [{"params": group} for group in groups],
-            weight_decay=self.options.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # a learning rate means what it means to AdamW
-        )
+    def _muon(self, groups: Sequence[Sequence[Tensor]]) -> Muon:
+        return Muon([{"params": group} for group in groups], weight_decay=self.options.weight_decay)
 
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:

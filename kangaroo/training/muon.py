@@ -1,0 +1,60 @@
+"""Muon, as PyTorch has it, in a number format that the device multiplies fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kangaroo.native import torch_multiplies
+
+MOMENTUM = "momentum_buffer"  # in an optimizer's state
+LIKE_ADAMW = 0.2  # the root mean square of AdamW's steps (arXiv 2502.16982, section 2.2)
+
+
+class Muon(torch.optim.Muon):
+    """Moves matrices by steps with singular values near 1 (Jordan et al. 2024).
+
+    PyTorch's own orthogonalises in bfloat16 whatever the device. On a processor without fast
+    products of bfloat16 that takes ten times as long as all else in a step of training, so there
+    float32 is taken. A learning rate means what it means to AdamW (`match_rms_adamw`).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move all that has a gradient; nothing is evaluated anew, so there is no closure."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, group)
+
+    def _move(self, weight_MN: Tensor, group: dict[str, Any]) -> None:
+        gradient_MN, momentum = weight_MN.grad, group["momentum"]
+        assert gradient_MN is not None
+        state = self.state[weight_MN]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(gradient_MN)
+        state[MOMENTUM].lerp_(gradient_MN, 1 - momentum)
+        update_MN = gradient_MN.lerp(state[MOMENTUM], momentum)
+        rate = group["lr"]
+        weight_MN.mul_(1 - rate * group["weight_decay"])
+        step_MN = orthogonal(update_MN, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        weight_MN.add_(step_MN, alpha=-rate * LIKE_ADAMW * max(weight_MN.shape) ** 0.5)
+
+
+def orthogonal(
+    matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """The matrix with its singular values brought near 1, by Newton and Schulz's iteration."""
+    fast = matrix_MN.device.type != "cpu" or torch_multiplies(torch.bfloat16)
+    x_MN = matrix_MN.to(torch.bfloat16 if fast else torch.float32)
+    tall = x_MN.shape[0] > x_MN.shape[1]
+    x_MN = x_MN.T if tall else x_MN  # the smaller side first
+    x_MN = x_MN / x_MN.norm().clamp(min=eps)
+    a, b, c = coefficients
+    for _ in range(steps):
+        square_MM = x_MN @ x_MN.T
+        polynomial_MM = torch.addmm(square_MM, square_MM, square_MM, beta=b, alpha=c)
+        x_MN = torch.addmm(x_MN, polynomial_MM, x_MN, beta=a)
+    return x_MN.T if tall else x_MN
