@@ -307,9 +307,19 @@ NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
 )
 
 
-@pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("sampling", ["greedy", "sampled", "top-p", "top-k"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+# Each drafter has two of these in turn; the slow tests have all.
+ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
+
+
+@pytest.mark.parametrize(
+    "name, family, sampling",
+    [
+        pytest.param(name, *how, marks=() if (i + j) % 4 == 0 else pytest.mark.slow)
+        for i, name in enumerate(NATIVE)
+        for j, how in enumerate(ROUNDS)
+    ],
+    ids=str,
+)
 def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, sampling, family):
     """Round by round, in every row, where the batch does not stop it."""
     monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)

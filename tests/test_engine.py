@@ -84,7 +84,7 @@ def until(tokens: list[int], eos: set[int]) -> list[int]:
 # ---- length ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 5, NEW_TOKENS])
+@pytest.mark.parametrize("new_tokens", [1, 2, 5])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_exactly_max_new_tokens_are_written(case, name, new_tokens):
     done = Engine(case.lm, DRAFTERS[name](case)).generate(PROMPTS, new_tokens, HOT)
