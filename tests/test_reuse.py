@@ -115,9 +115,12 @@ OWN = [name for name in DRAFTERS if name not in SCRIPTED]
 TURNS = ["llama-compiled", "llama", "qwen3-compiled", "llama-graphs"]
 
 
-@pytest.mark.parametrize("number", range(len(OWN)), ids=OWN)
+FAST = [name for name in OWN if name.count("-") < 2]  # the slow test has all, in every sampling
+
+
+@pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
 def test_a_conversation_goes_on_in_its_row(number):
-    check(OWN[number], TURNS[number % len(TURNS)], ["greedy", "sampled"][number // 2 % 2])
+    check(FAST[number], TURNS[number % len(TURNS)], ["greedy", "sampled"][number // 2 % 2])
 
 
 @pytest.mark.slow

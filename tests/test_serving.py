@@ -592,7 +592,7 @@ def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
         code = next(part for part in page.split("```") if part.startswith("python"))
         code = code.removeprefix("python").replace("http://127.0.0.1:8000", address)
         exec(compile(code.replace("smollm2-135m", "tiny"), str(PAGE), "exec"), {})
-        body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
