@@ -38,7 +38,7 @@ class Usage:
     Args:
         accepted, drafted: draft tokens.
         rounds: forwards of the target, the prompts' included.
-        cached: tokens of the prompt that were in a row already, for all choices together.
+        cached: tokens of the prompt that were in a row already; of several choices, the most.
     """
 
     prompt: int
@@ -54,7 +54,7 @@ class Usage:
         self.accepted += event.accepted
         self.drafted += event.drafted
         self.rounds += bool(event.tokens)
-        self.cached += event.reused
+        self.cached = max(self.cached, event.reused)
 
 
 @dataclass
