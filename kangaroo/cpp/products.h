@@ -22,6 +22,13 @@ namespace {
 
 constexpr int GROUP = WIDE == 16 ? 8 : 5;  // tokens that share one reading of a weight, as registers allow
 constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
+// The cache that it is fetched into: the first level, or the second. Zen 4 waits for few lines of the first level
+// at a time, so there several tokens would wait for the weights that one token already waits for.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int CLOSE = 2;
+#else
+constexpr int CLOSE = 3;
+#endif
 constexpr i64 PART = 288;    // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 // What a register holds of a row of weights, and what it is multiplied with.
@@ -201,7 +208,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out)
     for (i64 k = 0; k < whole; k += width) {
       step<T, tokens, beside>(from_x, from_w, k, width, part);
       if (fetch)
-        for (int b = 0; b < beside; b++, ahead += sizeof(Register)) __builtin_prefetch(ahead);
+        for (int b = 0; b < beside; b++, ahead += sizeof(Register)) __builtin_prefetch(ahead, 0, CLOSE);
     }
     if (left) step<T, tokens, beside>(from_x, from_w, whole, left, part);
     for (int i = 0; i < tokens; i++)
