@@ -41,7 +41,7 @@ SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
-LONGEST_PROMPT = 1024  # where PyTorch has fast products, its attention is faster for longer ones
+LONGEST_PROMPT = 1024  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES = 3  # of `choice.h`
 
@@ -158,11 +158,7 @@ class Stack:
         self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
-        self.longest_prompt = 0  # that is read here
-        if not torch_multiplies(self.dtype):
-            self.longest_prompt = sys.maxsize
-        elif self.dtype == torch.bfloat16 and sizes.fits_tiles and has_tiles(library):
-            self.longest_prompt = LONGEST_PROMPT
+        self.longest_prompt = longest_prompt(library, self.dtype, sizes)
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
@@ -263,6 +259,17 @@ def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> 
 def has_tiles(library: CDLL) -> bool:
     """Whether the processor has a matrix unit, and the system lets this process use it."""
     return bool(library.uses_tiles())
+
+
+def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
+    """The longest prompt that is read by native code, which is faster than PyTorch up to there."""
+    if not torch_multiplies(dtype):
+        return sys.maxsize
+    if dtype != torch.bfloat16:
+        return 0
+    if has_tiles(library):
+        return LONGEST_PROMPT if sizes.fits_tiles else 0
+    return sys.maxsize if library.multiplies_bfloat16() else 0
 
 
 @cache

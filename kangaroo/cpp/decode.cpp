@@ -54,5 +54,9 @@ extern "C" int uses_tiles() {
   return has_tiles<bf16>();
 }
 
+extern "C" int multiplies_bfloat16() {  // without widening it
+  return std::is_same_v<Number<bf16>, bf16>;
+}
+
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)

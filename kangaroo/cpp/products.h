@@ -258,11 +258,22 @@ Matrix<float> widened(const Matrix<bf16>& x, std::vector<Words>& room) {
   return {(const float*)room.data(), x.rows, width};
 }
 
+// Each token from the beginning of a cache line on: it is read for every few rows of weights, and a register that
+// lies in two lines takes two readings.
+template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& room) {
+  constexpr i64 line = sizeof(Words) / sizeof(T);
+  const i64 lines = (x.width + line - 1) / line;
+  room.resize(x.rows * lines);
+  T* to = (T*)room.data();
+  for (i64 m = 0; m < x.rows; m++) std::copy_n(x.row(m), x.width, to + m * lines * line);
+  return {to, x.rows, lines * line};
+}
+
 template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
   if constexpr (!std::is_same_v<T, Number<T>>) {
     return {widened(x, room), nullptr};
   } else {
-    if (!has_tiles<T>() || x.width % 32) return {x, nullptr};
+    if (!has_tiles<T>() || x.width % 32) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);
     for (i64 group = 0; group < groups; group++)
