@@ -50,7 +50,7 @@ template <class T> class Attention {
       // to turn the keys pays for many queries; the products are the same, and their sums in the same order
       bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
       if (BY_ROWS) gather(keys + at, stride, piece, slots);
-      else if (!direct) turn(keys + at, stride, piece, slots);
+      else if (!direct) turn(keys + at, stride, piece, slots, tiled ? nullptr : &fetch);
       if (tiled) pair(values + at, stride, piece, slots, fetch);
       i64 member = 0, query = 0;  // of the member
       for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
@@ -116,8 +116,8 @@ template <class T> class Attention {
     i64 left = 0;
     void line() {
       if (left <= 0) return;
-      __builtin_prefetch(keys);
-      __builtin_prefetch(values);
+      __builtin_prefetch(keys, 0, CLOSE);
+      __builtin_prefetch(values, 0, CLOSE);
       keys += 64, values += 64, left -= 64;
     }
   };
@@ -150,11 +150,12 @@ template <class T> class Attention {
   }
 
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
-  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots) {
+  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch* fetch) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
     for (i64 c = 0; c < s.head_size; c += step)
       for (i64 n = 0; n < CHUNK; n += LANES) {
         Words block[LANES] = {};
+        for (i64 i = 0; fetch && i < LANES; i++) fetch->line();
         i64 count = std::min<i64>(LANES, piece.width - n), left = std::min(step, s.head_size - c);
         if (count == LANES && left == step && !slots) {
           const T* key = keys + (piece.first + n) * stride + c;

@@ -1,7 +1,7 @@
 // Matrix products of a few tokens with weights that are streamed from memory, each weight once.
 //
 // A block is sixteen rows of weights, which lie one after another. Its rows are multiplied in their order,
-// a few at a time, while what lies AHEAD of them in that order is fetched: side by side, many rows
+// a few at a time, while what lies ahead of them in that order is fetched: side by side, many rows
 // confuse the processor's own prefetching. The sums of a row and a token are taken in the same order
 // whatever the number of tokens.
 
@@ -21,15 +21,17 @@
 namespace {
 
 constexpr int GROUP = WIDE == 16 ? 8 : 5;  // tokens that share one reading of a weight, as registers allow
-constexpr i64 AHEAD = 8192;  // bytes between the weight in use and the one being fetched
-// The cache that it is fetched into: the first level, or the second. Zen 4 waits for few lines of the first level
-// at a time, so there several tokens would wait for the weights that one token already waits for.
+// Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
+// fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr i64 AHEAD_OF_ONE = 2048;
 constexpr int CLOSE = 2;
 #else
+constexpr i64 AHEAD_OF_ONE = 8192;
 constexpr int CLOSE = 3;
 #endif
-constexpr i64 PART = 288;    // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
+constexpr i64 AHEAD = 8192;
+constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 // What a register holds of a row of weights, and what it is multiplied with.
 //   Number: what a token is made of there. Without an instruction for products of bfloat16, a token is widened
@@ -154,9 +156,9 @@ template <class T> struct Block {
   i64 n;  // its first row
   const T* next = nullptr;
 
-  // What lies AHEAD of row j of the block, counted on in the next one where this one ends.
-  const char* ahead_of(i64 j) const {
-    i64 row_bytes = w->width * sizeof(T), size = LANES * row_bytes, at = j * row_bytes + AHEAD;
+  // What lies so many bytes ahead of row j of the block, counted on in the next one where this one ends.
+  const char* ahead_of(i64 j, i64 bytes) const {
+    i64 row_bytes = w->width * sizeof(T), size = LANES * row_bytes, at = j * row_bytes + bytes;
     return at < size ? (const char*)(w->data + n * w->width) + at : (const char*)next + (at - size);
   }
 };
@@ -203,7 +205,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out)
   Register sum[tokens][LANES];
   for (int j = 0; j < LANES; j += beside) {
     for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
-    const char* ahead = fetch ? block.ahead_of(j) : nullptr;
+    const char* ahead = fetch ? block.ahead_of(j, tokens == 1 ? AHEAD_OF_ONE : AHEAD) : nullptr;
     Register part[tokens][beside] = {};
     for (i64 k = 0; k < whole; k += width) {
       step<T, tokens, beside>(from_x, from_w, k, width, part);
