@@ -71,7 +71,8 @@ def test_the_loss_on_states_is_added_with_its_weight():
     head.zero_grad()
     (0.5 * 3.0 * loss_MD.mean(-1).sum()).backward()
     for name, parameter in head.named_parameters():
-        torch.testing.assert_close(both[name], tokens_alone[name] + parameter.grad)
+        wanted = tokens_alone[name] + parameter.grad  # its sums are taken in another order
+        torch.testing.assert_close(both[name], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_training_saves_a_head_that_decodes(tmp_path):
