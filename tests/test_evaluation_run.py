@@ -184,6 +184,23 @@ def test_a_record_cut_short_is_asked_again(finished, bench, tmp_path):
     assert artefacts(tmp_path) == artefacts(output)
 
 
+def test_answers_of_another_revision_are_named_and_never_mixed(finished, bench, tmp_path, caplog):
+    output, _ = finished
+    for name in ("run.json", "records-0.jsonl"):
+        (tmp_path / name).write_text((output / name).read_text())
+    begun = json.loads((tmp_path / "run.json").read_text())
+    begun["provenance"]["git_revision"] = "abc"
+    (tmp_path / "run.json").write_text(json.dumps(begun))
+    evaluate_tiny(tmp_path, bench)
+    assert "measured at git revision abc; this is" in caplog.text
+    lines = (tmp_path / "records-0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "records-0.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(
+        ConfigError, match=r"at git revision abc; this is .* check that revision out"
+    ):
+        evaluate_tiny(tmp_path, bench)
+
+
 def test_a_damaged_record_is_named(finished, bench, tmp_path):
     output, _ = finished
     (tmp_path / "run.json").write_text((output / "run.json").read_text())

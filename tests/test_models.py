@@ -293,13 +293,25 @@ def test_conversion_happens_once_however_many_ask(conversions):
     assert (folders[0] / "model.safetensors").read_text() == "whole"
 
 
-def test_what_a_killed_conversion_left_is_not_used(cache, conversions):
-    left = cache / "models" / f"{embedded.CONVERTED}.partial" / "checkpoint"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_text("ha")
-    folder = embedded.embedded_checkpoint()
-    assert (folder / "model.safetensors").read_text() == "whole"
-    assert not left.exists()
+def test_a_process_that_converts_despite_the_lock_takes_nothing_away(
+    cache, conversions, monkeypatch
+):
+    """Both may get the lock where a file system has none; the later one finds a model."""
+    convert = embedded.convert
+    first = cache / "models" / embedded.CONVERTED
+
+    def convert_while_another_ends(gguf, folder):
+        convert(gguf, folder)
+        first.mkdir()
+        (first / "model.safetensors").write_text("the first one's")
+
+    monkeypatch.setattr(embedded, "convert", convert_while_another_ends)
+    assert embedded.embedded_checkpoint() == first
+    assert (first / "model.safetensors").read_text() == "the first one's"
+    assert sorted(path.name for path in first.parent.iterdir()) == [
+        first.name,
+        f"{first.name}.lock",
+    ]
 
 
 def test_converted_weights_that_were_deleted_are_made_again(conversions):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.errors import DataError, NotLossless, PromptError
+from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
 from kangaroo.evaluation.bench import Question
@@ -38,7 +38,7 @@ from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
-from kangaroo.provenance import flat
+from kangaroo.provenance import flat, git_revision
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule
 
@@ -124,6 +124,24 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
         )
 
 
+def check_revision(folder: Path, known: int, asked: int) -> None:
+    """Say what a folder holds already. Where all is there, its report is written again, whichever
+    revision measured it; but one report is never of two revisions.
+
+    Errors: `ConfigError`.
+    """
+    then, now = store.begun(folder)["provenance"]["git_revision"], git_revision()
+    holds = f"{known} of {asked} questions are in '{folder}' already"
+    if then == now:
+        logger.info(holds)
+        return
+    holds += f", measured at git revision {then}; this is {now}."
+    again = "resume=false (or another output=) measures all again"
+    if known < asked:
+        raise ConfigError(f"{holds} {again}; to go on, check that revision out.")
+    logger.warning("%s %s.", holds, again)
+
+
 class Examiner:
     """Asks questions of the contestants and the baselines."""
 
@@ -163,8 +181,7 @@ class Examiner:
         found = [store.read(place) for place in places]
         known = set.intersection(*({record.question_id for record in some} for some in found))
         if known:
-            told = "%d of %d questions are in %s already"
-            logger.info(told, len(known), len(questions), self.config.output)
+            check_revision(places[0], len(known), len(questions))
         done = [[record for record in some if record.question_id in known] for some in found]
         own = list(enumerate(questions))[ranks.rank :: ranks.world]
         todo = [(at, question) for at, question in own if question.question_id not in known]
