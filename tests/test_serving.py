@@ -161,19 +161,25 @@ def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
         assert said(scheduler, [*texts[0], 5]).reused == 0
 
 
-def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
-    """Where rows are free for them; those that wait for a row do not stop drafting."""
+def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
+    """Of each step from now on: texts, whether they might draft, and how much they did."""
     monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
-    engine, rng, seen = engine_of(target(), chunk=None), random.Random(8), []
-    step, other = engine.step, engine_of(target())
+    step, seen = engine.step, []
 
-    def watched(batch: Batch, drafts: bool = True) -> list[StepRecord]:
+    def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
         records = step(batch, drafts)
         active = [record for record in records if record.tokens]
         seen.append((len(active), drafts, sum(record.drafted for record in active)))
         return records
 
-    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(engine, "step", watching)
+    return seen
+
+
+def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
+    """Where rows are free for them; those that wait for a row do not stop drafting."""
+    engine, rng, other = engine_of(target(), chunk=None), random.Random(8), engine_of(target())
+    seen = watched(engine, monkeypatch)
     prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
     jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
     with scheduling(engine=engine, rows=4) as scheduler:
@@ -183,6 +189,21 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
             assert heard.tokens == alone(other, one.request)
     assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
     assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
+
+
+def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
+    engine, other = engine_of(target(), chunk=4), engine_of(target())
+    seen = watched(engine, monkeypatch)
+    jobs = [job(Request([7, 8], 90, ignore_eos=True)), job(Request([5] * 40, 3, ignore_eos=True))]
+    with scheduling(engine=engine) as scheduler:
+        for one, _ in jobs:
+            scheduler.submit(one)
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(other, one.request)
+    both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
+    assert seen[both - 9 : both] == [(1, False, 0)] * 9
+    assert seen[both][1] and seen[both][2] > 0
 
 
 def test_who_cancels_leaves_all_others_as_they_were():

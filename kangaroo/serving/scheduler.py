@@ -265,12 +265,12 @@ class Scheduler:
         self.idle.append(row)
 
     def _step(self, batch: Batch) -> None:
-        """One round of all texts. Nothing is drafted while prompts wait for each other though rows
-        are free for them: with a longer step between two of them, all would wait longer.
+        """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
+        is free for it: with longer steps between the parts of prompts, first tokens would be later.
         """
         with self.changed:
-            queued = bool(self.idle) and bool(self.waiting)
-        records = self.engine.step(batch, drafts=not queued)
+            prompts = self.entering is not None or (bool(self.idle) and bool(self.waiting))
+        records = self.engine.step(batch, drafts=not prompts)
         for row, (job, generation) in list(self.running.items()):
             self.engine.record(batch, row, records[row], job.request, generation)
             self._told(row, records[row])
