@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -64,6 +65,9 @@ APPENDED = {
     "evaluate.py -m drafter=vanilla,kangaroo,medusa,prompt_lookup": f"model=tiny {FEW}",
     "evaluate.py drafter=kangaroo +drafter@more.hybrid=hybrid hf_every=8": f"model=tiny {FEW}",
     "evaluate.py drafter=kangaroo noise_floor=true": f"model=tiny {FEW}",
+    "evaluate.py drafter=kangaroo +variants.threshold=[0.4,0.6] +variants.steps=[2,6]": (
+        f"model=tiny {FEW}"
+    ),
     "scripts/soak.py soak.tokens=100000 soak.seed=1 output=outputs/soak-1": "soak.tokens=1",
     "scripts/soak.py soak.minutes=30": "model=tiny soak.tokens=1 soak.minutes=0.01",
     "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
@@ -204,6 +208,15 @@ LINES = {" ".join(words[1:]) for page in PAGES for words in shown(page, "python"
 SHOWN = {line for line in LINES if OWN_DRAFTER not in line}
 
 
+# Commands within sentences, but for sweeps and those that leave something to fill in.
+WITHIN = {
+    line
+    for page in PAGES
+    for line in re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", page.read_text())
+    if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)
+}
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
@@ -297,6 +310,13 @@ def test_a_line_of_the_pages_runs(line, request, tmp_path):
         words = [w if w.startswith("recipe=") else w.replace(model, "tiny") for w in words]
     here = shutil.copytree(before, tmp_path / "here")
     typed(script, " ".join(words), here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted(WITHIN))
+def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
+    script, *words = shlex.split(line)
+    typed(script, " ".join([*words, "--cfg", "job"]), tmp_path)
 
 
 @pytest.mark.slow
