@@ -1,13 +1,14 @@
-"""A text ends where it must, step records add up, and a step waits for the device but once."""
+"""Texts are as long as they may be, rows come and go, and step records add up."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import engine_cases
 import pytest
 import torch
+from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
 from helpers import (
     VOCABULARY,
     Scripted,
@@ -20,7 +21,6 @@ from helpers import (
     vanilla_texts,
 )
 from test_conformance import DRAFTERS, Case
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -30,25 +30,8 @@ from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling
 
-NEW_TOKENS = 16
-PROMPTS = random_prompts(6, 1, 21)
-HOT = Sampling(temperature=2.0, seed=11)
-
-
-def case_for(lm: LM) -> Case:
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, HOT))
-
-
-@pytest.fixture(scope="module")
-def case() -> Case:
-    """By native code, which takes a third of the time."""
-    return case_for(tiny().compile_for_decoding())
-
-
-@pytest.fixture(scope="module")
-def eager_case() -> Case:
-    """By PyTorch's operators alone, so that each of them can be seen."""
-    return case_for(tiny())
+case = pytest.fixture(scope="module")(engine_cases.native_case)
+eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
 
 
 @cache
@@ -57,28 +40,6 @@ def full_context(length: int) -> tuple[Case, list[int]]:
     lm = tiny(max_position_embeddings=64).compile_for_decoding()
     (prompt,) = random_prompts(length)
     return Case(lm, adapter_for(lm), vanilla_texts(lm, [prompt], 64 - length)), prompt
-
-
-@pytest.fixture
-def ends_with(case):
-    """Sets the tokens that end a text."""
-    config = case.lm.hf.generation_config
-
-    def set_eos(ids: int | list[int] | None) -> None:
-        config.eos_token_id = ids
-
-    yield set_eos
-    config.eos_token_id = None
-
-
-def continuations(case: Case) -> list[list[int]]:
-    return [text[len(prompt) :] for prompt, text in zip(PROMPTS, case.texts, strict=True)]
-
-
-def until(tokens: list[int], eos: set[int]) -> list[int]:
-    """`tokens` up to and with the first that lies in `eos`."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return tokens[:end]
 
 
 # ---- length ------------------------------------------------------------------------------------
@@ -113,228 +74,6 @@ def test_a_text_may_fill_the_context_to_its_last_position(name, length):
     (done,) = engine.generate([prompt], 64 - length)
     assert prompt + done.tokens == case.texts[0]
     assert len(case.texts[0]) == case.lm.context
-
-
-# ---- end of text -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_text_ends_with_its_first_eos(case, ends_with, name, place):
-    """Of three rows, which end at different times; `place` is where the EOS lies in the first."""
-    eos = continuations(case)[0][place]
-    ends_with(eos)
-    done = Engine(case.lm, DRAFTERS[name](case)).generate(PROMPTS, NEW_TOKENS, HOT)
-    for generation, unbroken in zip(done, continuations(case), strict=True):
-        assert generation.tokens == until(unbroken, {eos})
-        assert generation.finish == ("eos" if eos in unbroken else "length")
-        assert sum(len(step.tokens) for step in generation.steps) == len(generation.tokens)
-
-
-def test_any_of_several_eos_ids_ends_a_text(case, ends_with):
-    eos = {continuations(case)[0][4], continuations(case)[1][2]}
-    ends_with(sorted(eos))
-    done = Engine(case.lm, DRAFTERS["kangaroo"](case)).generate(PROMPTS, NEW_TOKENS, HOT)
-    assert [g.tokens for g in done] == [until(c, eos) for c in continuations(case)]
-
-
-@pytest.mark.parametrize("name", ["kangaroo", "prompt-lookup", "medusa"])
-def test_a_request_may_ignore_eos_while_others_in_the_batch_end_with_it(case, ends_with, name):
-    eos = continuations(case)[0][2]
-    ends_with(eos)
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    for ignoring in (0, 1):  # a row keeps nothing of the request before
-        requests = [
-            Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed, ignore_eos=row == ignoring)
-            for row in range(2)
-        ]
-        done = dict(engine.completions(requests, HOT, batch_size=2))
-        assert done[ignoring].tokens == continuations(case)[0]
-        assert done[1 - ignoring].tokens == until(continuations(case)[0], {eos})
-        assert (done[ignoring].finish, done[1 - ignoring].finish) == ("length", "eos")
-
-
-def fresh_place(tokens: list[int]) -> int:
-    """A place from 2 on whose token did not occur before."""
-    return next(i for i in range(2, len(tokens)) if tokens[i] not in tokens[:i])
-
-
-def test_eos_inside_an_accepted_draft_cuts_the_rest(case, ends_with):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    ends_with(tokens[place])
-    engine = Engine(case.lm, oracle(case.texts, steps=place + 3))
-    (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT)
-    assert done.tokens == tokens[: place + 1]
-    prefill, step = done.steps
-    assert prefill.tokens == tokens[:1]
-    assert (step.drafted, step.accepted) == (place + 3, place)  # cut tokens do not count
-
-
-def test_eos_as_the_bonus_token_ends_the_text(case, ends_with):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    ends_with(tokens[place])
-    engine = Engine(case.lm, oracle(case.texts, steps=place - 1))
-    (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT)
-    assert done.tokens == tokens[: place + 1]
-    assert [step.accepted for step in done.steps] == [0, place - 1]
-
-
-def test_eos_in_a_draft_beyond_the_limit_is_not_written(case, ends_with):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    ends_with(tokens[place])
-    engine = Engine(case.lm, oracle(case.texts, steps=place + 3))
-    (done,) = engine.generate(PROMPTS[:1], place, HOT)
-    assert done.tokens == tokens[:place]
-    assert done.finish == "length"
-
-
-@pytest.fixture(scope="module")
-def after_eos(case) -> tuple[int, list[list[int]], list[list[int]]]:
-    """A token, prompts that end with it, and vanilla's texts."""
-    unused = next(t for t in range(VOCABULARY) if t not in continuations(case)[0])
-    prompts = [[*PROMPTS[0], unused], [unused]]
-    return unused, prompts, vanilla_texts(case.lm, prompts, NEW_TOKENS, HOT)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_an_eos_in_the_prompt_ends_nothing(case, after_eos, ends_with, name):
-    """The end of the user's turn, as a chat template writes it just before the answer."""
-    unused, prompts, texts = after_eos
-    ends_with(unused)
-    engine = Engine(case.lm, DRAFTERS[name](replace(case, texts=texts)))
-    for prompt, text, generation in zip(
-        prompts, texts, engine.generate(prompts, NEW_TOKENS, HOT), strict=True
-    ):
-        assert generation.tokens == until(text[len(prompt) :], {unused})
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_row_that_has_ended_writes_nothing_more(case, ends_with, name):
-    ends_with(continuations(case)[0][0])
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    batch = engine.open(2, 60, HOT)
-    first, _ = (
-        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=HOT.seed + row))
-        for row in range(2)
-    )
-    assert first.tokens == continuations(case)[0][:1] and first.finish == "eos"
-    length = batch.lengths[0]
-    for _ in range(3):
-        after, _ = engine.step(batch)
-        assert (after.tokens, after.accepted, after.drafted) == ([], 0, 0)
-    assert batch.lengths[0] == int(batch.length_B[0]) == length
-
-
-def test_eos_at_the_limit_is_reported_as_eos(case, ends_with):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    ends_with(tokens[place])
-    (done,) = Engine(case.lm, Vanilla()).generate(PROMPTS[:1], place + 1, HOT)
-    assert done.finish == "eos"
-
-
-# ---- stop strings ------------------------------------------------------------------------------
-
-
-class Letters:
-    """Writes each token as `<number>`, and the tokens in `raw` as bytes of their own."""
-
-    def __init__(self, raw: dict[int, bytes] | None = None):
-        self.raw = raw or {}
-
-    def decode(self, tokens: list[int]) -> str:
-        parts = [self.raw.get(token, f"<{token}>".encode()) for token in tokens]
-        return b"".join(parts).decode(errors="replace")
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_text_ends_with_the_token_that_completes_a_stop_string(case, name, width):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    letters = Letters()
-    stop = letters.decode(tokens[place + 1 - width : place + 1])[1:]  # from inside a token on
-    engine = Engine(case.lm, DRAFTERS[name](case), letters)
-    done = engine.generate(PROMPTS, NEW_TOKENS, HOT, stop=["never", stop])
-    assert done[0].tokens == tokens[: place + 1]
-    assert done[0].finish == "stop"
-    for generation, unbroken in zip(done, continuations(case), strict=True):
-        ends = [i for i in range(1, NEW_TOKENS + 1) if stop in letters.decode(unbroken[:i])]
-        assert generation.tokens == unbroken[: min([*ends, NEW_TOKENS])]
-        assert generation.tokens == [t for step in generation.steps for t in step.tokens]
-
-
-def test_a_stop_string_inside_an_accepted_draft_cuts_the_rest(case):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    engine = Engine(case.lm, oracle(case.texts, steps=place + 3), Letters())
-    (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT, stop=[f"<{tokens[place]}>"])
-    assert done.tokens == tokens[: place + 1]
-    assert (done.steps[-1].accepted, len(done.steps[-1].tokens)) == (place, place)
-
-
-def test_a_stop_character_may_be_made_of_several_tokens(case):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    raw = {tokens[place - 1]: b"\xc3", tokens[place]: b"\xa9"}
-    for name in ("vanilla", "oracle"):
-        engine = Engine(case.lm, DRAFTERS[name](case), Letters(raw))
-        (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT, stop=["é"])
-        assert done.tokens == tokens[: place + 1]
-
-
-def test_a_stop_string_is_found_though_decoding_strips_a_leading_space(case):
-    """As SentencePiece tokenizers do: a window of just the stop string's tokens hides it."""
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-
-    class Stripping(Letters):
-        def decode(self, tokens):
-            return super().decode(tokens).removeprefix(" ")
-
-    engine = Engine(case.lm, oracle(case.texts), Stripping({tokens[place]: b" "}))
-    (done,) = engine.generate(PROMPTS[:1], NEW_TOKENS, HOT, stop=[" "])
-    assert done.tokens == tokens[: place + 1]
-
-
-def test_the_prompt_does_not_complete_a_stop_string(case):
-    engine = Engine(case.lm, Vanilla(), Letters())
-    stop = Letters().decode([PROMPTS[0][-1], continuations(case)[0][0]])
-    (done,) = engine.generate(PROMPTS[:1], 4, HOT, stop=[stop])
-    assert len(done.tokens) == 4
-
-
-def test_a_row_that_stopped_drafts_and_writes_nothing_more(case, monkeypatch):
-    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), Letters())
-    steps, step = [], engine.step
-
-    def spy(batch):
-        steps.append(step(batch))
-        return steps[-1]
-
-    monkeypatch.setattr(engine, "step", spy)
-    tokens = continuations(case)[0]
-    stop = [f"<{tokens[fresh_place(tokens)]}>"]
-    done = engine.generate(PROMPTS, NEW_TOKENS, HOT, stop=stop)
-    taken = len(done[0].steps) - 1  # the first is the prefill
-    assert 0 < taken < len(steps)
-    for first, *_ in steps[taken:]:
-        assert (first.tokens, first.accepted, first.drafted) == ([], 0, 0)
-
-
-def test_a_row_that_stopped_makes_room_for_the_next(case):
-    tokens = continuations(case)[0]
-    stop = [f"<{tokens[fresh_place(tokens)]}>"]
-    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), Letters())
-    one = engine.generate(PROMPTS, NEW_TOKENS, HOT, batch_size=1, stop=stop)
-    alone = [
-        engine.generate([prompt], NEW_TOKENS, HOT, seeds=[HOT.seed + i], stop=stop)[0]
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    assert [g.tokens for g in one] == [g.tokens for g in alone]
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -552,139 +291,6 @@ def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
     assert streamed == stream.generation.tokens == tokens[: place + 1]
     assert stream.generation.finish == "stop"
     assert stream.generation.steps
-
-
-# ---- waiting for the device --------------------------------------------------------------------
-
-
-class Syncs(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU."""
-
-    NAMES = (
-        "_local_scalar_dense",
-        "nonzero",
-        "is_nonzero",
-        "masked_select",
-        "equal",
-        "unique",
-        "_unique2",
-        "bincount",
-        "repeat_interleave",
-    )
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-        # on a CPU tensor these read memory without an operator
-        for name in ("tolist", "cpu", "numpy", "__array__"):
-            monkeypatch.setattr(torch.Tensor, name, self._counted(name))
-
-    def _counted(self, name):
-        original = getattr(torch.Tensor, name)
-
-        def method(tensor, *args, **kwargs):
-            self.seen[name] += 1
-            return original(tensor, *args, **kwargs)
-
-        return method
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.seen[name] += 1
-        if name in ("index", "index_put_", "index_put"):  # a mask as index hides a nonzero
-            indices = args[1]
-            self.seen["mask index"] += sum(
-                index is not None and index.dtype == torch.bool for index in indices
-            )
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def total(self) -> int:
-        return sum(self.seen.values())
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        lambda x: x[0].item(),
-        lambda x: bool(x.any()),
-        lambda x: int(x[0]),
-        lambda x: float(x[0]),
-        lambda x: [1, 2, 3][x[1]],
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: x.numpy(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 1],
-        lambda x: x.masked_select(x > 1),
-        lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
-        lambda x: torch.where(x > 1),
-    ],
-)
-def test_the_counter_of_syncs_sees_them(monkeypatch, code):
-    x = torch.arange(3)
-    with Syncs(monkeypatch) as syncs:
-        code(x)
-    assert syncs.total >= 1
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
-def test_no_host_sync_in_a_step_beyond_those_the_design_names(
-    eager_case, monkeypatch, name, threshold, rows, sampling
-):
-    """One copy of the new tokens, and one bool a drafted token, the last aside, for a threshold."""
-    steps = 4
-    drafter = (
-        Vanilla()
-        if name == "vanilla"
-        else Kangaroo(eager_case.lm, eager_case.adapter, steps=steps, threshold=threshold)
-    )
-    engine = Engine(eager_case.lm, drafter)
-    batch = engine.open(rows, 60, sampling)
-    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
-        engine.admit(batch, row, Request(prompt, 30, seed=row))
-    for _ in range(5):
-        with Syncs(monkeypatch) as syncs:
-            records = engine.step(batch)
-        monkeypatch.undo()
-        drafted = max(record.drafted for record in records)
-        asked = min(drafted, steps - 1) if threshold else 0
-        assert syncs.seen["tolist"] == 1
-        assert syncs.total == 1 + asked, syncs.seen
-
-
-@pytest.mark.parametrize(
-    "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
-)
-def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
-    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
-    batch = engine.open(3, 90, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
-    for _ in range(4):
-        with Syncs(monkeypatch) as syncs:
-            engine.step(batch)
-        monkeypatch.undo()
-        assert syncs.total == 1, syncs.seen
-
-
-def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
-    """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
-    batch = engine.open(3, 60, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
-    for _ in range(3):
-        draft = engine.drafter.propose(batch)
-        monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
-        monkeypatch.setattr(engine.drafter, "observe", lambda *args: None)
-        with Syncs(monkeypatch) as syncs:
-            engine.step(batch)
-        monkeypatch.undo()
-        assert syncs.total == 1, syncs.seen
 
 
 # ---- other number formats ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import adapter_for, admit_text, tiny
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
-from test_engine import Syncs
+from test_engine_syncs import Syncs
 from test_suffix import found
 
 from kangaroo.drafters.datastore import index, save

@@ -15,8 +15,8 @@ from importlib import resources
 from typing import Any
 
 import pytest
-import test_serving
-from test_serving import serving
+import serving_cases
+from serving_cases import serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: kangaroo[dev]")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -88,7 +88,7 @@ def driver() -> Iterator[Any]:
 def address() -> Iterator[str]:
     """With room for two answers, which have up to 512 tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_serving, "LONGEST", 2000)
+        patch.setattr(serving_cases, "LONGEST", 2000)
         with serving(longest=2000) as where:
             yield where
 

@@ -7,318 +7,35 @@ import json
 import random
 import shlex
 import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
-from helpers import adapter_for
 from openai import BadRequestError, OpenAI
+from serving_cases import (
+    LONGEST,
+    PAGE,
+    SAMPLINGS,
+    alone,
+    engine_of,
+    random_request,
+    served,
+    serving,
+    target,
+)
 
-from kangaroo.batch import Batch
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, PromptError
+from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import Devices
-from kangaroo.generation import Request, StepRecord
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.generation import Request
+from kangaroo.models import byte_tokenizer
 from kangaroo.prompts import plain_text, prompt_ids
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
-from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.http import listen
-from kangaroo.serving.scheduler import (
-    CANCELLED,
-    FAILED,
-    TIMEOUT,
-    Busy,
-    Closing,
-    Event,
-    Job,
-    Scheduler,
-)
 from kangaroo.serving.serve import check_memory
 from kangaroo.streaming import UntilStop
-
-LONGEST = 200
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=1.0),
-    Sampling(temperature=1.3, top_p=0.7),
-    Sampling(temperature=0.8, top_k=4),
-]
-
-
-def target() -> LM:
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    return lm.compile_for_decoding()
-
-
-def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, reuse=True)
-
-
-@contextmanager
-def scheduling(**changes: object) -> Iterator[Scheduler]:
-    options: dict = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
-    scheduler = Scheduler(options.pop("engine", None) or engine_of(target()), **options).start()
-    try:
-        yield scheduler
-    finally:
-        scheduler.close(60)
-
-
-class Heard:
-    """What a job is told."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.finish, self.reused = "", 0
-        self.ended = threading.Event()
-        self.begun = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        assert not self.finish, "nothing comes after the end"
-        self.tokens += event.tokens
-        self.reused += event.reused
-        self.finish = event.finish
-        self.begun.set()
-        if event.finish:
-            self.ended.set()
-
-
-def job(request: Request, **options: object) -> tuple[Job, Heard]:
-    heard = Heard()
-    return Job(request, heard, **options), heard  # type: ignore[arg-type]
-
-
-def random_request(rng: random.Random, most: int = 40) -> Request:
-    prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
-    seed, own = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
-    return Request(prompt, rng.randrange(1, most), seed, sampling=own, ignore_eos=True)
-
-
-def alone(engine: Engine, request: Request) -> list[int]:
-    done = dict(engine.completions([request], Sampling(), 1))
-    return done[0].tokens
-
-
-# ---- the scheduler -----------------------------------------------------------------------------
-
-
-def test_every_text_is_the_one_that_is_written_alone():
-    rng, other = random.Random(0), engine_of(target())
-    jobs = [job(random_request(rng)) for _ in range(40)]
-    with scheduling() as scheduler:
-        for one, _ in jobs:
-            scheduler.submit(one)
-            time.sleep(rng.random() * 0.01)
-        for _, heard in jobs:
-            assert heard.ended.wait(60)
-    for one, heard in jobs:
-        assert heard.tokens == alone(other, one.request) and heard.finish == "length"
-
-
-def said(scheduler: Scheduler, prompt: list[int], new_tokens: int = 9) -> Heard:
-    one, heard = job(Request(prompt, new_tokens, ignore_eos=True))
-    scheduler.submit(one)
-    assert heard.ended.wait(60)
-    assert heard.tokens == alone(engine_of(target()), one.request)
-    return heard
-
-
-def test_each_conversation_goes_on_in_the_row_that_has_it():
-    rng = random.Random(5)
-    texts = [[rng.randrange(3, 250) for _ in range(30)] for _ in range(2)]
-    with scheduling() as scheduler:
-        for turn in range(4):
-            for text in texts:
-                heard = said(scheduler, text)
-                assert heard.reused == (len(text) - 3 - 2 if turn else 0)
-                text += [*heard.tokens, 7, 8 + turn, 9]
-            # somebody else's question takes the row that neither of them is in
-            assert said(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
-
-
-def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
-    texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
-    with scheduling() as scheduler:
-        for text in texts:  # the fourth takes the row of the first
-            assert said(scheduler, text).reused == 0
-        again = [said(scheduler, [*text, 5]).reused for text in (texts[1], texts[2], texts[3])]
-        assert again == [len(texts[0])] * 3
-        assert said(scheduler, [*texts[0], 5]).reused == 0
-
-
-def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
-    """Of each step from now on: texts, whether they might draft, and how much they did."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
-    step, seen = engine.step, []
-
-    def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        records = step(batch, drafts)
-        active = [record for record in records if record.tokens]
-        seen.append((len(active), drafts, sum(record.drafted for record in active)))
-        return records
-
-    monkeypatch.setattr(engine, "step", watching)
-    return seen
-
-
-def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
-    """Where rows are free for them; those that wait for a row do not stop drafting."""
-    engine, rng, other = engine_of(target(), chunk=None), random.Random(8), engine_of(target())
-    seen = watched(engine, monkeypatch)
-    prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
-    jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
-    with scheduling(engine=engine, rows=4) as scheduler:
-        scheduler.submit(*(one for one, _ in jobs))
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(other, one.request)
-    assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
-    assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
-
-
-def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
-    engine, other = engine_of(target(), chunk=4), engine_of(target())
-    seen = watched(engine, monkeypatch)
-    jobs = [job(Request([7, 8], 90, ignore_eos=True)), job(Request([5] * 40, 3, ignore_eos=True))]
-    with scheduling(engine=engine) as scheduler:
-        for one, _ in jobs:
-            scheduler.submit(one)
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(other, one.request)
-    both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
-    assert seen[both - 9 : both] == [(1, False, 0)] * 9
-    assert seen[both][1] and seen[both][2] > 0
-
-
-def test_who_cancels_leaves_all_others_as_they_were():
-    """Before a row is free, while the prompt enters, and in the middle of a text."""
-    rng, other = random.Random(1), engine_of(target())
-    jobs = [job(random_request(rng)) for _ in range(60)]
-    with scheduling(rows=4) as scheduler:
-        for i, (one, heard) in enumerate(jobs):
-            scheduler.submit(one)
-            if i % 3 == 1:
-                scheduler.cancel(one)
-            if i % 3 == 2:
-                heard.begun.wait(0.02)
-                scheduler.cancel(one)
-        for _, heard in jobs:
-            assert heard.ended.wait(60)
-        assert (scheduler.load.running, scheduler.load.entering, scheduler.load.waiting) == (
-            0,
-            0,
-            0,
-        )
-    ends = [heard.finish for _, heard in jobs]
-    assert CANCELLED in ends and "length" in ends
-    for one, heard in jobs:
-        text = alone(other, one.request)
-        assert heard.tokens == (text if heard.finish == "length" else text[: len(heard.tokens)])
-
-
-def test_a_long_prompt_does_not_keep_others_waiting():
-    long, short = [5] * 180, [7, 8]
-    with scheduling(engine=engine_of(target(), chunk=4)) as scheduler:
-        first, told = job(Request(short, 100, ignore_eos=True))
-        second, entered = job(Request(long, 1))
-        scheduler.submit(first)
-        assert told.begun.wait(60)
-        scheduler.submit(second)
-        before = len(told.tokens)
-        assert entered.begun.wait(60)
-        # it has 45 parts; between any two of them the other text went on
-        assert len(told.tokens) - before >= 40 or told.finish
-        assert told.ended.wait(60)
-
-
-def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
-    with scheduling(rows=1, most_waiting=2) as scheduler:
-        running, heard = job(Request([5], 150, ignore_eos=True))
-        scheduler.submit(running)
-        assert heard.begun.wait(60)
-        scheduler.submit(job(Request([5], 1))[0])
-        with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
-            scheduler.submit(job(Request([5], 1))[0], job(Request([5], 1))[0])
-        assert scheduler.load.waiting == 1
-        scheduler.cancel(running)
-
-
-def test_a_request_that_can_never_be_served_is_refused():
-    with scheduling() as scheduler:
-        scheduler.check(Request([5] * 10, LONGEST - 10))
-        with pytest.raises(PromptError, match="ask for at most 190 new tokens"):
-            scheduler.check(Request([5] * 10, LONGEST - 9))
-        with pytest.raises(PromptError, match="the prompt is empty"):
-            scheduler.check(Request([], 3))
-
-
-def test_closing_finishes_what_there_is_and_takes_nothing_more():
-    with scheduling(rows=1) as scheduler:
-        jobs = [job(Request([5 + i], 20, ignore_eos=True)) for i in range(4)]
-        scheduler.submit(*(one for one, _ in jobs))
-        assert scheduler.close(60)
-        assert [heard.finish for _, heard in jobs] == ["length"] * 4
-        with pytest.raises(Closing, match="shutting down"):
-            scheduler.submit(jobs[0][0])
-
-
-def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
-    with scheduling(rows=1) as scheduler:
-        jobs = [job(Request([5], LONGEST - 1, ignore_eos=True)) for _ in range(30)]
-        scheduler.submit(*(one for one, _ in jobs))
-        assert not scheduler.close(0.05)
-        assert all(heard.finish for _, heard in jobs)
-        assert jobs[-1][1].finish == CANCELLED
-
-
-def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
-    with scheduling(rows=1) as scheduler:
-        step = scheduler.engine.step
-
-        def slowly(batch, drafts):
-            time.sleep(0.001)
-            return step(batch, drafts)
-
-        monkeypatch.setattr(scheduler.engine, "step", slowly)
-        late, heard = job(Request([5], 150, ignore_eos=True), deadline=time.monotonic() + 0.02)
-        waits, told = job(Request([5], 150), deadline=time.monotonic() - 1)
-        scheduler.submit(late, waits)
-        assert heard.ended.wait(60) and told.ended.wait(60)
-        assert (heard.finish, told.finish, told.tokens) == (TIMEOUT, TIMEOUT, [])
-
-
-def test_nobody_waits_for_decoding_that_has_failed(monkeypatch):
-    def fails(batch, drafts):
-        raise RuntimeError("no memory")
-
-    with scheduling() as scheduler:
-        monkeypatch.setattr(scheduler.engine, "step", fails)
-        jobs = [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
-        scheduler.submit(*(one for one, _ in jobs))
-        assert all(heard.ended.wait(60) for _, heard in jobs)
-        assert {heard.finish for _, heard in jobs} == {FAILED}
-        assert not scheduler.alive and "RuntimeError: no memory" in scheduler.failure
-        with pytest.raises(Closing, match="no memory"):
-            scheduler.submit(jobs[0][0])
-
-
-# ---- text --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])
@@ -336,28 +53,6 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(stop):
         whole = shown + until.end()
         # pushed piece by piece, a stop that is complete earlier may win over one that begins before
         assert whole == text[: min(places)] if places and len(stop) < 2 else text.startswith(whole)
-
-
-# ---- HTTP --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def serving(**changes: object) -> Iterator[str]:
-    """The address of a server in a thread."""
-    config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
-    scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
-    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", config)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -579,36 +274,6 @@ def test_bodies_are_json_lines_of_server_sent_events(address):
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
     told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert told[-1]["choices"][0]["finish_reason"] == "length"
-
-
-PAGE = Path(__file__).parents[1] / "docs/serving.md"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-@contextmanager
-def served(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """`scripts/serve.py` as a process of its own, once it answers."""
-    port = free_port()
-    script = PAGE.parents[1] / "scripts/serve.py"
-    command = [sys.executable, str(script), f"port={port}", "model=tiny", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        until = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < until:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).is_success:
-                    break
-            time.sleep(0.1)
-        assert process.poll() is None, process.communicate()[0]
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from test_serving import LONGEST, SAMPLINGS, alone, engine_of, served, target
+from serving_cases import LONGEST, SAMPLINGS, alone, engine_of, served, target
 
 from kangaroo.generation import Request
 from kangaroo.models import byte_tokenizer

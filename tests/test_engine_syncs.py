@@ -1,0 +1,154 @@
+"""A step waits for the device but once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import engine_cases
+import pytest
+import torch
+from engine_cases import HOT, NEW_TOKENS, PROMPTS
+from helpers import (
+    random_prompts,
+)
+from test_conformance import DRAFTERS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import Engine
+from kangaroo.generation import Request
+from kangaroo.sampling import Sampling
+
+eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU."""
+
+    NAMES = (
+        "_local_scalar_dense",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "equal",
+        "unique",
+        "_unique2",
+        "bincount",
+        "repeat_interleave",
+    )
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        # on a CPU tensor these read memory without an operator
+        for name in ("tolist", "cpu", "numpy", "__array__"):
+            monkeypatch.setattr(torch.Tensor, name, self._counted(name))
+
+    def _counted(self, name):
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor, *args, **kwargs):
+            self.seen[name] += 1
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.seen[name] += 1
+        if name in ("index", "index_put_", "index_put"):  # a mask as index hides a nonzero
+            indices = args[1]
+            self.seen["mask index"] += sum(
+                index is not None and index.dtype == torch.bool for index in indices
+            )
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(self.seen.values())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: x[0].item(),
+        lambda x: bool(x.any()),
+        lambda x: int(x[0]),
+        lambda x: float(x[0]),
+        lambda x: [1, 2, 3][x[1]],
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 1],
+        lambda x: x.masked_select(x > 1),
+        lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
+        lambda x: torch.where(x > 1),
+    ],
+)
+def test_the_counter_of_syncs_sees_them(monkeypatch, code):
+    x = torch.arange(3)
+    with Syncs(monkeypatch) as syncs:
+        code(x)
+    assert syncs.total >= 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
+def test_no_host_sync_in_a_step_beyond_those_the_design_names(
+    eager_case, monkeypatch, name, threshold, rows, sampling
+):
+    """One copy of the new tokens, and one bool a drafted token, the last aside, for a threshold."""
+    steps = 4
+    drafter = (
+        Vanilla()
+        if name == "vanilla"
+        else Kangaroo(eager_case.lm, eager_case.adapter, steps=steps, threshold=threshold)
+    )
+    engine = Engine(eager_case.lm, drafter)
+    batch = engine.open(rows, 60, sampling)
+    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
+        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    for _ in range(5):
+        with Syncs(monkeypatch) as syncs:
+            records = engine.step(batch)
+        monkeypatch.undo()
+        drafted = max(record.drafted for record in records)
+        asked = min(drafted, steps - 1) if threshold else 0
+        assert syncs.seen["tolist"] == 1
+        assert syncs.total == 1 + asked, syncs.seen
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
+)
+def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
+    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
+    batch = engine.open(3, 90, HOT)
+    for row, prompt in enumerate(PROMPTS):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1, syncs.seen
+
+
+def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
+    """The drafter aside: the engine moves accepted paths without asking how long they are."""
+    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
+    batch = engine.open(3, 60, HOT)
+    for row, prompt in enumerate(PROMPTS):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    for _ in range(3):
+        draft = engine.drafter.propose(batch)
+        monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
+        monkeypatch.setattr(engine.drafter, "observe", lambda *args: None)
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1, syncs.seen

@@ -1,0 +1,233 @@
+"""Requests that come and go in one batch are decoded as each would be alone."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from serving_cases import (
+    LONGEST,
+    Heard,
+    alone,
+    engine_of,
+    job,
+    random_request,
+    scheduling,
+    target,
+)
+
+from kangaroo.batch import Batch
+from kangaroo.engine import Engine
+from kangaroo.errors import PromptError
+from kangaroo.generation import Request, StepRecord
+from kangaroo.rounds import Rounds
+from kangaroo.serving.scheduler import (
+    CANCELLED,
+    FAILED,
+    TIMEOUT,
+    Busy,
+    Closing,
+    Scheduler,
+)
+
+
+def test_every_text_is_the_one_that_is_written_alone():
+    rng, other = random.Random(0), engine_of(target())
+    jobs = [job(random_request(rng)) for _ in range(40)]
+    with scheduling() as scheduler:
+        for one, _ in jobs:
+            scheduler.submit(one)
+            time.sleep(rng.random() * 0.01)
+        for _, heard in jobs:
+            assert heard.ended.wait(60)
+    for one, heard in jobs:
+        assert heard.tokens == alone(other, one.request) and heard.finish == "length"
+
+
+def said(scheduler: Scheduler, prompt: list[int], new_tokens: int = 9) -> Heard:
+    one, heard = job(Request(prompt, new_tokens, ignore_eos=True))
+    scheduler.submit(one)
+    assert heard.ended.wait(60)
+    assert heard.tokens == alone(engine_of(target()), one.request)
+    return heard
+
+
+def test_each_conversation_goes_on_in_the_row_that_has_it():
+    rng = random.Random(5)
+    texts = [[rng.randrange(3, 250) for _ in range(30)] for _ in range(2)]
+    with scheduling() as scheduler:
+        for turn in range(4):
+            for text in texts:
+                heard = said(scheduler, text)
+                assert heard.reused == (len(text) - 3 - 2 if turn else 0)
+                text += [*heard.tokens, 7, 8 + turn, 9]
+            # somebody else's question takes the row that neither of them is in
+            assert said(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
+
+
+def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
+    texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
+    with scheduling() as scheduler:
+        for text in texts:  # the fourth takes the row of the first
+            assert said(scheduler, text).reused == 0
+        again = [said(scheduler, [*text, 5]).reused for text in (texts[1], texts[2], texts[3])]
+        assert again == [len(texts[0])] * 3
+        assert said(scheduler, [*texts[0], 5]).reused == 0
+
+
+def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
+    """Of each step from now on: texts, whether they might draft, and how much they did."""
+    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
+    step, seen = engine.step, []
+
+    def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        records = step(batch, drafts)
+        active = [record for record in records if record.tokens]
+        seen.append((len(active), drafts, sum(record.drafted for record in active)))
+        return records
+
+    monkeypatch.setattr(engine, "step", watching)
+    return seen
+
+
+def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
+    """Where rows are free for them; those that wait for a row do not stop drafting."""
+    engine, rng, other = engine_of(target(), chunk=None), random.Random(8), engine_of(target())
+    seen = watched(engine, monkeypatch)
+    prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
+    jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
+    with scheduling(engine=engine, rows=4) as scheduler:
+        scheduler.submit(*(one for one, _ in jobs))
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(other, one.request)
+    assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
+    assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
+
+
+def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
+    engine, other = engine_of(target(), chunk=4), engine_of(target())
+    seen = watched(engine, monkeypatch)
+    jobs = [job(Request([7, 8], 90, ignore_eos=True)), job(Request([5] * 40, 3, ignore_eos=True))]
+    with scheduling(engine=engine) as scheduler:
+        for one, _ in jobs:
+            scheduler.submit(one)
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(other, one.request)
+    both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
+    assert seen[both - 9 : both] == [(1, False, 0)] * 9
+    assert seen[both][1] and seen[both][2] > 0
+
+
+def test_who_cancels_leaves_all_others_as_they_were():
+    """Before a row is free, while the prompt enters, and in the middle of a text."""
+    rng, other = random.Random(1), engine_of(target())
+    jobs = [job(random_request(rng)) for _ in range(60)]
+    with scheduling(rows=4) as scheduler:
+        for i, (one, heard) in enumerate(jobs):
+            scheduler.submit(one)
+            if i % 3 == 1:
+                scheduler.cancel(one)
+            if i % 3 == 2:
+                heard.begun.wait(0.02)
+                scheduler.cancel(one)
+        for _, heard in jobs:
+            assert heard.ended.wait(60)
+        assert (scheduler.load.running, scheduler.load.entering, scheduler.load.waiting) == (
+            0,
+            0,
+            0,
+        )
+    ends = [heard.finish for _, heard in jobs]
+    assert CANCELLED in ends and "length" in ends
+    for one, heard in jobs:
+        text = alone(other, one.request)
+        assert heard.tokens == (text if heard.finish == "length" else text[: len(heard.tokens)])
+
+
+def test_a_long_prompt_does_not_keep_others_waiting():
+    long, short = [5] * 180, [7, 8]
+    with scheduling(engine=engine_of(target(), chunk=4)) as scheduler:
+        first, told = job(Request(short, 100, ignore_eos=True))
+        second, entered = job(Request(long, 1))
+        scheduler.submit(first)
+        assert told.begun.wait(60)
+        scheduler.submit(second)
+        before = len(told.tokens)
+        assert entered.begun.wait(60)
+        # it has 45 parts; between any two of them the other text went on
+        assert len(told.tokens) - before >= 40 or told.finish
+        assert told.ended.wait(60)
+
+
+def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
+    with scheduling(rows=1, most_waiting=2) as scheduler:
+        running, heard = job(Request([5], 150, ignore_eos=True))
+        scheduler.submit(running)
+        assert heard.begun.wait(60)
+        scheduler.submit(job(Request([5], 1))[0])
+        with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
+            scheduler.submit(job(Request([5], 1))[0], job(Request([5], 1))[0])
+        assert scheduler.load.waiting == 1
+        scheduler.cancel(running)
+
+
+def test_a_request_that_can_never_be_served_is_refused():
+    with scheduling() as scheduler:
+        scheduler.check(Request([5] * 10, LONGEST - 10))
+        with pytest.raises(PromptError, match="ask for at most 190 new tokens"):
+            scheduler.check(Request([5] * 10, LONGEST - 9))
+        with pytest.raises(PromptError, match="the prompt is empty"):
+            scheduler.check(Request([], 3))
+
+
+def test_closing_finishes_what_there_is_and_takes_nothing_more():
+    with scheduling(rows=1) as scheduler:
+        jobs = [job(Request([5 + i], 20, ignore_eos=True)) for i in range(4)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert scheduler.close(60)
+        assert [heard.finish for _, heard in jobs] == ["length"] * 4
+        with pytest.raises(Closing, match="shutting down"):
+            scheduler.submit(jobs[0][0])
+
+
+def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
+    with scheduling(rows=1) as scheduler:
+        jobs = [job(Request([5], LONGEST - 1, ignore_eos=True)) for _ in range(30)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert not scheduler.close(0.05)
+        assert all(heard.finish for _, heard in jobs)
+        assert jobs[-1][1].finish == CANCELLED
+
+
+def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
+    with scheduling(rows=1) as scheduler:
+        step = scheduler.engine.step
+
+        def slowly(batch, drafts):
+            time.sleep(0.001)
+            return step(batch, drafts)
+
+        monkeypatch.setattr(scheduler.engine, "step", slowly)
+        late, heard = job(Request([5], 150, ignore_eos=True), deadline=time.monotonic() + 0.02)
+        waits, told = job(Request([5], 150), deadline=time.monotonic() - 1)
+        scheduler.submit(late, waits)
+        assert heard.ended.wait(60) and told.ended.wait(60)
+        assert (heard.finish, told.finish, told.tokens) == (TIMEOUT, TIMEOUT, [])
+
+
+def test_nobody_waits_for_decoding_that_has_failed(monkeypatch):
+    def fails(batch, drafts):
+        raise RuntimeError("no memory")
+
+    with scheduling() as scheduler:
+        monkeypatch.setattr(scheduler.engine, "step", fails)
+        jobs = [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+        scheduler.submit(*(one for one, _ in jobs))
+        assert all(heard.ended.wait(60) for _, heard in jobs)
+        assert {heard.finish for _, heard in jobs} == {FAILED}
+        assert not scheduler.alive and "RuntimeError: no memory" in scheduler.failure
+        with pytest.raises(Closing, match="no memory"):
+            scheduler.submit(jobs[0][0])
