@@ -1,79 +1,32 @@
-"""The paper's experiments: they compose for every model, and what they say follows from records."""
+"""The paper's experiments: they compose for every model, and each is one command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
-from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from commands import python
-from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
+from evaluation_records import record, run, vanilla_run
 from helpers import adapter_for
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from paper_cases import EMBEDDED, FILES, NAMES, VICUNA, composed, jobs, methods_of
 from test_commands import ROOT, questions, talks
 
 from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.errors import ConfigError, DataError
-from kangaroo.evaluation import summary
+from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.metrics import metrics
-from kangaroo.evaluation.records import Writer
 from kangaroo.evaluation.run import EvaluateConfig, asked
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.paper import page, ratios, report, rows
-from kangaroo.paper.claims import AGREES, DISAGREES, OPEN, verdict
+from kangaroo.paper import page, ratios
 from kangaroo.paper.published import published
-from kangaroo.paper.ratios import Value
-from kangaroo.paper.results import study_of
-from kangaroo.paper.study import Claim, StudyConfig
 from kangaroo.trained import adapter_files
-
-NAMES = """
-    table1 adapter_ablation exit_layer threshold steps position parameters temperature tree
-""".split()
-FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml")}
-EMBEDDED, VICUNA = "smollm2-135m", "vicuna-7b"
-
-
-@cache
-def composed(name, *overrides):
-    """The typed config of an experiment."""
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return OmegaConf.to_object(
-            compose("evaluate", [f"experiment=paper/{name}", "output=out", *overrides])
-        )
-
-
-@cache
-def jobs(name, *overrides):
-    """What an experiment tells Hydra: its folders and its sweep."""
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        asked = [f"experiment=paper/{name}", *overrides]
-        return compose("evaluate", asked, return_hydra_config=True).hydra
-
-
-def methods_of(name):
-    """The names of the folders that an experiment's results lie in."""
-    config = composed(name)
-    names = [*varied(config.drafter, config.variants), *config.more]
-    if name != "temperature":
-        return names
-    params, found = jobs(name).sweeper.params, []
-    for temperature in str(params["sampling.temperature"]).split(","):
-        for rule in params["sampling.rule"].split(","):
-            found.append(f"temperature={temperature},Rule.{rule}")
-    assert len(names) == 1
-    return found
-
 
 # --- what is declared
 
@@ -180,307 +133,6 @@ def test_published_values_are_the_papers():
     assert values("threshold", 6.0, 0.6) == values("steps", 0.6, 6.0)
     assert values("parameters", "Medusa, no tree", 591e6) == {"speedup": 1.41}
     assert values("tree", "chain", None) == {"speedup": 1.50}
-
-
-# --- values and findings
-
-
-def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
-    """Questions whose rounds took so long; each question is harder than the one before."""
-    emitted = [count + 1 for count in accepted]
-    return [
-        record(
-            i,
-            (
-                run(emitted, list(accepted), [4] * len(emitted), [s * (1 + i)] * len(emitted)),
-                vanilla_run(sum(emitted), 1.0 + i),
-            ),
-            category=category,
-        )
-        for i, s in zip(ids, np.broadcast_to(seconds, len(ids)), strict=True)
-    ]
-
-
-def test_a_studys_values_are_those_of_the_evaluation():
-    records = answered([0.5, 1.0, 2.0, 0.7], ids=range(4)) + answered(1.0, (0, 2, 4), [9])
-    known = metrics(records)
-    for name in ("speedup", "compression_rate", "acceptance_rate"):
-        assert ratios.value(ratios.pairs(records, name)).value == pytest.approx(known[name])
-    for w, share in enumerate(known["ctar"], start=1):
-        assert ratios.value(ratios.pairs(records, f"ctar{w}")).value == pytest.approx(share)
-    found = ratios.value(ratios.pairs(records, "speedup"))
-    assert [found.low, found.high] == known["speedup_ci95"]
-
-
-@pytest.mark.parametrize("metric", ["speed", "ctar", "ctarx"])
-def test_a_metric_that_is_not_known_is_refused(metric):
-    with pytest.raises(ConfigError, match=f"there is no '{metric}'; there are speedup"):
-        ratios.pairs(answered(1.0), metric)
-
-
-def test_a_speedup_without_vanilla_is_refused():
-    with pytest.raises(ConfigError, match="needs vanilla decoding"):
-        ratios.pairs([record(1, (run([3], [2], [4], [1.0]), None))], "speedup")
-
-
-def test_of_a_single_question_there_is_no_interval():
-    found = ratios.value(ratios.pairs(answered(1.0, ids=[1]), "compression_rate"))
-    assert found == Value(3.0)
-
-
-def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
-    """One method is always a little slower: the intervals overlap, and the difference has none."""
-    rng = np.random.default_rng(1)
-    hard = rng.uniform(0.3, 3.0, 12)
-    fast, slow = (ratios.pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
-    a, b, found = ratios.value(fast), ratios.value(slow), ratios.difference(fast, slow)
-    assert a.low < b.high
-    assert found.low > 0 and found.value == pytest.approx(a.value - b.value)
-    assert verdict(found, 12) == AGREES
-    assert verdict(ratios.difference(slow, fast), 12) == DISAGREES
-    assert verdict(ratios.difference(fast, fast), 12) == OPEN
-    assert verdict(found, 7) == OPEN  # a bootstrap over so few questions is too sure
-
-
-# --- tables, plots, files
-
-
-@pytest.fixture
-def results(tmp_path):
-    """Thresholds by steps, as a run with `variants` leaves them, and its baseline."""
-    for steps in (4, 6):
-        for i, threshold in enumerate((0, 0.6)):
-            name = f"kangaroo,steps={steps},threshold={threshold}"
-            told = {"drafter": name, "drafter.steps": steps, "drafter.threshold": threshold}
-            finish(tmp_path / name, answered(1.0 - 0.3 * i + steps / 100), told)
-    finish(tmp_path / "vanilla", answered(1.0), {"drafter": "vanilla"})
-    return tmp_path
-
-
-def finish(folder, records, settings):
-    about = ABOUT | {"settings": SETTINGS | settings}
-    folder.mkdir()
-    writer = Writer(folder, 0)
-    for one in records:
-        writer.append(one)
-    writer.close()
-    (folder / "summary.json").write_text(json.dumps(summary.summarise(records, about)))
-
-
-CLAIM = Claim(
-    "stopping early is faster",
-    more="kangaroo,steps=6,threshold=0.6",
-    less="kangaroo,steps=6,threshold=0",
-    why="It is not.",
-)
-STUDY = StudyConfig(
-    "threshold",
-    "Thresholds",
-    x="drafter.threshold",
-    x_label="threshold",
-    curve="drafter.steps",
-    curve_label="steps",
-    claims=[
-        CLAIM,
-        dataclasses.replace(CLAIM, says="and it is not", more=CLAIM.less, less=CLAIM.more),
-    ],
-)
-
-
-def test_settings_are_places_and_curves_and_the_baseline_is_neither(results):
-    found = study_of(STUDY, results)
-    assert [(p.curve, p.x) for p in found.points] == [(4, 0), (4, 0.6), (6, 0), (6, 0.6)]
-    assert len(found.methods) == 4
-
-
-def test_the_papers_values_stand_beside_ours_and_what_it_alone_has_is_a_row(results):
-    found = rows.table(study_of(STUDY, results))
-    by_place = {(row["steps"], row["threshold"]): row for row in found}
-    assert by_place["6", "0.6"]["Vicuna-7B: speedup"] == "1.50"
-    assert by_place["6", "0.6"]["CR"].startswith("3.00")
-    assert by_place["4", "0.6"]["Vicuna-7B: speedup"] == "-"
-    assert by_place["8", "0.5"]["CR"] == "-" and by_place["8", "0.5"]["Vicuna-7B: CR"] == "2.13"
-
-
-def test_vanilla_decoded_again_is_a_level_with_its_name(tmp_path):
-    """It has no setting of a drafter, and so no place along the plot."""
-    finish(tmp_path / "exit2", answered(1.0), {"drafter": "exit2", "drafter.exit_layer": 2})
-    finish(tmp_path / "vanilla again", answered(1.0), {"drafter": "vanilla again"})
-    exits = StudyConfig("exits", "Exits", x="drafter.exit_layer", x_label="exit layer")
-    found = study_of(exits, tmp_path)
-    assert [(p.curve, p.x) for p in found.points] == [("", 2), ("vanilla again", None)]
-    assert [row["exit layer"] for row in rows.table(found)] == ["2", "vanilla again"]
-    report.write(found, tmp_path)
-
-
-def test_drafters_of_the_jobs_of_a_sweep_have_curves_of_their_own(tmp_path):
-    for rule in ("match", "rejection"):
-        for drafter in ("kangaroo", "vanilla again"):
-            told = {"drafter": drafter, "sampling.rule": rule, "sampling.temperature": 0.5}
-            (tmp_path / rule).mkdir(exist_ok=True)
-            finish(tmp_path / rule / drafter, answered(1.0), told)
-    found = study_of(composed("temperature").study, tmp_path)
-    assert [point.curve for point in found.points] == [
-        f"{rule}, {drafter}"
-        for rule in ("matched noise", "rejection sampling")
-        for drafter in ("kangaroo", "vanilla again")
-    ]
-    assert "sampled" in report.size(found)
-
-
-def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
-    found = study_of(STUDY, results)
-    assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
-    assert [one.published for one in found.checked] == [(1.50, 1.21), (1.21, 1.50)]
-    (told,) = rows.reasons(found.checked)
-    assert told == "- *and it is not* (disagrees): It is not."
-
-
-def test_a_value_whose_place_the_paper_does_not_tell_is_that_of_the_curve(tmp_path):
-    study = composed("tree").study
-    for name in ("kangaroo", "kangaroo_tree,top_k=10,nodes=32"):
-        told = {"drafter.top_k": 10, "drafter.nodes": 32} if "tree" in name else {}
-        finish(tmp_path / name, answered(1.0), {"drafter": name} | told)
-    found = study_of(study, tmp_path)
-    assert [one.published for one in found.checked] == [None, (1.72, 1.50)]
-
-
-def test_a_claim_about_a_method_that_was_left_out_is_not_checked(results):
-    shutil.rmtree(results / CLAIM.more)
-    assert study_of(STUDY, results).checked == []
-
-
-def test_a_claim_about_methods_that_were_asked_different_questions_is_refused(results):
-    shutil.rmtree(results / CLAIM.more)
-    told = {"drafter": CLAIM.more, "drafter.steps": 6, "drafter.threshold": 0.6}
-    finish(results / CLAIM.more, answered(1.0, ids=range(3)), told)
-    with pytest.raises(ConfigError, match="were not asked the same questions"):
-        study_of(STUDY, results)
-
-
-def test_results_of_other_settings_are_not_mixed(results):
-    finish(results / "other", answered(1.0), {"drafter": "other", "max_new_tokens": 99})
-    with pytest.raises(ConfigError, match=r"'other'.* cannot be in one study: max_new_tokens=8 "):
-        study_of(STUDY, results)
-
-
-def test_a_folder_without_results_is_no_study(tmp_path):
-    assert study_of(STUDY, tmp_path) is None
-
-
-def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
-    study = composed("table1").study
-    tasks = ["qa", "rag"]
-    for name in ("kangaroo", "lookahead"):
-        records = [
-            r
-            for i, x in enumerate(tasks)
-            for r in answered(1.0, ids=[2 * i, 2 * i + 1], category=x)
-        ]
-        finish(tmp_path / name, records, {"drafter": name})
-    first, second, *_ = found = rows.table(study_of(study, tmp_path))
-    assert [row["method"] for row in found] == 3 * ["Kangaroo, no tree"] + 3 * ["Lookahead"]
-    assert list(first) == ["method", "CR / speedup", "QA", "RAG", "overall"]
-    assert first["overall"].startswith("3.00 (3.00-3.00) / ")
-    assert second == {
-        "method": "Kangaroo, no tree",
-        "CR / speedup": "Vicuna-7B",
-        "QA": "1.87 / 1.43",
-        "RAG": "2.05 / 1.52",
-        "overall": "- / 1.50",
-    }
-
-
-def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
-    finish(tmp_path / "kangaroo", answered(1.0, (3, 1)), {"drafter": "kangaroo"})
-    found = study_of(composed("position").study, tmp_path)
-    assert [(p.x, p.values["ctar"].value) for p in found.points] == [(1, 1), (2, 0.5), (3, 0.5)]
-    (row,) = rows.table(found)
-    assert row == {"method": "Kangaroo", "CTAR(w)": "here"} | {
-        f"w = {w}": f"{x} ({x}-{x})" for w, x in ((1, "1.00"), (2, "0.50"), (3, "0.50"))
-    }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_study_has_a_plot_with_all_its_curves(name, tmp_path):
-    config = composed(name)
-    for i, method in enumerate(methods_of(name)):
-        told = {
-            "drafter": method,
-            "drafter.steps": i,
-            "drafter.threshold": i / 10,
-            "drafter.exit_layer": i,
-            "sampling.rule": "match",
-            "drafter.nodes": i,
-            "drafter.top_k": 3,
-            "task": None,
-        }
-        finish(tmp_path / method, answered(1.0, category="math_reasoning"), told)
-    found = study_of(config.study, tmp_path)
-    report.write(found, tmp_path)
-    assert {f"{name}.{kind}" for kind in ("json", "md", "png")} <= {
-        x.name for x in tmp_path.iterdir()
-    }
-    told = json.loads((tmp_path / f"{name}.json").read_text())
-    assert len(told["checked"]) == len(config.study.claims)
-    assert told["provenance"].keys() == {one.name for one in found.methods}
-
-
-# --- the page
-
-
-PAGE = """# Ours
-
-Written by hand.
-
-<!-- summary -->
-<!-- end -->
-
-## threshold
-
-<!-- study: threshold -->
-old
-<!-- end -->
-
-Between.
-
-<!-- study: tree -->
-<!-- end -->
-"""
-
-
-def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_path):
-    folder = tmp_path / "of-a-model"
-    shutil.copytree(results, folder / "threshold", ignore=lambda *_: ["of-a-model"])
-    report.write(study_of(STUDY, folder / "threshold"), folder / "threshold")
-    file = tmp_path / "paper.md"
-    file.write_text(PAGE)
-    page.rewrite(file, folder)
-    text = file.read_text()
-    assert "Written by hand." in text and "\nBetween.\n" in text and "\nold\n" not in text
-    assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
-    assert "Of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
-    assert "With fewer than" not in text
-    assert "![Thresholds](img/paper/threshold.png)" in text
-    assert (tmp_path / "img/paper/threshold.png").is_file()
-    page.rewrite(file, folder)
-    assert file.read_text() == text
-
-
-def test_the_page_says_which_results_are_too_small_to_tell_anything(results):
-    study = study_of(STUDY, results)
-    report.write(study, results)
-    told = json.loads((results / "threshold.json").read_text())
-    assert "With fewer than 8 questions" in page.summary([told, told | {"questions": 7}])
-    assert "asked 7 to 8 questions of b, with at most 8 new tokens" in page.summary(
-        [told, told | {"questions": 7}]
-    )
-
-
-def test_a_page_without_a_place_for_a_study_is_refused(tmp_path):
-    (tmp_path / "page.md").write_text("# Nothing\n")
-    with pytest.raises(DataError, match="has no line '<!-- study: NAME -->'"):
-        page.rewrite(tmp_path / "page.md", tmp_path)
 
 
 # --- what the experiments are made from

@@ -1,284 +1,40 @@
-"""Training: the loss, the order of samples, the path that decoding takes, and resuming."""
+"""Training: what a run learns, saves and refuses, and that it goes on where it was stopped."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, admit_text, random_prompts, recipe_of, tiny
+import training_cases
+from helpers import EXIT, tiny
 from safetensors.torch import load_file
 from torch import nn
+from training_cases import (
+    ABOUT,
+    Killed,
+    KillsAt,
+    config,
+    recipe,
+    samples,
+    train,
+)
 
 from kangaroo.cli.training import check_format
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, CorruptFile, DataError
+from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.models import Dtype, ModelConfig
 from kangaroo.native import torch_multiplies
 from kangaroo.ranks import Ranks
-from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker
-from kangaroo.trained import eagle_head
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
-from kangaroo.training import backend, curves, muon, results
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
+from kangaroo.training import backend, muon
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
-from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.loop import evaluate
-from kangaroo.training.loop import train as train_all
 from kangaroo.training.losses import Loss
-from kangaroo.training.micro_batch import grade, look, teach
 from kangaroo.training.recipe import trainees
 from kangaroo.training.work import Work
 
-ABOUT = {"fingerprint": "test"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_drawn(monkeypatch):
-    """Half a second for each of many runs; see test_observability.py."""
-    monkeypatch.setattr(curves, "write", lambda folder: None)
-
-
-def sample(ids, prompt_length):
-    mask = [0] * prompt_length + [1] * (len(ids) - prompt_length)
-    return {"messages": [{"role": "user", "content": "Why?"}], "input_ids": ids, "loss_mask": mask}
-
-
-def samples(count, length=20):
-    return [sample(ids, 5) for ids in random_prompts(*range(length, length + count))]
-
-
-def config(**changes):
-    settings = {
-        "epochs": 2,
-        "batch_tokens": 64,
-        "holdout": 2,
-        "loss_chunk": 7,
-        "evaluate_every": 3,
-        "save_every": 2,
-        "warmup_steps": 2,
-        "decode_prompts": 0,  # see test_observability.py
-    }
-    return TrainerConfig(**(settings | changes))
-
-
-def recipe(**changes):
-    return recipe_of(**({"exit_layers": [EXIT]} | changes))
-
-
-def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
-    tracker = tracker or NoTracker()
-    return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
-
-
-VARIANTS = [
-    {},
-    {"fused": True, "draft_steps": 3},
-    {"own_head": True},
-    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
-]
-
-
-def taught(lm, batches, **changes):
-    """The results of each micro-batch, and the gradients that they add up to."""
-    made = trainees(lm, [recipe(**changes)], None)
-    grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
-    return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
-
-
-def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
-    settings = config(warmup_steps=4)
-    rates = [schedule(settings, step, 20) for step in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert math.isclose(rates[12], 0.5) and rates[-1] < 0.01
-    assert schedule(settings, 0, 1) == 1.0  # a run shorter than its warm-up
-
-
-def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
-    lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
-    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
-    assert batches == plan(lengths, 64, seed=0, epoch=0)
-    assert batches != plan(lengths, 64, seed=0, epoch=1)
-    assert batches != plan(lengths, 64, seed=1, epoch=0)
-
-
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
-    """So it meets the process that has it: `Ranks.deal` goes by places."""
-    lengths = list(range(10, 60))
-    first = plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
-    place = {tuple(batch): i % step for i, batch in enumerate(first)}
-    assert len(first) % 4 and first == plan(lengths, 64, seed=0, epoch=0)
-    for epoch in (1, 2):
-        later = plan(lengths, 64, seed=0, epoch=epoch, same=step)
-        assert later != first and sorted(later) == sorted(first)
-        at = [(epoch * len(first) + i) % step for i in range(len(later))]
-        moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
-        assert moved < step
-
-
-def test_packed_micro_batches_fit_and_hold_every_sample_once():
-    lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
-    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=True)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        rows = rows_of([lengths[i] for i in batch])
-        width = max(lengths[i] for i in batch)
-        assert len(batch) == 1 or len(rows) * width <= 64
-        assert all(sum(lengths[batch[i]] for i in row) <= width for row in rows)
-    assert batches != plan(lengths, 64, seed=0, epoch=1, packing=True)
-    assert len(batches) <= len(plan(lengths, 64, seed=0, epoch=0))
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_packing_changes_no_state_loss_or_gradient(changes):
-    lm = tiny()
-    data = [sample(ids, 3) for ids in random_prompts(20, 5, 8, 6, 20, 11, 9, seed=1)]
-    packed = collate(data, 100, lm.device, packing=True)
-    assert len(packed.input_BT) == 4 and packed.input_BT.numel() == 80  # of 79 tokens
-
-    def run(tokens):
-        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
-        return x_BTD
-
-    together_BTD = run(packed)
-    for index, one in enumerate(data):
-        alone_TD = run(collate([one], 100, lm.device))[0]
-        # float32, attention summed in another order
-        torch.testing.assert_close(
-            together_BTD[packed.sample_BT == index], alone_TD, rtol=1e-4, atol=1e-5
-        )
-
-    grades, gradients = taught(lm, [collate(data, 100, lm.device)], **changes)
-    others, packed_gradients = taught(lm, [packed], **changes)
-    for grade_F, packed_F in zip(grades[0], others[0], strict=True):
-        torch.testing.assert_close(grade_F, packed_F, rtol=1e-5, atol=1e-4)
-    for gradient, packed_gradient in zip(gradients, packed_gradients, strict=True):
-        torch.testing.assert_close(gradient, packed_gradient, rtol=1e-3, atol=1e-5)
-
-
-def test_a_packed_token_does_not_depend_on_the_samples_before_it():
-    lm = tiny()
-    first, other, last = (sample(ids, 3) for ids in random_prompts(12, 12, 9, seed=2))
-    wide = sample(random_prompts(21)[0], 3)  # makes rows wide enough for two
-    states = []
-    for before in (first, other):
-        tokens = collate([wide, before, last], 100, lm.device, packing=True)
-        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
-        assert tokens.sample_BT[1].tolist() == [1] * 12 + [2] * 9
-        assert tokens.block(lm).positions_RT[1].tolist() == [*range(12), *range(9)]
-        states.append(x_BTD[1, 12:])
-    assert torch.equal(*states)
-
-
-def test_a_float32_adapter_trains_on_packed_rows_of_a_bfloat16_target():
-    lm = tiny(dtype=torch.bfloat16)
-    data = [*samples(3, length=9), sample(random_prompts(21)[0], 3)]
-    for changes in VARIANTS:
-        packed = collate(data, 100, lm.device, packing=True)
-        (grades,), gradients = taught(lm, [packed], **changes)
-        assert torch.isfinite(grades).all()
-        assert all(gradient.dtype == torch.float32 for gradient in gradients)
-
-
-@pytest.mark.parametrize("changes", [{"packing": True}, {"remember": True}], ids=str)
-def test_a_run_of_other_micro_batches_trains_and_resumes(tmp_path, changes):
-    def run(name, tracker):
-        settings = config(batch_tokens=128, **changes)
-        return train(tiny(), samples(12), settings, tmp_path / name, tracker, ABOUT)
-
-    (whole,) = run("whole", NoTracker())
-    with pytest.raises(Killed):
-        run("stopped", KillsAt(3))
-    (stopped,) = run("stopped", NoTracker())
-    assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
-
-
-def test_wanted_positions_are_those_before_a_token_of_the_assistant():
-    two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
-    tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
-    assert tokens.wanted_BT.tolist() == [
-        [False, True, True, False, False, True, False],
-        [True, False, False, False, False, False, False],
-    ]
-
-
-def test_a_sample_without_trainable_tokens_is_refused_and_shown():
-    with pytest.raises(
-        DataError,
-        match=r"sample 1 has no trainable token among its first 5: .* 6 to 8 .*user: 'Why\?'",
-    ):
-        check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_training_sees_what_decoding_sees(architecture):
-    """The adapter's distribution at each assistant position equals the one it drafts from."""
-    lm = tiny(architecture)
-    (trainee,) = trainees(lm, [recipe()], None)
-    trainee.adapter = adapter = adapter_for(lm)
-    (ids,) = random_prompts(24)
-    trained = []
-    handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
-    tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    grade(lm, look(lm, tokens, [trainee], 7), [trainee], loss_chunk=7, steps=1)
-    handle.remove()
-    learnt_TV = lm.head(trained[0][1]).softmax(-1)
-    drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
-    engine = Engine(lm, drafter, prefill_chunk=6)
-    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
-    for length in range(5, len(ids)):
-        batch = engine.open(1, 40, sampling)
-        admit_text(engine, batch, 0, ids[:length])
-        drafted_V = drafter.propose(batch).probs_BNV[0, 1]
-        # float32, summed in another order
-        torch.testing.assert_close(learnt_TV[length - 1], drafted_V, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
-    lm, data = tiny(), samples(4)
-    splits = [[data], [data[:1], data[1:]]]
-    whole, split = (
-        taught(lm, [collate(part, 100, lm.device) for part in parts], **changes)[1]
-        for parts in splits
-    )
-    for one, other in zip(whole, split, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # float32, another order
-
-
-def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothing(tmp_path):
-    lm, runs = tiny(), []
-    data = samples(6)
-    settings = config(holdout=1, batch_tokens=1000, evaluate_every=1000)  # one micro-batch an epoch
-    lm.layers[0].register_forward_hook(lambda *_: runs.append(1))
-    (plain,) = train(lm, data, settings, tmp_path / "plain")
-    looked = len(runs)
-    settings.remember = True
-    (kept,) = train(lm, data, settings, tmp_path / "kept")
-    assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
-    assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
-
-
-def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):
-    steps = {}
-    for accumulate in (1, 3):
-        folder = tmp_path / str(accumulate)
-        train(tiny(), samples(11), config(accumulate=accumulate), folder)
-        steps[accumulate] = len((folder / METRICS).read_text().splitlines())
-    assert steps[3] == math.ceil(steps[1] / 3)
-
-
-def test_frequent_tokens_are_those_of_the_assistant_in_order():
-    some = [sample([9, 9, 5, 4, 5, 4, 8], 2), sample([1, 4], 1)]
-    assert frequent_tokens(some).tolist() == [4, 5, 8]
+nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
 
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
@@ -371,21 +127,6 @@ def test_a_draft_vocabulary_larger_than_the_data_is_all_of_it_and_loads_again(tm
 def test_two_adapters_of_one_name_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
         train(tiny(), samples(6), config(), tmp_path, recipes=[recipe(), recipe(loss=Loss.kl)])
-
-
-class Killed(Exception):
-    pass
-
-
-class KillsAt(NoTracker):
-    """Stops the run in the middle, after a step that no checkpoint holds."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def log(self, metrics, step):
-        if step == self.step:
-            raise Killed
 
 
 def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, recipe_of, tiny
-from test_training import ABOUT, Killed, KillsAt, config, recipe, sample, train
+from training_cases import ABOUT, Killed, KillsAt, config, recipe, sample, train
 
 from kangaroo import teacher
 from kangaroo.errors import ConfigError

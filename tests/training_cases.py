@@ -1,0 +1,80 @@
+"""Texts, settings and runs for the tests of training."""
+
+from helpers import EXIT, random_prompts, recipe_of
+
+from kangaroo.tracking import NoTracker
+from kangaroo.trained import eagle_head
+from kangaroo.training import curves, results
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.loop import train as train_all
+from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.recipe import trainees
+
+ABOUT = {"fingerprint": "test"}
+
+
+def nothing_is_drawn(monkeypatch):
+    """Half a second for each of many runs; see test_observability.py."""
+    monkeypatch.setattr(curves, "write", lambda folder: None)
+
+
+def sample(ids, prompt_length):
+    mask = [0] * prompt_length + [1] * (len(ids) - prompt_length)
+    return {"messages": [{"role": "user", "content": "Why?"}], "input_ids": ids, "loss_mask": mask}
+
+
+def samples(count, length=20):
+    return [sample(ids, 5) for ids in random_prompts(*range(length, length + count))]
+
+
+def config(**changes):
+    settings = {
+        "epochs": 2,
+        "batch_tokens": 64,
+        "holdout": 2,
+        "loss_chunk": 7,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "warmup_steps": 2,
+        "decode_prompts": 0,  # see test_observability.py
+    }
+    return TrainerConfig(**(settings | changes))
+
+
+def recipe(**changes):
+    return recipe_of(**({"exit_layers": [EXIT]} | changes))
+
+
+def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
+    tracker = tracker or NoTracker()
+    return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
+
+
+VARIANTS = [
+    {},
+    {"fused": True, "draft_steps": 3},
+    {"own_head": True},
+    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+]
+
+
+def taught(lm, batches, **changes):
+    """The results of each micro-batch, and the gradients that they add up to."""
+    made = trainees(lm, [recipe(**changes)], None)
+    grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
+    return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
+
+
+class Killed(Exception):
+    pass
+
+
+class KillsAt(NoTracker):
+    """Stops the run in the middle, after a step that no checkpoint holds."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step:
+            raise Killed
