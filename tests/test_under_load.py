@@ -192,6 +192,24 @@ def test_a_run_that_was_stopped_measures_what_is_missing(config, monkeypatch):
     assert len(second.asked) == 9
 
 
+def test_a_cell_in_which_the_client_asked_too_little_is_measured_again(config, monkeypatch):
+    """guidellm once asked 31 of 32 questions, and said that all was well."""
+
+    def forgets(told: dict[str, Any], output: Path, check: object) -> None:
+        told["spec"]["constraints"][0]["count"] -= output.stem == "1-2-a"
+        asks(told, output, check)
+
+    asks = Client()
+    monkeypatch.setattr(client, "measure", forgets)
+    with pytest.raises(
+        DataError, match=r"1 of 2 .* guidellm asked no more\. Run it again \('.*1-2-a"
+    ):
+        run.run(MODEL, {}, config())
+    monkeypatch.setattr(client, "measure", again := Client())
+    assert len(run.run(MODEL, {}, config())) == 8
+    assert again.asked[0] == "1-2-a" and len(asks.asked) + len(again.asked) == 9
+
+
 def test_a_run_does_not_go_on_with_other_settings(config):
     run.run(MODEL, {}, config())
     with pytest.raises(ConfigError, match="requests=2 there, 3 now"):

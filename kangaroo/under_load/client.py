@@ -143,7 +143,8 @@ def read(file: Path, requests: int, new_tokens: int) -> Measured:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{file}' is no result of {CLIENT}. Delete it, and run again.") from error
     if failed or len(done) != requests:
-        why = next((one["info"]["error"] for one in failed if one["info"]["error"]), "no reason")
+        silent = "no reason" if failed else f"{CLIENT} asked no more. Run it again"
+        why = next((one["info"]["error"] for one in failed if one["info"]["error"]), silent)
         raise DataError(f"{len(done)} of {requests} requests were answered: {why} ('{file}').")
     lengths = {one["output_metrics"]["total_tokens"] for one in done}
     if lengths != {new_tokens}:

@@ -131,6 +131,8 @@ def _measure(cell: Cell, method: Method, servers: Servers, config: LoadConfig) -
         discarded = folder / f"{WARMUP}-{cell.method}.json"
         ask(most, min(2 * most, config.requests), discarded)
         discarded.unlink()
-    ask(cell.users, config.requests, file)
-    # one that is no result ends the run here, not after hours
-    client.read(file, config.requests, config.new_tokens)
+    unread = file.with_suffix(".unread")
+    ask(cell.users, config.requests, unread)
+    # one that is no result ends the run here, not after hours, and is measured again by the next
+    client.read(unread, config.requests, config.new_tokens)
+    os.replace(unread, file)
