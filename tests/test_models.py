@@ -1,6 +1,7 @@
 """Targets load from everywhere they may come from, and what cannot load says why."""
 
 import json
+import os
 import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -291,6 +292,17 @@ def test_conversion_happens_once_however_many_ask(conversions):
     assert len(conversions) == 1
     assert len(set(folders)) == 1
     assert (folders[0] / "model.safetensors").read_text() == "whole"
+
+
+def test_what_a_killed_conversion_left_is_removed_once_it_is_old(cache, conversions):
+    old, young = (cache / "models" / f"{embedded.CONVERTED}.partial-{name}" for name in "ab")
+    for left in (old, young):
+        (left / "checkpoint").mkdir(parents=True)
+        (left / "checkpoint" / "model.safetensors").write_text("ha")
+    os.utime(old, (0, 0))
+    folder = embedded.embedded_checkpoint()
+    assert (folder / "model.safetensors").read_text() == "whole"
+    assert young.exists() and not old.exists()
 
 
 def test_a_process_that_converts_despite_the_lock_takes_nothing_away(
