@@ -246,9 +246,8 @@ def test_a_process_killed_in_writing_and_in_training_changes_no_byte(folder):
     settings = ["experiment=debug", "data.shards=4", "data.max_answer_tokens=160"]
     two = ["torchrun", "--nproc-per-node=2", "train.py", *settings]
     shards = folder / "outputs/data/self_synthesis/tiny.shards"
-    kill_second(
-        start(two, folder), shards / "settings.json"
-    )  # a shard has no file until it is whole
+    # the first file of all: a shard has none until it is whole
+    kill_second(start(two, folder), shards / "settings.json")
     assert not (shards / "00001.jsonl").exists() and not (shards / "00003.jsonl").exists()
     kill_second(start(two, folder), folder / "outputs/train/tiny/checkpoint.pt")
     run(two, folder)
