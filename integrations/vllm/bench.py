@@ -1,7 +1,8 @@
 """What drafting brings inside vLLM on this machine: acceptance, equal texts, tokens per second.
 
 Each way to draft runs in a process of its own; all are loaded first and then asked in turn, so that
-a machine that slows down does so for all. Prints a Markdown table.
+a machine that slows down does so for all. Prints a Markdown table, and how near the choices were
+where a text is not the one that vLLM writes without drafts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,6 +40,10 @@ class Result:
     def speed(self) -> float:
         """Tokens per second."""
         return sum(map(len, self.texts)) / self.seconds
+
+
+# of each way to draft, at each number of requests at once, one for each repetition
+Results = dict[str, dict[int, list[Result]]]
 
 
 def asked() -> argparse.Namespace:
@@ -100,6 +106,30 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, at_once: int) -> Re
     return Result([texts[i] for i in sorted(texts)], seconds, drafts[0], drafted[0], accepted)
 
 
+def forks(texts: list[list[int]], expected: list[list[int]]) -> dict[int, list[int]]:
+    """By the number of each text that is not the expected one, the tokens before they part."""
+    found = {}
+    for number, (own, other) in enumerate(zip(texts, expected, strict=True)):
+        if own != other:
+            shared = takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=True))
+            found[number] = [token for token, _ in shared]
+    return found
+
+
+def gaps(llm: Any, contexts: list[list[int]]) -> list[float]:
+    """After each context, how far apart the logits of the two likeliest tokens are. Where they are
+    nearly equal, half-precision arithmetic decides which one is written."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, detokenize=False)
+    asked = [{"prompt_token_ids": ids} for ids in contexts]
+    found = []
+    for out in llm.generate(asked, params, use_tqdm=False) if asked else []:
+        told = sorted(x.logprob for x in out.outputs[0].logprobs[0].values())
+        found.append(told[-1] - told[-2])
+    return found
+
+
 def counts(llm: Any) -> tuple[list[int], list[int], list[int]]:
     """Drafts, drafted tokens, and accepted ones by position, since the engine was made."""
     found = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
@@ -110,7 +140,8 @@ def counts(llm: Any) -> tuple[list[int], list[int], list[int]]:
 
 
 def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """A process that answers whenever it is told how many at once."""
+    """A process that answers the questions when it is told how many at once, and that says of texts
+    that fork, given as `forks` returns them, how near the choice was."""
     from vllm import LLM
 
     from kangaroo.evaluation.bench import BenchConfig, load_questions
@@ -136,12 +167,16 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
     ]
     answers(llm, prompts[:2], 8, 1)  # warm
     pipe.send("ready")
-    while (at_once := pipe.recv()) is not None:
-        pipe.send(answers(llm, prompts, args.tokens, at_once))
+    while (asked := pipe.recv()) is not None:
+        if isinstance(asked, int):
+            pipe.send(answers(llm, prompts, args.tokens, asked))
+        else:
+            pipe.send(gaps(llm, [prompts[number] + text for number, text in asked.items()]))
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[int, list[Result]]]:
-    """Results of each way at each number at once, one for each repetition."""
+def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
+    """Results, and of each way the `gaps` where its texts leave vLLM's own, as far as the table
+    compares them."""
     from kangaroo.embedded import embedded_checkpoint
 
     target = args.target or str(embedded_checkpoint())
@@ -153,20 +188,33 @@ def measure(args: argparse.Namespace) -> dict[str, dict[int, list[Result]]]:
         process.start()
         theirs.close()  # so that a process that dies is an EOFError here
         pipes[name].recv()
-    results: dict[str, dict[int, list[Result]]] = {
-        name: {n: [] for n in args.at_once} for name in pipes
-    }
+    results: Results = {name: {n: [] for n in args.at_once} for name in pipes}
     for _ in range(args.repeats):
         for n in args.at_once:
             for name, pipe in pipes.items():
                 pipe.send(n)
                 results[name][n].append(pipe.recv())
+    compared = {name: passes[args.at_once[0]][0].texts for name, passes in results.items()}
+    apart = {}
+    for name, texts in compared.items():
+        pipes["none"].send(forks(texts, compared["none"]))
+        apart[name] = pipes["none"].recv()
     for pipe in pipes.values():
         pipe.send(None)
-    return results
+    return results, apart
 
 
-def table(results: dict[str, dict[int, list[Result]]]) -> str:
+def parted(apart: dict[str, list[float]]) -> str:
+    """A line for each way whose texts are not all vLLM's own."""
+    lines = []
+    for name, found in apart.items():
+        if found:
+            near = ", ".join(f"{gap:.3f}" for gap in sorted(found))
+            lines.append(f"{name}: where a text forks, the two likeliest logits are {near} apart")
+    return "\n".join(lines) or "all texts are equal"
+
+
+def table(results: Results) -> str:
     """Acceptance and equality of the first pass at the first number at once; speeds are medians."""
     at_once = list(results["none"])
     expected = results["none"][at_once[0]][0].texts
@@ -196,8 +244,8 @@ def main() -> None:
     settings = {
         name: x for name, x in vars(args).items() if name not in ("kangaroo", "draft_model")
     }
-    print(table(measure(args)))
-    print(f"\n{json.dumps(settings)}")
+    results, apart = measure(args)
+    print(f"{table(results)}\n\n{parted(apart)}\n\n{json.dumps(settings)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from conftest import prompts, written
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,6 +23,27 @@ def test_answers_are_the_models_whatever_runs_at_once(serve):
     assert one.texts == four.texts == expected
     assert one.drafted == 3 * one.drafts and len(one.accepted) == 3
     assert one.drafts + sum(one.accepted) >= 6 * 15
+
+
+def test_gaps_are_those_of_the_logits(serve, lm):
+    with serve(threshold=None) as llm:
+        found = bench.gaps(llm, prompts())
+    for ids, gap in zip(prompts(), found, strict=True):
+        first, second = lm.hf(torch.tensor([ids])).logits[0, -1].topk(2).values.tolist()
+        assert gap == pytest.approx(first - second, abs=1e-3)
+
+
+def test_a_fork_is_where_texts_part():
+    expected = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1]]
+    assert bench.forks([[1, 2, 3], [4, 0, 6], [0, 8, 9], [1, 1, 2]], expected) == {
+        1: [4],
+        2: [],
+        3: [1, 1],
+    }
+    assert bench.parted({"none": [], "Kangaroo": [0.25, 0.125]}) == (
+        "Kangaroo: where a text forks, the two likeliest logits are 0.125, 0.250 apart"
+    )
+    assert bench.parted({"none": [], "Kangaroo": []}) == "all texts are equal"
 
 
 def test_the_table_compares_with_no_drafts():
