@@ -27,7 +27,7 @@ from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig
-from kangaroo.folders import named_by
+from kangaroo.folders import fitting, named_by
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models import ModelConfig
@@ -315,6 +315,7 @@ def register() -> None:
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
+    OmegaConf.register_new_resolver("fitting", fitting, replace=True)
     OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from kangaroo.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
 SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
+LONGEST_NAME = 200  # bytes of a folder's; file systems take 255
 
 
 def of_project(name: str) -> Path:
@@ -97,4 +99,18 @@ def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
         name = name.removeprefix("drafter@")  # a part of a cascade
         if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
             found.append(f",{name.removeprefix('drafter.')}={value}")
-    return re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found)))
+    return fitting(re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found))))
+
+
+def fitting(path: str) -> str:
+    """The same path, but that of a name which is too long for a file system only the beginning is
+    left, and a hash of all of it."""
+    return "/".join(map(_fitting_name, path.split("/")))
+
+
+def _fitting_name(name: str) -> str:
+    whole = name.encode()
+    if len(whole) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(whole).hexdigest()[:16]
+    return whole[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore") + "-" + digest

@@ -379,6 +379,20 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     assert composed("evaluate", "drafter=vanilla").hydra.sweep.subdir == "vanilla"
 
 
+def test_a_folder_may_be_named_by_many_settings(tmp_path):
+    """Its name has no more bytes than file systems take."""
+    asked = ["model=tiny", "drafter=prompt_lookup", "question_every=0"]
+    for name in (f"variant_{i}" for i in range(10)):
+        asked += [f"+drafter@more.{name}=prompt_lookup", f"more.{name}.num_pred_tokens=3"]
+    result = run("evaluate.py", *asked, cwd=tmp_path)
+    assert "ConfigError: question_every must be 1 or more, not 0" in result.stderr, result.stderr
+    (folder,) = (tmp_path / "outputs/evaluate/tiny/prompt_lookup-demo").iterdir()
+    assert folder.name.startswith("more.variant_0.num_pred_tokens=3,")
+    sweep = composed("evaluate", *asked).hydra.sweep.dir
+    assert sweep != composed("evaluate", *asked[:-1]).hydra.sweep.dir
+    (tmp_path / sweep).mkdir(parents=True)
+
+
 def test_a_sweeps_output_lies_in_its_folder(tmp_path):
     result = run("evaluate.py", "-m", "model=tiny", "output=elsewhere", cwd=tmp_path)
     assert result.returncode == 1

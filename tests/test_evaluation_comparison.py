@@ -12,7 +12,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import Fork, Run
-from kangaroo.folders import named_by
+from kangaroo.folders import fitting, named_by
 from kangaroo.tables import short
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
@@ -176,3 +176,11 @@ def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_o
     assert named_by(asked, excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by(asked[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by([], excluded, "drafter") == ""
+
+
+def test_only_names_that_are_too_long_are_shortened():
+    assert fitting("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
+    long, other = "a" * 190 + "é" * 20, "a" * 190 + "é" * 19 + "b"
+    first, second = fitting(f"{long}/{long}").split("/")
+    assert first == second and first.startswith("a" * 180) and first != fitting(other)
+    assert len(first.encode()) <= 200
