@@ -17,7 +17,7 @@ from kangaroo.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
 SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
-LONGEST_NAME = 200  # bytes of a folder's; file systems take 255
+LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (`compare-BENCH`)
 
 
 def of_project(name: str) -> Path:
