@@ -9,6 +9,7 @@ namespace {
 
 constexpr i64 WIDEST_HEAD = 1024;
 constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
+constexpr int BESIDE = 4;            // queries that share one reading of a value
 
 struct Sizes {  // what all layers share, as Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
@@ -33,8 +34,10 @@ template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
       : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
+        paired(tiled || (std::is_same_v<Number<T>, bf16> && sizes.head_size % 32 == 0)),
         asked(LANES * sizes.head_size), weighted(LANES * sizes.head_size),
-        turned(CHUNK * (sizes.head_size + 2 * LANES)), paired(CHUNK / 2 * sizes.head_size), turned_queries(sizes.head_size / 2 + LANES) {}
+        turned(CHUNK * (sizes.head_size + 2 * LANES)), pairs(CHUNK / 2 * sizes.head_size),
+        turned_queries(sizes.head_size / 2 + LANES) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -50,8 +53,8 @@ template <class T> class Attention {
       // to turn the keys pays for many queries; the products are the same, and their sums in the same order
       bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
       if (BY_ROWS) gather(keys + at, stride, piece, slots);
-      else if (!direct) turn(keys + at, stride, piece, slots, tiled ? nullptr : &fetch);
-      if (tiled) pair(values + at, stride, piece, slots, fetch);
+      else if (!direct) turn(keys + at, stride, piece, slots, fetch);
+      if (paired) pair(values + at, stride, piece, slots, fetch);
       i64 member = 0, query = 0;  // of the member
       for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
         const T* asking[LANES];
@@ -68,10 +71,11 @@ template <class T> class Attention {
         else if (tiled) score_tiled(asking, count);
         else if (BY_ROWS) score_by_rows(asking, count, piece.width);
         else score(asking, count);
-        for (i64 j = 0; j < count; j++) soften(scores[j], widths[j], out[j]);
+        for (i64 j = 0; j < count; j++) soften(j, widths[j], out[j]);
         if (tiled) weigh_tiled(count, out);
-        else
-          for (i64 j = 0; j < count; j += 4) weigh(values + at, stride, piece, slots, j, count, out);
+        for (i64 j = 0; !tiled && j < count; j += BESIDE)
+          if (paired) weigh_pairs(piece.width, j, count, out);
+          else weigh(values + at, stride, piece, slots, j, count, out);
       }
     }
   }
@@ -110,23 +114,22 @@ template <class T> class Attention {
   }
 
   // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, in
-  // one part of memory, which memory likes.
+  // one part of memory, which memory likes. The fewer at a time, the less is waited for.
   struct Fetch {
-    const char *keys = nullptr, *values = nullptr;
-    i64 left = 0;
-    void line() {
-      if (left <= 0) return;
-      __builtin_prefetch(keys, 0, CLOSE);
-      __builtin_prefetch(values, 0, CLOSE);
-      keys += 64, values += 64, left -= 64;
+    const char *keys = nullptr, *values = nullptr, *last_key = nullptr, *last_value = nullptr;
+    void key() {
+      if (keys < last_key) __builtin_prefetch(keys, 0, CLOSE), keys += 64;
+    }
+    void value() {
+      if (values < last_value) __builtin_prefetch(values, 0, CLOSE), values += 64;
     }
   };
 
   Fetch fetch_of(i64 item, const T* keys, const T* values) const {
     const Piece& piece = sight.pieces[item / s.kv_heads];
     i64 size = s.head_size, share = piece.width * size;
-    i64 from = (piece.row * n_slots + piece.first) * s.kv_heads * size + item % s.kv_heads * share;
-    return {(const char*)(keys + from), (const char*)(values + from), i64(share * sizeof(T))};
+    i64 from = (piece.row * n_slots + piece.first) * s.kv_heads * size + item % s.kv_heads * share, to = from + share;
+    return {(const char*)(keys + from), (const char*)(values + from), (const char*)(keys + to), (const char*)(values + to)};
   }
 
   // A chunk of keys one after another, in the room of turned ones.
@@ -150,12 +153,15 @@ template <class T> class Attention {
   }
 
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
-  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch* fetch) {
+  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch& fetch) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
     for (i64 c = 0; c < s.head_size; c += step)
       for (i64 n = 0; n < CHUNK; n += LANES) {
         Words block[LANES] = {};
-        for (i64 i = 0; fetch && i < LANES; i++) fetch->line();
+        for (i64 i = 0; !tiled && i < LANES; i++) {
+          fetch.key();
+          if (!paired) fetch.value();
+        }
         i64 count = std::min<i64>(LANES, piece.width - n), left = std::min(step, s.head_size - c);
         if (count == LANES && left == step && !slots) {
           const T* key = keys + (piece.first + n) * stride + c;
@@ -170,8 +176,8 @@ template <class T> class Attention {
       }
   }
 
-  // A chunk of values with those of two positions side by side: paired[position / 2][c], a word being both.
-  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, Fetch fetch) {
+  // A chunk of values with those of two positions side by side: pairs[position / 2][c], a word being both.
+  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, Fetch& fetch) {
     i64 size = s.head_size;
     auto value = [&](i64 n, i64 c) {
       Words words{};
@@ -179,16 +185,18 @@ template <class T> class Attention {
         std::memcpy(&words, values + slot_of(piece, slots, n) * stride + c, sizeof words);
       return words;
     };
-    for (i64 n = 0; n < CHUNK; n += 2)
+    for (i64 n = 0; n < (tiled ? CHUNK : piece.width); n += 2)
       for (i64 c = 0; c < size; c += 2 * LANES) {
-        fetch.line();
-        fetch.line();
+        for (int i = 0; i < 2; i++) {
+          fetch.value();
+          if (tiled) fetch.key();
+        }
         Words a = value(n, c), b = value(n + 1, c);
         Words even = (a & 0xffffu) | (b << 16), odd = (a >> 16) | (b & 0xffff0000u);
         Words low = PICK(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         Words high = PICK(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        std::memcpy(&paired[n / 2 * size + c], &low, sizeof low);
-        std::memcpy(&paired[n / 2 * size + c + LANES], &high, sizeof high);
+        std::memcpy(&pairs[n / 2 * size + c], &low, sizeof low);
+        std::memcpy(&pairs[n / 2 * size + c + LANES], &high, sizeof high);
       }
   }
 
@@ -241,20 +249,23 @@ template <class T> class Attention {
   }
 
   // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
-  void soften(float* scores, i64 width, float* out) const {
-    const Floats never = Floats{} + NEVER;
-    Ints place;
-    for (int i = 0; i < LANES; i++) place[i] = i;
-    Floats part[CHUNK / LANES], largest = never, sum{};
-    for (int i = 0; i < CHUNK / LANES; i++) {
-      part[i] = place + i * LANES < int(width) ? get(scores + i * LANES) * float(s.scaling) : never;
-      largest = larger(largest, part[i]);
+  void soften(i64 query, i64 width, float* out) {
+    float* own = scores[query];
+    Floats part[CHUNK / LANES], largest = Floats{} + NEVER, sum{};
+    for (int i = 0; i < CHUNK / LANES; i++) part[i] = get(own + i * LANES) * float(s.scaling);
+    if (width < CHUNK) {
+      Ints place;
+      for (int i = 0; i < LANES; i++) place[i] = i;
+      for (int i = 0; i < CHUNK / LANES; i++)
+        part[i] = place + i * LANES < int(width) ? part[i] : Floats{} + NEVER;
     }
+    for (int i = 0; i < CHUNK / LANES; i++) largest = larger(largest, part[i]);
     out[0] = fold(largest, larger);
     for (int i = 0; i < CHUNK / LANES; i++) {
       part[i] = exp16(part[i] - out[0]);
       sum += part[i];
-      put(scores + i * LANES, part[i]);
+      if (paired) put(&weights[query * CHUNK + i * LANES], part[i]);
+      else put(own + i * LANES, part[i]);
     }
     out[1] = sum_of(sum);
   }
@@ -262,24 +273,58 @@ template <class T> class Attention {
   // The values weighted by sixteen queries.
   void weigh_tiled(i64 count, float* const* out) {
     i64 size = s.head_size;
-    for (i64 i = 0; i < count; i++)
-      for (i64 n = 0; n < CHUNK; n += LANES) put(&weights[i * CHUNK + n], get(&scores[i][n]));
-    values_by_tiles(weights, &paired[0], size, &weighted[0]);
+    values_by_tiles(weights, &pairs[0], size, &weighted[0]);
     for (i64 i = 0; i < count; i++) std::copy_n(&weighted[i * size], size, out[i] + 2);
   }
 
-  // The weighted values of four queries, so that a value is read once for all.
+  // The values weighted by a few queries, from `query` on, two positions at a time.
+  void weigh_pairs(i64 width, i64 query, i64 count, float* const* out) const {
+    i64 c = 0;
+    for (; c + 4 * LANES <= s.head_size; c += 4 * LANES) weigh_part<4>(width, query, count, c, out);
+    for (; c < s.head_size; c += 2 * LANES) weigh_part<2>(width, query, count, c, out);
+  }
+
+  // The same for so many registers of the values.
+  template <int registers> void weigh_part(i64 width, i64 query, i64 count, i64 c, float* const* out) const {
+    const T* of[BESIDE];
+    for (i64 i = 0; i < BESIDE; i++) of[i] = &weights[std::min(query + i, count - 1) * CHUNK];
+    Register sum[BESIDE][registers] = {};
+    for (i64 n = 0; n < width; n += 2) {
+      const std::uint32_t* from = &pairs[n / 2 * s.head_size + c];
+      RegisterWords value[registers];
+#pragma GCC unroll 4
+      for (int r = 0; r < registers; r++) std::memcpy(&value[r], from + r * LANES, sizeof value[r]);
+#pragma GCC unroll 4
+      for (int i = 0; i < BESIDE; i++) {
+        std::uint32_t word;
+        std::memcpy(&word, of[i] + n, sizeof word);
+#pragma GCC unroll 4
+        for (int r = 0; r < registers; r++)
+          sum[i][r] = Vector<bf16>::dot(sum[i][r], value[r], RegisterWords{} + word);
+      }
+    }
+    // a compiler keeps an array in registers only if it sees which register is meant
+    float done[BESIDE][registers * LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < BESIDE; i++)
+#pragma GCC unroll 4
+      for (int r = 0; r < registers; r++) std::memcpy(&done[i][r * LANES], &sum[i][r], sizeof sum[i][r]);
+    for (i64 i = 0; i < std::min<i64>(BESIDE, count - query); i++)
+      std::memcpy(out[query + i] + 2 + c, done[i], sizeof done[i]);
+  }
+
+  // The same where values are widened one by one.
   void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
              float* const* out) const {
     const T* first = values + piece.first * stride;
     for (i64 c = 0; c < s.head_size; c += 2 * WIDE) {
       i64 left = s.head_size - c;
-      Pair sum[4] = {};
+      Pair sum[BESIDE] = {};
       auto add = [&](auto load) {
         for (i64 n = 0; n < piece.width; n++) {
           Pair value = load((slots ? values + slots[n] * stride : first + n * stride) + c);
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; i++) {
+          for (int i = 0; i < BESIDE; i++) {
             sum[i].a += scores[query + i][n] * value.a;
             sum[i].b += scores[query + i][n] * value.b;
           }
@@ -291,23 +336,23 @@ template <class T> class Attention {
         std::memcpy(padded, from, left * sizeof(T));
         return apart(padded);
       });
-      for (i64 i = 0; i < std::min<i64>(4, count - query); i++) {
-        float ordered[2 * WIDE];
-        together(sum[i], T(), ordered);
-        std::memcpy(out[query + i] + 2 + c, ordered, std::min<i64>(left, 2 * WIDE) * sizeof(float));
-      }
+      float done[BESIDE][2 * WIDE];
+#pragma GCC unroll 4
+      for (int i = 0; i < BESIDE; i++) together(sum[i], T(), done[i]);
+      for (i64 i = 0; i < std::min<i64>(BESIDE, count - query); i++)
+        std::memcpy(out[query + i] + 2 + c, done[i], std::min<i64>(left, 2 * WIDE) * sizeof(float));
     }
   }
 
   const Sizes& s;
   const Sight& sight;
   i64 n_slots;
-  bool tiled;
+  bool tiled, paired;  // paired: weights are multiplied with values of two positions at a time
   alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
   alignas(64) T weights[LANES * CHUNK] = {};
   Lines<T> asked;
   Lines<float> weighted;
-  Lines<std::uint32_t> turned, paired;
+  Lines<std::uint32_t> turned, pairs;
   Lines<Words> turned_queries;
   std::vector<Words> room;
   Floats by_key[CHUNK];

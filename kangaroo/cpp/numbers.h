@@ -2,6 +2,10 @@
 
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -68,16 +72,20 @@ template <class F> inline __attribute__((always_inline)) Floats by_registers(Flo
   return v;
 }
 
-Words narrowed(Floats all) {  // to nearest, ties to even, in the low halves
-  return (Words)by_registers(all, [](Register v) {
+Halves narrowed(Floats all) {  // to nearest, ties to even
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)all);
+#else
+  return __builtin_convertvector((Words)by_registers(all, [](Register v) {
     RegisterWords bits = (RegisterWords)v;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (Register)(v == v ? bits : RegisterWords{} + 0x7fc0);
-  });
+  }), Halves);
+#endif
 }
 void put(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 void put(bf16* to, Floats v) {
-  Halves half = __builtin_convertvector(narrowed(v), Halves);
+  Halves half = narrowed(v);
   std::memcpy(to, &half, sizeof half);
 }
 template <class T> void put(T* to, Floats v, i64 count) {
@@ -90,7 +98,7 @@ template <class T> void put(T* to, Floats v, i64 count) {
 // What numbers become when they are stored in between, as the model's own modules store them.
 template <class T> Floats stored(Floats v);
 template <> Floats stored<float>(Floats v) { return v; }
-template <> Floats stored<bf16>(Floats v) { return (Floats)(narrowed(v) << 16); }
+template <> Floats stored<bf16>(Floats v) { return (Floats)(__builtin_convertvector(narrowed(v), Words) << 16); }
 
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 

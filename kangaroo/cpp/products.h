@@ -8,9 +8,6 @@
 #pragma once
 
 #include <omp.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 #include <type_traits>
 #include <vector>
@@ -21,15 +18,20 @@
 namespace {
 
 constexpr int GROUP = WIDE == 16 ? 8 : 5;  // tokens that share one reading of a weight, as registers allow
+// Products of bfloat16 in registers and no matrix unit; Zen 5 has `avxvnni` too.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef __AVXVNNI__
+constexpr bool ZEN_4 = false, ZEN_5 = true;
+#else
+constexpr bool ZEN_4 = true, ZEN_5 = false;
+#endif
+#else
+constexpr bool ZEN_4 = false, ZEN_5 = false;
+#endif
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr i64 AHEAD_OF_ONE = 2048;
-constexpr int CLOSE = 2;
-#else
-constexpr i64 AHEAD_OF_ONE = 8192;
-constexpr int CLOSE = 3;
-#endif
+constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
+constexpr int CLOSE = ZEN_4 ? 2 : 3;
 constexpr i64 AHEAD = 8192;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
@@ -188,16 +190,17 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
   }
 }
 
-// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers.
-constexpr int rows_beside(int tokens) {
-  if (WIDE == 16) return tokens <= 4 ? 1 : 2;
+// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers. On Zen 5 rows
+// that come from memory are read faster one by one.
+constexpr int rows_beside(int tokens, bool fetch) {
+  if (WIDE == 16) return tokens <= 4 || (fetch && ZEN_5) ? 1 : 2;
   return tokens <= 2 ? 4 : 2;
 }
 
 // out[i][j] = x[m + i] . w[n + j]
 template <class T, int tokens, bool fetch>
 void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
-  constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
+  constexpr int beside = rows_beside(tokens, fetch), width = Vector<T>::width;
   const i64 whole = block.w->width / width * width, left = block.w->width - whole;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
