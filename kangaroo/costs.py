@@ -24,7 +24,7 @@ from kangaroo.model import LM
 from kangaroo.native import build_name
 from kangaroo.tree import Tree
 
-WIDTHS = [1, 2, 4, 8, 16, 32, 64, 128]
+WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
 REPEATS, MOST_SECONDS = 7, 0.5  # passes of a width, unless these take longer
 

@@ -180,6 +180,7 @@ class Rounds(Nodes):
         self.exit = exit_layer
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         self.texts: list[list[int] | None] = [None] * batch.size
+        self.curves: dict[tuple[int, int], list[float]] = {}
         if drafter.needs_costs or (batch.size > 1 and drafter.max_nodes):
             measured(lm)  # now, since it may take a second
 
@@ -265,7 +266,9 @@ class Rounds(Nodes):
 
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
-        return measured(self.lm).curve(rows, nodes)
+        if (rows, nodes) not in self.curves:  # asked for in every round
+            self.curves[rows, nodes] = measured(self.lm).curve(rows, nodes)
+        return self.curves[rows, nodes]
 
     def least_gain(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """What the first n nodes of a chain have to be worth, as the chance that all are right, for

@@ -17,7 +17,6 @@
 
 namespace {
 
-constexpr int GROUP = WIDE == 16 ? 8 : 5;  // tokens that share one reading of a weight, as registers allow
 // Products of bfloat16 in registers and no matrix unit; Zen 5 has `avxvnni` too.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #ifdef __AVXVNNI__
@@ -28,6 +27,9 @@ constexpr bool ZEN_4 = true, ZEN_5 = false;
 #else
 constexpr bool ZEN_4 = false, ZEN_5 = false;
 #endif
+// Tokens that share one reading of a weight, as registers allow; and how many are one group where memory takes the
+// time anyway.
+constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = ZEN_5 ? 10 : GROUP;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
@@ -180,7 +182,7 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
     decltype(V::part(of_w[0], 0)) part_w[beside];
 #pragma GCC unroll 8
     for (int b = 0; b < beside; b++) part_w[b] = V::part(of_w[b], part);
-#pragma GCC unroll 8
+#pragma GCC unroll 10
     for (int i = 0; i < tokens; i++) {
       auto part_x = V::of_token(x[i] + k, count, part);
       hold(part_x);
@@ -227,8 +229,12 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out)
 }
 
 template <class T, bool fetch>
-void times_group(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
-  switch (std::min<i64>(GROUP, x.rows - m)) {
+void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& block, float* out) {
+  if constexpr (fetch && ALONE > GROUP) switch (count) {
+    case 9: return times<T, 9, fetch>(x, m, block, out);
+    case 10: return times<T, 10, fetch>(x, m, block, out);
+  }
+  switch (count) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
     case 2: return times<T, 2, fetch>(x, m, block, out);
     case 3: return times<T, 3, fetch>(x, m, block, out);
@@ -296,8 +302,11 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 // out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
 // the block in the cache.
 template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
-  times_group<T, true>(x, 0, block, out);
-  for (i64 m = GROUP; m < x.rows; m += GROUP) times_group<T, false>(x, m, block, out + m * LANES);
+  const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
+  const i64 size = WIDE == 16 ? (rows + groups - 1) / groups : GROUP;  // a group of one is hardly faster than of four
+  times_group<T, true>(x, 0, std::min(size, rows), block, out);
+  for (i64 m = size; m < rows; m += size)
+    times_group<T, false>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
 // The sums of numbers k to `last` for one or two blocks and one group of sixteen tokens from m on, or two.
