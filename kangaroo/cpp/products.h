@@ -192,17 +192,16 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
   }
 }
 
-// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers. On Zen 5 rows
-// that come from memory are read faster one by one.
-constexpr int rows_beside(int tokens, bool fetch) {
-  if (WIDE == 16) return tokens <= 4 || (fetch && ZEN_5) ? 1 : 2;
+// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers.
+constexpr int rows_beside(int tokens) {
+  if (WIDE == 16) return tokens <= 4 ? 1 : 2;
   return tokens <= 2 ? 4 : 2;
 }
 
 // out[i][j] = x[m + i] . w[n + j]
 template <class T, int tokens, bool fetch>
 void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
-  constexpr int beside = rows_beside(tokens, fetch), width = Vector<T>::width;
+  constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
   const i64 whole = block.w->width / width * width, left = block.w->width - whole;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
