@@ -230,7 +230,6 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
-        room = self.lm.context - len(request.prompt)
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
         vocabulary = self.lm.config.vocab_size
@@ -241,12 +240,7 @@ class Engine:
             )
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
-        if request.max_new_tokens > room:
-            raise PromptError(
-                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new "
-                f"ones were asked for, but the model's context is {self.lm.context}. Shorten the "
-                f"prompt or ask for at most {max(room, 0)} new tokens."
-            )
+        request.check_fits("the model's context is", self.lm.context)
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 

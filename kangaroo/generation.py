@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kangaroo.errors import PromptError
 from kangaroo.sampling import Sampling
 
 
@@ -29,6 +30,22 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     sampling: Sampling | None = None
+
+    def check_fits(self, limit: str, tokens: int) -> None:
+        """Errors: `PromptError` where prompt and new tokens are more than `tokens`, which is what
+        `limit` says.
+        """
+        prompt, new = len(self.prompt), self.max_new_tokens
+        if prompt + new <= tokens:
+            return
+        room = tokens - prompt
+        fix = f"Shorten the prompt or ask for at most {room} new tokens."
+        if room < 1:
+            fix = f"Shorten the prompt by {1 - room} or more: one new token needs room."
+        raise PromptError(
+            f"the prompt has {prompt} tokens and {new} new ones were asked for, but {limit} "
+            f"{tokens}. {fix}"
+        )
 
 
 @dataclass

@@ -86,8 +86,8 @@ def test_a_text_may_fill_the_context_to_its_last_position(name, length):
         ([1, 2], 0, "max_new_tokens must be 1 or more, not 0"),
         ([1, 2], -3, "not -3"),
         ([1] * 60, 5, "60 tokens and 5 new ones.*context is 64.*at most 4 new"),
-        ([1] * 64, 1, "64 tokens and 1 new ones.*context is 64.*at most 0 new"),
-        ([1] * 70, 1, "70 tokens and 1 new ones.*context is 64.*at most 0 new"),
+        ([1] * 64, 1, "64 tokens and 1 new ones.*context is 64.*the prompt by 1 or more"),
+        ([1] * 70, 1, "70 tokens and 1 new ones.*context is 64.*the prompt by 7 or more"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_with_its_numbers(prompt, new_tokens, message):

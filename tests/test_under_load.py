@@ -196,18 +196,20 @@ def test_a_cell_in_which_the_client_asked_too_little_is_measured_again(config, m
     """guidellm once asked 31 of 32 questions, and said that all was well."""
 
     def forgets(told: dict[str, Any], output: Path, check: object) -> None:
-        told["spec"]["constraints"][0]["count"] -= output.stem == "1-2-a"
+        short = output.stem == "1-2-a" and asks.asked.count("1-2-a") < times
+        told["spec"]["constraints"][0]["count"] -= short
         asks(told, output, check)
 
-    asks = Client()
+    asks, times = Client(), run.ATTEMPTS
     monkeypatch.setattr(client, "measure", forgets)
     with pytest.raises(
         DataError, match=r"1 of 2 .* guidellm asked no more\. Run it again \('.*1-2-a"
     ):
         run.run(MODEL, {}, config())
-    monkeypatch.setattr(client, "measure", again := Client())
+    assert asks.asked.count("1-2-a") == run.ATTEMPTS == 3
+    asks, times = Client(), 1
     assert len(run.run(MODEL, {}, config())) == 8
-    assert again.asked[0] == "1-2-a" and len(asks.asked) + len(again.asked) == 9
+    assert asks.asked == ["1-2-a", "1-2-a"]
 
 
 def test_a_run_does_not_go_on_with_other_settings(config):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kangaroo.batch import Batch
 from kangaroo.engine import Engine
-from kangaroo.errors import KangarooError, PromptError
+from kangaroo.errors import KangarooError
 from kangaroo.generation import Generation, Request, StepRecord
 from kangaroo.sampling import Sampling
 
@@ -136,13 +136,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""
         self.engine.check(request)
-        room = self.longest - len(request.prompt)
-        if request.max_new_tokens > room:
-            raise PromptError(
-                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new "
-                f"ones were asked for; this server takes {self.longest} together. Shorten the "
-                f"prompt or ask for at most {max(0, room)} new tokens."
-            )
+        request.check_fits("this server's limit for both together is", self.longest)
 
     def submit(self, *jobs: Job) -> None:
         """Let jobs wait for a row, all of them or none.

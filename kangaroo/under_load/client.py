@@ -21,6 +21,10 @@ WATCH_SECONDS = 0.2
 TOLD_LINES = 12  # of a log, in an error
 
 
+class TooFew(DataError):
+    """The client made fewer requests than it was told to, without an error of any."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A cell, as guidellm has it: means over its requests, seconds from a request's first byte.
@@ -133,7 +137,8 @@ def tail(log: Path) -> str:
 def read(file: Path, requests: int, new_tokens: int) -> Measured:
     """What a cell's file says.
 
-    Errors: `DataError` where requests failed or answers have another length than was asked for.
+    Errors: `TooFew` where the client did not make all requests; `DataError` where requests failed
+    or answers have another length than was asked for.
     """
     try:
         (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
@@ -143,9 +148,11 @@ def read(file: Path, requests: int, new_tokens: int) -> Measured:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{file}' is no result of {CLIENT}. Delete it, and run again.") from error
     if failed or len(done) != requests:
-        silent = "no reason" if failed else f"{CLIENT} asked no more. Run it again"
-        why = next((one["info"]["error"] for one in failed if one["info"]["error"]), silent)
-        raise DataError(f"{len(done)} of {requests} requests were answered: {why} ('{file}').")
+        told = f"{len(done)} of {requests} requests were answered"
+        if not failed:
+            raise TooFew(f"{told}: {CLIENT} asked no more. Run it again ('{file}').")
+        why = next((one["info"]["error"] for one in failed if one["info"]["error"]), "no reason")
+        raise DataError(f"{told}: {why} ('{file}').")
     lengths = {one["output_metrics"]["total_tokens"] for one in done}
     if lengths != {new_tokens}:
         raise DataError(

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PROMPTS = "prompts.jsonl"
 WARMUP = "warmup"  # a cell that is thrown away
+ATTEMPTS = 3  # at a cell that the client makes too few requests for, which it does now and then
 
 
 def run(
@@ -132,7 +133,14 @@ def _measure(cell: Cell, method: Method, servers: Servers, config: LoadConfig) -
         ask(most, min(2 * most, config.requests), discarded)
         discarded.unlink()
     unread = file.with_suffix(".unread")
-    ask(cell.users, config.requests, unread)
-    # one that is no result ends the run here, not after hours, and is measured again by the next
-    client.read(unread, config.requests, config.new_tokens)
+    for left in reversed(range(ATTEMPTS)):
+        ask(cell.users, config.requests, unread)
+        try:  # what is no result ends the run here, not after hours; the next one measures it again
+            client.read(unread, config.requests, config.new_tokens)
+        except client.TooFew as error:
+            if not left:
+                raise
+            log.warning("%s It is measured again.", error)
+        else:
+            break
     os.replace(unread, file)
