@@ -25,6 +25,7 @@ FAMILIES = {
     "llama": {},
     "llama-ungrouped": {"num_key_value_heads": 4},
     "llama-biased": {"attention_bias": True},
+    "llama-wide": {"head_dim": 96},  # six registers of values
     "qwen2": {},
     "qwen3": {"head_dim": 40},  # no multiple of a vector
     "mistral": {"hidden_size": 72, "intermediate_size": 200},
@@ -73,10 +74,11 @@ def test_native_layers_compute_what_the_modules_compute(name, dtype):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_tokens_result_depends_on_nothing_beside_it(dtype):
+def test_a_tokens_result_depends_on_nothing_beside_it(dtype, head_dim):
     """Bit by bit: tokens of one pass, rows of the batch, and slots that attention covers."""
-    lm = tiny(dtype=dtype).compile_for_decoding()
+    lm = tiny(dtype=dtype, head_dim=head_dim).compile_for_decoding()
     starts, tokens_BN = [3, 70, 140], random_tokens(3, 11)
     together, cache = logits(lm, starts, tokens_BN)
     one_by_one = filled_cache(lm, 3)
@@ -189,7 +191,7 @@ def test_products_of_many_tokens_are_those_of_one(monkeypatch):
         block = lm.block(Tree.chain(1, lm.device), torch.zeros(150, dtype=torch.long), 1, SLOTS)
         x_B1D, _ = lm.run(lm.embed(tokens_B1), together, block, range(4))
         logits_B1V = lm.logits(x_B1D)
-        for count in (1, 16, 17, 32, 33, 64, 149):
+        for count in (1, 8, 9, 10, 12, 16, 17, 32, 33, 64, 149):
             alone = lm.new_cache(count, SLOTS)
             start = torch.zeros(count, dtype=torch.long)
             block = lm.block(Tree.chain(1, lm.device), start, 1, SLOTS)
