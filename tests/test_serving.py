@@ -132,7 +132,7 @@ BAD = {
     "unknown": ({"prompt": "a", "max_token": 3}, "max_token: Extra inputs are not permitted"),
     "type": ({"prompt": "a", "max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
     "zero": ({"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than"),
-    "too long": ({"prompt": "a" * 300}, "Shorten the prompt by"),
+    "too long": ({"prompt": "a" * 300}, "the prompt by 101 or more: one new"),
     "too many": ({"prompt": "a", "max_tokens": LONGEST}, "ask for at most"),
     "token": ({"prompt": [1, 10**9]}, "a token outside the model's vocabulary"),
     "hot": ({"prompt": "a", "temperature": 9}, "temperature: Input should be less than"),

@@ -302,7 +302,7 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 // the block in the cache.
 template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
   const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
-  const i64 size = WIDE == 16 ? (rows + groups - 1) / groups : GROUP;  // a group of one is hardly faster than of four
+  const i64 size = WIDE == 16 ? (rows + groups - 1) / groups : GROUP;  // one alone takes two thirds of the time of four
   times_group<T, true>(x, 0, std::min(size, rows), block, out);
   for (i64 m = size; m < rows; m += size)
     times_group<T, false>(x, m, std::min(size, rows - m), block, out + m * LANES);
