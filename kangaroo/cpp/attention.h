@@ -44,17 +44,24 @@ template <class T> class Attention {
   void attend(const T* queries, const T* keys, const T* values, float* partial) {
     i64 size = s.head_size, group = s.group(), stride = s.kv_heads * size;
     Part mine(i64(sight.pieces.size()) * s.kv_heads);
+    const Piece* held = nullptr;  // the keys and values that are turned and paired
+    i64 held_head = -1;
     for (i64 item = mine.first; item < mine.last; item++) {
-      const Piece& piece = sight.pieces[item / s.kv_heads];
-      const i64 head = item % s.kv_heads, *slots = sight.slots(piece);
+      const auto [its_piece, head] = sight.piece_and_head(item, s.kv_heads);
+      const Piece& piece = *its_piece;
+      const i64* slots = sight.slots(piece);
       i64 at = piece.row * n_slots * stride + head * size;
       Fetch fetch;
-      if (item + s.kv_heads < mine.last) fetch = fetch_of(item + s.kv_heads, keys, values);
+      if (i64 next = item + s.kv_heads; next < mine.last && sight.pieces[next / s.kv_heads].alike != piece.alike)
+        fetch = fetch_of(next, keys, values);
+      bool goes_on = held && held->alike == piece.alike && held_head == head;
+      i64 known = goes_on ? sight.in_common(*held, piece) : 0;
       // to turn the keys pays for many queries; the products are the same, and their sums in the same order
       bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
-      if (BY_ROWS) gather(keys + at, stride, piece, slots);
-      else if (!direct) turn(keys + at, stride, piece, slots, fetch);
-      if (paired) pair(values + at, stride, piece, slots, fetch);
+      if (BY_ROWS) gather(keys + at, stride, piece, slots, known);
+      else if (!direct) turn(keys + at, stride, piece, slots, known, fetch);
+      if (paired) pair(values + at, stride, piece, slots, known, fetch);
+      held = direct ? nullptr : &piece, held_head = head;
       i64 member = 0, query = 0;  // of the member
       for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
         const T* asking[LANES];
@@ -132,10 +139,10 @@ template <class T> class Attention {
     return {(const char*)(keys + from), (const char*)(values + from), (const char*)(keys + to), (const char*)(values + to)};
   }
 
-  // A chunk of keys one after another, in the room of turned ones.
-  void gather(const T* keys, i64 stride, const Piece& piece, const i64* slots) {
+  // A chunk of keys one after another, in the room of turned ones, where the first ones are known.
+  void gather(const T* keys, i64 stride, const Piece& piece, const i64* slots, i64 known) {
     T* to = (T*)&turned[0];
-    for (i64 n = 0; n < piece.width; n++)
+    for (i64 n = known; n < piece.width; n++)
       std::copy_n(keys + slot_of(piece, slots, n) * stride, s.head_size, to + n * s.head_size);
   }
 
@@ -154,18 +161,20 @@ template <class T> class Attention {
   }
 
   // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
-  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, Fetch& fetch) {
+  void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, i64 known, Fetch& fetch) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
     for (i64 c = 0; c < s.head_size; c += step)
-      for (i64 n = 0; n < CHUNK; n += LANES) {
+      for (i64 n = known / LANES * LANES; n < CHUNK; n += LANES) {
         Words block[LANES] = {};
         for (i64 i = 0; !tiled && i < LANES; i++) {
           fetch.key();
           if (!paired) fetch.value();
         }
         i64 count = std::min<i64>(LANES, piece.width - n), left = std::min(step, s.head_size - c);
-        if (count == LANES && left == step && !slots) {
-          const T* key = keys + (piece.first + n) * stride + c;
+        // slots ascend
+        bool side_by_side = count == LANES && (!slots || slots[n + LANES - 1] - slots[n] == LANES - 1);
+        if (side_by_side && left == step) {
+          const T* key = keys + slot_of(piece, slots, n) * stride + c;
           for (int i = 0; i < LANES; i++, key += stride) std::memcpy(&block[i], key, sizeof(Words));
         } else {
           for (i64 i = 0; i < count; i++)
@@ -178,7 +187,7 @@ template <class T> class Attention {
   }
 
   // A chunk of values with those of two positions side by side: pairs[position / 2][c], a word being both.
-  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, Fetch& fetch) {
+  void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 known, Fetch& fetch) {
     i64 size = s.head_size;
     auto value = [&](i64 n, i64 c) {
       Words words{};
@@ -186,7 +195,7 @@ template <class T> class Attention {
         std::memcpy(&words, values + slot_of(piece, slots, n) * stride + c, sizeof words);
       return words;
     };
-    for (i64 n = 0; n < (tiled ? CHUNK : piece.width); n += 2)
+    for (i64 n = known / 2 * 2; n < (tiled ? CHUNK : piece.width); n += 2)
       for (i64 c = 0; c < size; c += 2 * LANES) {
         for (int i = 0; i < 2; i++) {
           fetch.value();

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -29,6 +30,7 @@ struct Piece {  // some tokens of a row on positions `first` to `first + width`
   i64 row, first, width;
   i64 group;  // the list of slots from `start` on; -1 where slots are positions
   i64 start, members, n_members;
+  i64 alike, n_alike;  // the pieces on the same positions, which stand together, of other paths through a tree
 };
 
 struct Sight {
@@ -50,6 +52,21 @@ struct Sight {
     }
   }
 
+  // Of the pieces by heads: those on the same positions side by side for each head, since they have keys in common.
+  std::pair<const Piece*, i64> piece_and_head(i64 item, i64 heads) const {
+    const Piece& some = pieces[item / heads];
+    i64 i = item - some.alike * heads;
+    return {&pieces[some.alike + i % some.n_alike], i / some.n_alike};
+  }
+
+  // How many of the first slots of two pieces on the same positions are the same.
+  i64 in_common(const Piece& a, const Piece& b) const {
+    const i64 *of_a = slots(a), *of_b = slots(b), both = std::min(a.width, b.width);
+    i64 n = 0;
+    while (n < both && (of_a ? of_a[n] : a.first + n) == (of_b ? of_b[n] : b.first + n)) n++;
+    return n;
+  }
+
   const i64* slots(const Piece& piece) const {
     return piece.group < 0 ? nullptr : lists[piece.group].data() + piece.start;
   }
@@ -65,26 +82,33 @@ struct Sight {
     }
     common = common / CHUNK * CHUNK;
     for (i64 at = 0; at < common; at += CHUNK) {
-      pieces.push_back({seen[first].row, at, CHUNK, -1, 0, i64(members.size()), last - first});
+      pieces.push_back({seen[first].row, at, CHUNK, -1, 0, i64(members.size()), last - first, i64(pieces.size()), 1});
       for (i64 m = first; m < last; m++) members.push_back({m, CHUNK});
     }
-    i64 own = n_lists;
+    i64 own = n_lists, longest = 0;
     list_of.resize(last - first);
     for (i64 m = first; m < last; m++) list_of[m - first] = join(seen[m], common, own);
-    for (i64 list = own; list < n_lists; list++) {
-      i64 length = lists[list].size(), in_place = 0;
-      while (in_place < length && lists[list][in_place] == common + in_place) in_place++;
-      for (i64 at = 0; at < length; at += CHUNK) {
-        i64 width = std::min(CHUNK, length - at), group = at + width <= in_place ? -1 : list;
-        Piece piece{seen[first].row, common + at, width, group, at, i64(members.size()), 0};
-        for (i64 m = first; m < last; m++) {
-          i64 sees = std::min(CHUNK, seen[m].count - common - at);
-          if (list_of[m - first] == list && sees > 0) members.push_back({m, sees});
-        }
-        piece.n_members = members.size() - piece.members;
-        pieces.push_back(piece);
-      }
+    for (i64 list = own; list < n_lists; list++) longest = std::max<i64>(longest, lists[list].size());
+    for (i64 at = 0; at < longest; at += CHUNK) {
+      i64 alike = pieces.size();
+      for (i64 list = own; list < n_lists; list++)
+        if (at < i64(lists[list].size())) add_piece(first, last, common, list, at);
+      for (i64 i = alike; i < i64(pieces.size()); i++) pieces[i].alike = alike, pieces[i].n_alike = pieces.size() - alike;
     }
+  }
+
+  // The part from `at` on of a list of slots, for the tokens of a row whose list it is.
+  void add_piece(i64 first, i64 last, i64 common, i64 list, i64 at) {
+    i64 length = lists[list].size(), in_place = 0;
+    while (in_place < length && lists[list][in_place] == common + in_place) in_place++;
+    i64 width = std::min(CHUNK, length - at), group = at + width <= in_place ? -1 : list;
+    Piece piece{seen[first].row, common + at, width, group, at, i64(members.size()), 0, 0, 0};
+    for (i64 m = first; m < last; m++) {
+      i64 sees = std::min(CHUNK, seen[m].count - common - at);
+      if (list_of[m - first] == list && sees > 0) members.push_back({m, sees});
+    }
+    piece.n_members = members.size() - piece.members;
+    pieces.push_back(piece);
   }
 
   // The list that a token's slots from `common` on are the beginning of, or a new one.
