@@ -43,7 +43,7 @@ MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
 LONGEST_PROMPT = 1024  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
-CHOICES = 3  # of `choice.h`
+CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
 
 
 @dataclass
@@ -245,6 +245,16 @@ POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
+DRAFT_TREES = [
+    *3 * [POINTER],
+    INTEGER,
+    INTEGER,
+    ctypes.c_float,
+    POINTER,
+    INTEGER,
+    POINTER,
+    ctypes.c_int,
+]
 VERIFY = 3 * [POINTER]
 FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
 

@@ -130,6 +130,7 @@ class Nodes:
         library = lm.acceleration.library
         assert library is not None
         self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
+        self._draft_trees = native.function(library, "draft_trees", lm.dtype, native.DRAFT_TREES)
         self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
 
     def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
@@ -160,10 +161,39 @@ class Nodes:
         """
         if not rows:
             return
-        self.asking[:] = 0
-        self.asking[list(rows)] = 1
+        self._ask(rows)
         limits = np.array(least or [0.0] * steps, np.float32)
         self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+    def draft_trees(
+        self,
+        rows: Sequence[int],
+        width: int,
+        threshold: float,
+        least: Sequence[float],
+        worth: Sequence[float],
+        halves_leaves: bool,
+    ) -> None:
+        """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
+
+        Args:
+            least: a tree of n levels grows if the likeliest node of the last one is likelier than
+                the n-th of these; there are as many levels at most.
+            worth: of the nodes, the likeliest first, those are verified that make the sum of their
+                chances less these numbers largest; as many at most.
+            halves_leaves: without the less likely half of the nodes that have no child.
+        """
+        self._ask(rows)
+        limits, worths = np.array(least, np.float32), np.array(worth, np.float32)
+        self._draft_trees(
+            *self.pointers,
+            *(len(least), width, threshold, limits.ctypes.data),
+            *(len(worth), worths.ctypes.data, halves_leaves),
+        )
+
+    def _ask(self, rows: Sequence[int]) -> None:
+        self.asking[:] = 0
+        self.asking[list(rows)] = 1
 
 
 class Rounds(Nodes):
@@ -283,6 +313,18 @@ class Rounds(Nodes):
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
         return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
+
+    def worth(self, rows: int, nodes: int) -> list[float]:
+        """The chance to be right that the n-th node, which is drafted, has to have to pay for its
+        verification. One text alone is left to the drafter's own rule.
+
+        Args:
+            rows: that take part.
+        """
+        if rows <= 1:
+            return [0.0] * nodes
+        costs = self.cost(rows, nodes)
+        return [PACE * (costs[n + 1] - costs[n]) for n in range(nodes)]
 
 
 def native_target(lm: LM, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:

@@ -127,6 +127,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
     ),
     "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
+    "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
     "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
     "kangaroo-tree-fused": lambda case: KangarooTree(
         case.lm, adapter_for(case.lm, architecture=Architecture(fused=True)), 3, 0, None, 3, 9
@@ -305,9 +306,16 @@ NATIVE = {
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
+        *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"
+LOOKUP_OR_TREE = "cascade of the lookup and a tree"
+NATIVE[LOOKUP_OR_TREE] = lambda case: Cascade(
+    case.lm,
+    PromptLookup(2, 4, datastore_of(case)),
+    KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01),
+)
 NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
     case.lm, PromptLookup(2, 4, datastore_of(case)), kangaroo(case.lm)
 )
@@ -329,6 +337,7 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, sampling, family):
     """Round by round, in every row, where the batch does not stop it."""
     monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
+    monkeypatch.setattr(Rounds, "worth", lambda self, rows, nodes: [0.0] * nodes)
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     hf = tiny_model(family, **of_family)
     found = {}

@@ -131,11 +131,21 @@ def test_pruning_keeps_parents_and_the_most_confident():
     )
     none_BN = every_BN & (torch.arange(6) == 0)
     assert kept(score_BN, parents_BN, none_BN, 9).tolist() == [[True] + [False] * 5]
+    likely = kept(score_BN, parents_BN, every_BN, 9, least=0.3).tolist()[0]
+    assert likely == [True, True, False, True, False, True]
+    assert kept(score_BN, parents_BN, every_BN, 2, least=0.05).tolist()[0] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     sure_BN = torch.ones(1, 6)  # ties: parents first
     assert kept(sure_BN, parents_BN, every_BN, 1).tolist() == [[True, True] + [False] * 4]
 
 
 def test_settings_that_cannot_work_are_refused_by_name(case):
-    for fields in ({"top_k": 0}, {"top_k": 65}, {"nodes": 0}):
+    for fields in ({"top_k": 0}, {"top_k": 65}, {"nodes": 0}, {"least": 1.5}):
         with pytest.raises(ConfigError, match=str(next(iter(fields.values())))):
             KangarooTree(case.lm, case.adapter, **fields)

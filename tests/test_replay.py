@@ -34,7 +34,8 @@ from kangaroo.tuning.trees import trees
 
 LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
 SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps
-TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20)]  # threshold, steps, nodes
+# threshold, steps, nodes, the least confidence
+TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20), (0.0, LONGEST, 20, 0.05)]
 # the second prompt is shorter than the window of a fused adapter; the third repeats itself
 PROMPTS = [*random_prompts(7, 3), [5, 9, 5, 9, 5, 9, 5]]
 NODES = 6
@@ -65,9 +66,11 @@ class Case:
         adapter, head = self.parts[name]
         return Kangaroo(self.lm, adapter, steps, threshold, head)
 
-    def tree(self, name: str, threshold: float, steps: int, nodes: int) -> KangarooTree:
+    def tree(
+        self, name: str, threshold: float, steps: int, nodes: int, least: float | None = None
+    ) -> KangarooTree:
         adapter, head = self.parts[name]
-        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes)
+        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes, least)
 
     def hybrid(self, name: str, settings: HybridSettings) -> Hybrid:
         adapter, head = self.parts[name]
@@ -117,9 +120,9 @@ def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
     right = chains = 0
     for turn in case.turns:
         grown = turn.grown[f"{adapter}-tree"]
-        for threshold, steps, nodes in TREES:
-            drafter = case.tree(adapter, threshold, steps, nodes)
-            replayed = trees(turn, grown, threshold, steps, nodes).replay(turn)
+        for settings in TREES:
+            drafter = case.tree(adapter, *settings)
+            replayed = trees(turn, grown, *settings).replay(turn)
             assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
             right += sum(replayed.accepted)
         chains += sum(replay.chain(turn, turn.drafted[adapter], 0.0, LONGEST).accepted)

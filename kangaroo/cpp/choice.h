@@ -76,12 +76,12 @@ Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, 
   return log16(race);
 }
 
-constexpr i64 CHOICES = 3, MOST = 64;
+constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;  // of a chain's last token; of a tree's node; kept
 
 // The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
 struct Choice {
-  i64 tokens[CHOICES];
-  float chances[CHOICES] = {};
+  i64 tokens[MOST_CHOICES];
+  float chances[MOST_CHOICES] = {};
 };
 
 // Where the likeliest tokens of a distribution go, and their probabilities, as those of `Choice`.

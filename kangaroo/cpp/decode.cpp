@@ -42,6 +42,13 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
                                  i64 steps, float threshold, const float* least) {                       \
     Round<T>(*target, drafting, *rows).draft(steps, threshold, least);                                   \
   }                                                                                                      \
+  extern "C" void draft_trees_##suffix(const Target<T>* target, const Drafting<T>* drafting,             \
+                                       Rows<T>* rows, i64 steps, i64 width, float threshold,             \
+                                       const float* least, i64 nodes, const float* worth,                \
+                                       int halves_leaves) {                                              \
+    Round<T>(*target, drafting, *rows)                                                                   \
+        .draft_trees(steps, width, threshold, least, {nodes, worth, halves_leaves != 0});                \
+  }                                                                                                      \
   extern "C" void verify_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows) { \
     Round<T>(*target, drafting, *rows).verify();                                                         \
   }                                                                                                      \

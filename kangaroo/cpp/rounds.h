@@ -113,6 +113,17 @@ template <class T> struct Gathered {
   }
 };
 
+struct RowNode {
+  i64 row, node;
+};
+
+// Which nodes of a tree are verified: the n-th likeliest has to be likelier than worth[n] says; `nodes` at most.
+struct Pruning {
+  i64 nodes;
+  const float* worth;
+  bool halves_leaves;  // the less likely half of the nodes without a child goes first, as in the paper
+};
+
 template <class T> class Round {
  public:
   Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
@@ -128,7 +139,9 @@ template <class T> class Round {
       if (r.count[row] && r.asking[row] && gain[row] > least[0]) active.push_back(row);
     for (i64 step = 0; step < steps && !active.empty(); step++) {
       find_states();
-      std::vector<Choice> choices = grade(active);
+      std::vector<RowNode> ends;
+      for (i64 row : active) ends.push_back({row, r.end[row]});
+      std::vector<Choice> choices = grade(ends, CHOICES);
       std::vector<i64> going_on;
       for (i64 i = 0; i < i64(active.size()); i++) {
         i64 row = active[i];
@@ -142,6 +155,31 @@ template <class T> class Round {
       }
       active = going_on;
     }
+  }
+
+  // A tree below the pending token of each row that asks. Each level is the likeliest continuations of the one
+  // before, `width` of them, until the likeliest is no likelier than the threshold, or than least[levels].
+  void draft_trees(i64 steps, i64 width, float threshold, const float* least, const Pruning& pruning) {
+    std::vector<RowNode> level;
+    std::vector<float> chances(r.batch * r.capacity, 1.0f);  // that a node's whole path is right
+    for (i64 row = 0; row < r.batch; row++)
+      if (r.count[row] && r.asking[row] && least[0] < 1) level.push_back({row, 0});
+    const std::vector<RowNode> roots = level;
+    for (i64 step = 1; step <= steps && !level.empty(); step++) {
+      find_states();
+      std::vector<Choice> choices = grade(level, width);
+      std::vector<RowNode> next;
+      for (i64 first = 0, last; first < i64(level.size()); first = last) {
+        i64 row = level[first].row;
+        for (last = first; last < i64(level.size()) && level[last].row == row;) last++;
+        grow(&level[first], &choices[first], last - first, width, &chances[r.at(row, 0)]);
+        i64 best = r.count[row] - width;
+        if (step == steps || chances[r.at(row, best)] <= std::max(threshold, least[step])) continue;
+        for (i64 node = best; node < r.count[row]; node++) next.push_back({row, node});
+      }
+      level = next;
+    }
+    for (const RowNode& root : roots) prune(root.row, &chances[r.at(root.row, 0)], pruning);
   }
 
   // What the target writes after each node; the longest path that it would have written itself.
@@ -183,14 +221,14 @@ template <class T> class Round {
       std::copy_n(pass.x.data() + m * D, D, r.state(pass.rows[m], pass.nodes[m]));
   }
 
-  // What the drafting layer would write after the ends of these rows' chains.
-  std::vector<Choice> grade(const std::vector<i64>& active) {
+  // What the drafting layer would write after these nodes, those of a row side by side: so many choices.
+  std::vector<Choice> grade(const std::vector<RowNode>& nodes, i64 wanted) {
     clear();
     std::vector<i64> last;
-    for (i64 row : active) {
+    for (auto [row, node] : nodes) {
       add_unread(row, r.base[row]);
-      pass.add_node(r, row, r.end[row]);
-      const T* from = r.state(row, r.end[row]);
+      pass.add_node(r, row, node);
+      const T* from = r.state(row, node);
       pass.x.insert(pass.x.end(), from, from + D);
       last.push_back(pass.rows.size() - 1);
     }
@@ -200,7 +238,60 @@ template <class T> class Round {
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
-    return chosen(d->head, pass.x.data(), last.size(), std::min(CHOICES, d->head.outputs), false);
+    return chosen(d->head, pass.x.data(), last.size(), std::min(wanted, d->head.outputs), false);
+  }
+
+  // Adds the likeliest children of some nodes of a row, the likeliest first.
+  void grow(const RowNode* parents, const Choice* choices, i64 count, i64 width, float* chances) {
+    struct Child { float chance; i64 parent, rank; };
+    std::vector<Child> children;
+    for (i64 i = 0; i < count; i++)
+      for (i64 rank = 0; rank < width; rank++)
+        children.push_back({chances[parents[i].node] * choices[i].chances[rank], i, rank});
+    std::stable_sort(children.begin(), children.end(),
+                     [](const Child& a, const Child& b) { return a.chance > b.chance; });
+    children.resize(width);
+    for (const Child& child : children) {
+      const RowNode& parent = parents[child.parent];
+      i64 node = r.append(parent.row, parent.node, choices[child.parent].tokens[child.rank]);
+      chances[node] = child.chance;
+    }
+  }
+
+  // Leaves of a row's tree the likeliest nodes, as many as are worth most: no parent is less likely than its child.
+  void prune(i64 row, const float* chances, const Pruning& pruning) {
+    std::vector<i64> order = candidates(row, chances, pruning.halves_leaves);
+    std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return chances[a] > chances[b]; });
+    i64 best = 0;
+    float gain = 0, most = 0;
+    for (i64 n = 0; n < std::min<i64>(pruning.nodes, order.size()); n++)
+      if ((gain += chances[order[n]] - pruning.worth[n]) > most) most = gain, best = n + 1;
+    order.resize(best);
+    std::sort(order.begin(), order.end());
+    std::vector<i64> number(r.count[row], 0);  // that a node has from now on
+    r.count[row] = 1;
+    for (i64 node : order) {
+      i64 from = r.at(row, node), to = r.at(row, number[node] = r.count[row]++);
+      r.token[to] = r.token[from];
+      r.parent[to] = number[r.parent[from]];
+      r.place[to] = r.place[from];
+      r.has_state[to] = r.has_state[from];
+    }
+  }
+
+  // The nodes beside the root, where it is asked for without the less likely half of those that have no child.
+  std::vector<i64> candidates(i64 row, const float* chances, bool halves_leaves) const {
+    std::vector<i64> leaves, dropped;
+    std::vector<bool> has_child(r.count[row]);
+    for (i64 node = 1; node < r.count[row]; node++) has_child[r.parent[r.at(row, node)]] = true;
+    for (i64 node = 1; node < r.count[row]; node++)
+      if (!has_child[node]) leaves.push_back(node);
+    std::stable_sort(leaves.begin(), leaves.end(), [&](i64 a, i64 b) { return chances[a] < chances[b]; });
+    if (halves_leaves) dropped.assign(leaves.begin(), leaves.begin() + leaves.size() / 2);
+    std::vector<i64> left;
+    for (i64 node = 1; node < r.count[row]; node++)
+      if (std::find(dropped.begin(), dropped.end(), node) == dropped.end()) left.push_back(node);
+    return left;
   }
 
   // What was not read lies just below `end`.

@@ -6,23 +6,28 @@ of a prefill chunk, W window, U = W + 1, D hidden size.
 
 from __future__ import annotations
 
+from ctypes import Structure
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
 from kangaroo.drafters.chain import check_limits
 from kangaroo.errors import AdapterMismatch
+from kangaroo.memory import weights
 from kangaroo.model import LM
+from kangaroo.rounds import NativeDrafter
 from kangaroo.trained import adapter, adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.base import Architecture
 from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
+from kangaroo.trained.layer import Layer, weight
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -84,7 +89,7 @@ class EarlyExitConfig(TrainedConfig):
         return {} if self._untrained() is not None else super().made_by()
 
 
-class EarlyExit:
+class EarlyExit(NativeDrafter):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
@@ -116,6 +121,36 @@ class EarlyExit:
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, Tensor | None, Block]] = []  # not read yet
+
+    @property
+    def native_exit(self) -> int:
+        return self.exit_layer
+
+    def is_native(self) -> bool:
+        return not self.reads_deep
+
+    def native_drafting(self) -> Structure | None:
+        layer, head = self.adapter.native_layer, self.head.native
+        assert layer is not None and head is not None
+        return native.NativeDrafting(
+            stack=layer.native(self.cache, range(1)),
+            norm=native.pointer(weight(self.adapter.norm)),
+            head=head.native(ids_N=self.head.vocabulary_K),
+        )
+
+    @cached_property
+    def draft_cost(self) -> float:
+        """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
+        for it."""
+        head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
+        own = (weights(self.adapter) + head) / weights(*self.lm.layers, self.lm.head)
+        return self.shallow_cost + own
+
+    @cached_property
+    def shallow_cost(self) -> float:
+        """The part of it that the layers below the exit take."""
+        shallow = weights(*self.lm.layers[: self.exit_layer])
+        return shallow / weights(*self.lm.layers, self.lm.head)
 
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""

@@ -20,16 +20,19 @@ class KangarooTreeConfig(EarlyExitConfig):
         top_k: nodes of a level, and candidates of each node (the paper's K).
         nodes: of the tree that is verified, the pending token aside: of those that pruning leaves,
             so many of the most confident.
+        least: of the drafted nodes, verify those whose confidence is higher; null is the paper's
+            pruning, all but the less confident half of the nodes without a child.
     """
 
     name: str = "kangaroo_tree"
     threshold: float = 0.4
     top_k: int = 10
     nodes: int = 32
+    least: float | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> KangarooTree:
         """Errors: `ConfigError`."""
-        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes
+        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.least
         return KangarooTree(lm, trained, *options)
 
 

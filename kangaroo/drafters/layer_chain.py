@@ -6,28 +6,24 @@ Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import Structure
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token
 from kangaroo.drafters.early_exit import EarlyExit, started
-from kangaroo.memory import weights
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter, Rounds
+from kangaroo.rounds import Rounds
 from kangaroo.sampling import AnySampling, pick
 from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer, weight
+from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft
 
 
-class LayerChain(EarlyExit, Chain, NativeDrafter):
+class LayerChain(EarlyExit, Chain):
     """Each token passes the target's layers below the exit, then the layer; verification starts
     from the shallow states of the whole draft.
     """
@@ -43,42 +39,12 @@ class LayerChain(EarlyExit, Chain, NativeDrafter):
         super().__init__(lm, adapter, steps, threshold, head)
         self.hidden: list[Tensor] = []  # shallow states of the round's nodes
 
-    @property
-    def native_exit(self) -> int:
-        return self.exit_layer
-
-    def is_native(self) -> bool:
-        return not self.reads_deep
-
-    def native_drafting(self) -> Structure | None:
-        layer, head = self.adapter.native_layer, self.head.native
-        assert layer is not None and head is not None
-        return native.NativeDrafting(
-            stack=layer.native(self.cache, range(1)),
-            norm=native.pointer(weight(self.adapter.norm)),
-            head=head.native(ids_N=self.head.vocabulary_K),
-        )
-
     def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
         least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
         if least[0] >= 1:  # no row drafts, so prompts need not be read yet
             return
         self.read_prompts()
         rounds.draft(rows, self.steps, self.threshold, least)
-
-    @cached_property
-    def draft_cost(self) -> float:
-        """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
-        for it."""
-        head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
-        own = (weights(self.adapter) + head) / weights(*self.lm.layers, self.lm.head)
-        return self.shallow_cost + own
-
-    @cached_property
-    def shallow_cost(self) -> float:
-        """The part of it that the layers below the exit take."""
-        shallow = weights(*self.lm.layers[: self.exit_layer])
-        return shallow / weights(*self.lm.layers, self.lm.head)
 
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)

@@ -6,17 +6,20 @@ each, E occupied slots, W window, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.early_exit import EarlyExit, started
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.rounds import Rounds
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft, Tree
@@ -61,6 +64,7 @@ class LayerTree(EarlyExit):
         head: DraftHead | None = None,
         top_k: int = 10,
         nodes: int = 32,
+        least: float | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
         if not 0 < top_k <= self.head.size or nodes < 1:
@@ -68,8 +72,21 @@ class LayerTree(EarlyExit):
                 f"drafter.top_k={top_k} must lie in 1 to {self.head.size}, the tokens to draft "
                 f"from, and drafter.nodes={nodes} must be 1 or more."
             )
-        self.top_k, self.nodes = top_k, nodes
+        if least is not None and not 0 <= least < 1:
+            raise ConfigError(f"drafter.least must lie in [0, 1), or be null; not {least}.")
+        self.top_k, self.nodes, self.least = top_k, nodes, least
         self.max_nodes = top_k * steps
+
+    def is_native(self) -> bool:
+        return super().is_native() and self.top_k <= native.MOST_CHOICES
+
+    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
+        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
+        if least[0] >= 1:  # no row drafts, so prompts need not be read yet
+            return
+        self.read_prompts()
+        worth = [max(chance, self.least or 0.0) for chance in rounds.worth(len(rows), self.nodes)]
+        rounds.draft_trees(rows, self.top_k, self.threshold, least, worth, self.least is None)
 
     def propose(self, batch: Batch) -> Draft:
         self.read_prompts()
@@ -150,12 +167,11 @@ class LayerTree(EarlyExit):
         return level, of_parent_BL
 
     def _pruned(self, levels: list[Level]) -> Draft:
-        """What is verified: without the less confident half of the nodes that have no child, and
-        no more than `nodes`."""
+        """What is verified; see `kept`."""
         parents_BN = torch.cat([level.parents_BL for level in levels], 1)
         valid_BN = torch.cat([level.valid_BL for level in levels], 1)
         score_BN = torch.cat([level.score_BL for level in levels], 1)
-        keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes)
+        keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
         size = int(keep_BN.sum(1).max())  # one sync a round
         # nodes that are kept, in their order; rows with fewer are filled up with others
         index_BN = (~keep_BN).int().argsort(dim=1, stable=True)[:, :size]
@@ -178,18 +194,25 @@ class LayerTree(EarlyExit):
         return self.proposed
 
 
-def kept(score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, nodes: int) -> Tensor:
+def kept(
+    score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, nodes: int, least: float | None = None
+) -> Tensor:
     """Which nodes are left, `[B, N]`: the root always, and with a node its parent.
 
     Args:
         score_BN: no higher than the parent's; the root's is the highest.
         nodes: at most so many besides the root.
+        least: those whose score is higher; None is all but the less confident half of the nodes
+            that have no child.
     """
-    children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
-    childless_BN = valid_BN & (children_BN == 0)
-    rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
-    pruned_BN = childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2)
-    keep_BN = valid_BN & ~pruned_BN
+    if least is None:
+        children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
+        childless_BN = valid_BN & (children_BN == 0)
+        rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
+        dropped_BN = childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2)
+    else:
+        dropped_BN = score_BN <= least
+    keep_BN = valid_BN & ~dropped_BN
     return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
 
 

@@ -88,7 +88,8 @@ def kangaroo_tree(setting: Setting, draw: Draw) -> Drafter:
     lm, layer = setting.lm, drawn_adapter(setting.lm, draw, *ADAPTERS)
     limits = draw.of("steps", 1, 3, 5), draw.of("eta", *THRESHOLDS)
     head = vocabulary(lm, layer, draw)
-    return KangarooTree(lm, layer, *limits, head, draw.of("top_k", 1, 3), draw.of("nodes", 1, 6, 9))
+    size = draw.of("top_k", 1, 3), draw.of("nodes", 1, 6, 9)
+    return KangarooTree(lm, layer, *limits, head, *size, draw.of("least", None, 0.02, 0.1))
 
 
 def hybrid(setting: Setting, draw: Draw) -> Drafter:

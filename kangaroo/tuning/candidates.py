@@ -40,7 +40,7 @@ class SearchSpace:
         vocabularies: draft vocabularies, beside the one that an adapter was saved with, where it
             has as many tokens to draft from.
         thresholds, steps: of kangaroo and of kangaroo_tree.
-        top_k, tree_nodes: of kangaroo_tree; `top_k` is one number.
+        top_k, tree_nodes, least: of kangaroo_tree; `top_k` is one number.
         paces, nodes: of the hybrid, whose chain has the most of `steps` and no threshold.
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
@@ -57,6 +57,7 @@ class SearchSpace:
     lookups: list[int] = field(default_factory=lambda: [3, 5, 8])
     top_k: int = 3
     tree_nodes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
+    least: list[float | None] = field(default_factory=lambda: [None, 0.05, 0.1])
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
@@ -65,7 +66,8 @@ class SearchSpace:
                 raise ConfigError(
                     f"search.drafters has '{name}'; what a trace can replay is {', '.join(KINDS)}."
                 )
-        for name in ("drafters", "thresholds", "steps", "paces", "nodes", "lookups", "tree_nodes"):
+        of_drafters = "thresholds", "steps", "paces", "nodes", "lookups", "tree_nodes", "least"
+        for name in ("drafters", *of_drafters):
             if not getattr(self, name):
                 raise ConfigError(f"search.{name} is empty; give at least one value.")
 
@@ -135,7 +137,10 @@ def _settings(config: DrafterConfig) -> list[str]:
     if not isinstance(config, EarlyExitConfig):
         return []
     told = [f"threshold={config.threshold:g}", f"steps={config.steps}"]
-    return [*told, f"nodes={config.nodes}"] if isinstance(config, KangarooTreeConfig) else told
+    if isinstance(config, KangarooTreeConfig):
+        told.append(f"nodes={config.nodes}")
+        told += [] if config.least is None else [f"least={config.least:g}"]
+    return told
 
 
 def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
@@ -153,7 +158,7 @@ def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
             name = f"{Path(path).name.replace(':', '')}-{drafter.head.size}"
             if name not in found:
                 trees = "kangaroo_tree" in space.drafters
-                tree = tree_config(config, space, 0.0, 1).of(lm, *trained) if trees else None
+                tree = tree_config(config, space, 0.0, 1, None).of(lm, *trained) if trees else None
                 found[name] = Source(name, config, drafter, tree)
             elif found[name].config.adapter != path:
                 raise ConfigError(
@@ -211,8 +216,8 @@ def candidates(space: SearchSpace, found: Sequence[Source]) -> list[Candidate]:
             made += [Candidate(config, source.name) for config in chains]
         if "kangaroo_tree" in space.drafters:
             made += [
-                Candidate(tree_config(config, space, config.threshold, nodes), source.name)
-                for config, nodes in itertools.product(chains, space.tree_nodes)
+                Candidate(tree_config(config, space, config.threshold, nodes, least), source.name)
+                for config, nodes, least in itertools.product(chains, space.tree_nodes, space.least)
                 if config.steps > 1
             ]
         if "cascade" in space.drafters:
@@ -234,7 +239,7 @@ def chain(source: Source, threshold: float, steps: int) -> Candidate:
 
 
 def tree_config(
-    chain: KangarooConfig, space: SearchSpace, threshold: float, nodes: int
+    chain: KangarooConfig, space: SearchSpace, threshold: float, nodes: int, least: float | None
 ) -> KangarooTreeConfig:
     """Trees as deep as a chain."""
     return KangarooTreeConfig(
@@ -244,6 +249,7 @@ def tree_config(
         threshold=threshold,
         top_k=space.top_k,
         nodes=nodes,
+        least=least,
     )
 
 

@@ -79,7 +79,8 @@ class Player:
         assert isinstance(config, KangarooConfig | KangarooTreeConfig)
         threshold, steps = config.threshold, config.steps
         if isinstance(config, KangarooTreeConfig):
-            name, limits = self.sources[source].tree_name, (threshold, steps, config.nodes)
+            name = self.sources[source].tree_name
+            limits = threshold, steps, config.nodes, config.least
             return lambda turn: trees(turn, turn.grown[name], *limits).replay(turn)
         return lambda turn: replay.chain(turn, turn.drafted[source], threshold, steps)
 

@@ -75,7 +75,14 @@ def grow(
     )
 
 
-def trees(turn: Turn, grown: Grown, threshold: float, steps: int, nodes: int) -> Chains:
+def trees(
+    turn: Turn,
+    grown: Grown,
+    threshold: float,
+    steps: int,
+    nodes: int,
+    least: float | None = None,
+) -> Chains:
     """What Kangaroo drafts as trees: exactly as `drafter=kangaroo_tree` with these settings and the
     `top_k` of the trace.
 
@@ -88,7 +95,7 @@ def trees(turn: Turn, grown: Grown, threshold: float, steps: int, nodes: int) ->
     unsure_PS = scores_PSL.max(2) <= np.float32(threshold)
     unsure_PS[:, -1:] = True
     levels_P = unsure_PS.argmax(1) + 1
-    keep_PSL = pruned(parents_PSL, scores_PSL, levels_P, nodes)
+    keep_PSL = pruned(parents_PSL, scores_PSL, levels_P, nodes, least)
     right_PSL = keep_PSL & (tokens_PSL == coming(turn, steps)[: len(tokens_PSL), :, None])
     for step in range(1, steps):  # a node is right if its parent is
         right_PSL[:, step] &= np.take_along_axis(right_PSL[:, step - 1], parents_PSL[:, step], 1)
@@ -96,9 +103,13 @@ def trees(turn: Turn, grown: Grown, threshold: float, steps: int, nodes: int) ->
 
 
 def pruned(
-    parents_PSL: np.ndarray, scores_PSL: np.ndarray, levels_P: np.ndarray, nodes: int
+    parents_PSL: np.ndarray,
+    scores_PSL: np.ndarray,
+    levels_P: np.ndarray,
+    nodes: int,
+    least: float | None,
 ) -> np.ndarray:
-    """Which nodes of the first levels are verified, `[P, S, L]`."""
+    """Which nodes of the first levels are verified, `[P, S, L]`; see `kept`."""
     count, steps, width = parents_PSL.shape
     first_S = 1 + width * (np.arange(steps) - 1)  # node of each level's parents that comes first
     numbers_PSL = parents_PSL + first_S[:, None]
@@ -111,5 +122,5 @@ def pruned(
         return torch.from_numpy(np.concatenate([np.full_like(flat[:, :1], root), flat], 1))
 
     score_PN, parent_PN = nodes_of(scores_PSL, 1.0), nodes_of(numbers_PSL, 0).long()
-    keep_PN = kept(score_PN, parent_PN, nodes_of(valid_PSL, True), nodes)
+    keep_PN = kept(score_PN, parent_PN, nodes_of(valid_PSL, True), nodes, least)
     return keep_PN[:, 1:].numpy().reshape(count, steps, width)
