@@ -45,7 +45,7 @@ from kangaroo.under_load.config import LoadConfig
 
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
 # configs/hardware.
-Sizes = dict[str, dict[str, int]]
+Sizes = dict[str, dict[str, Any]]
 # Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
 SMALL = ("smollm2-135m", "tiny")
 # Of which families there is a draft model (configs/drafter).

@@ -25,7 +25,7 @@ CONFIGS = {
 }
 # with which docs/methods.md was measured
 MEASURED = {
-    "kangaroo_tree": {"steps": 4, "top_k": 3, "nodes": 4},
+    "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "least": 0.07},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
     "medusa": {"nodes": 4},
     "prompt_lookup": {"num_pred_tokens": 5},
@@ -75,7 +75,8 @@ def test_all_other_models_have_the_papers_sizes(drafter):
     assert papers("medusa") == {"nodes": 63} and papers("rest") == {"num_draft": 64}
     assert papers("lookahead") == {"window": 15, "ngram": 5, "guesses": 15}
     assert papers("prompt_lookup") == {"num_pred_tokens": 10}
-    assert papers("kangaroo_tree") == {"steps": 6, "top_k": 10, "nodes": 32}
+    tree = papers("kangaroo_tree")
+    assert tree == {"steps": 6, "threshold": 0.4, "top_k": 10, "nodes": 32, "least": None}
 
 
 def test_a_cascades_drafters_have_them_too():
