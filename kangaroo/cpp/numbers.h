@@ -156,18 +156,25 @@ inline __attribute__((always_inline)) void transpose(Words* r) {
   }
 }
 
-Register exponential(Register x) {  // relative error below 2e-7; 0 below -87
-  Register clamped = x < -87.0f ? Register{} - 87.0f : x;
-  clamped = clamped > 88.0f ? Register{} + 88.0f : clamped;
-  Register shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer in the low bits
-  Register whole = shifted - 12582912.0f;
-  Register r = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
+Register exponential(Register x) {  // relative error below 2e-7; 0 below -87, and above 88 as for 88
+  Register bounded = x > 88.0f ? Register{} + 88.0f : x;
+#ifdef __AVX512F__
+  Register whole = (Register)_mm512_roundscale_ps((__m512)(bounded * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+#else
+  bounded = bounded < -87.0f ? Register{} - 87.0f : bounded;
+  Register whole = bounded * 1.44269504f + 12582912.0f - 12582912.0f;  // 1.5 * 2^23 leaves no fraction
+#endif
+  Register r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
   Register p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r +
                4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#ifdef __AVX512F__
+  __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)(Register{} - 87.0f), _CMP_NLT_UQ);
+  return (Register)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
+#else
   RegisterInts power = __builtin_convertvector(whole, RegisterInts) << 23;
-  Register result = (Register)((RegisterInts)p + power);
-  return x < -87.0f ? Register{} : result;
+  return x < -87.0f ? Register{} : (Register)((RegisterInts)p + power);
+#endif
 }
 
 Register logarithm(Register x) {  // of positive normal numbers, relative error below 2e-7
