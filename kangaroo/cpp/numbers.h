@@ -2,7 +2,7 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
