@@ -163,7 +163,7 @@ template <class T> class Round {
     std::vector<RowNode> level;
     std::vector<float> chances(r.batch * r.capacity, 1.0f);  // that a node's whole path is right
     for (i64 row = 0; row < r.batch; row++)
-      if (r.count[row] && r.asking[row] && least[0] < 1) level.push_back({row, 0});
+      if (r.count[row] && r.asking[row]) level.push_back({row, 0});
     const std::vector<RowNode> roots = level;
     for (i64 step = 1; step <= steps && !level.empty(); step++) {
       find_states();

@@ -30,7 +30,7 @@ struct Piece {  // some tokens of a row on positions `first` to `first + width`
   i64 row, first, width;
   i64 group;  // the list of slots from `start` on; -1 where slots are positions
   i64 start, members, n_members;
-  i64 alike, n_alike;  // the pieces on the same positions, which stand together, of other paths through a tree
+  i64 alike, n_alike;  // the first of those on the same positions, of all paths through a tree; how many they are
 };
 
 struct Sight {
