@@ -34,7 +34,7 @@ class SearchSpace:
     Args:
         drafters: of kangaroo, hybrid, cascade (of prompt_lookup and kangaroo), prompt_lookup and
             kangaroo_tree, which is not among them by default: its trace takes `top_k` times as
-            long, and on a CPU trees do not pay.
+            long.
         adapters: folders or hub ids; null is `adapters/NAME` of the model, and what else lies
             beside it as `adapters/NAME-*`.
         vocabularies: draft vocabularies, beside the one that an adapter was saved with, where it
