@@ -23,7 +23,7 @@ CONFIGS = {
     "prompt_lookup": PromptLookupConfig,
     "rest": RestConfig,
 }
-# with which docs/methods.md was measured
+# as docs/methods.md has them
 MEASURED = {
     "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "least": 0.07},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
