@@ -19,11 +19,13 @@ from kangaroo import costs
 from kangaroo.costs import VerifyCosts
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine import Engine
 from kangaroo.generation import Request
 from kangaroo.huge_pages import LINE, PAGE, settle
 from kangaroo.model import LM
+from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.trained.export import draft_model
 
@@ -65,18 +67,29 @@ def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list
     return [step.drafted for generation in done for step in generation.steps[1:]]
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "prompt_lookup", "draft_model"])
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo_tree", "prompt_lookup", "draft_model"])
 def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monkeypatch, name):
     lm = tiny().compile_for_decoding()
     kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
-    kangaroo.draft_cost = 0.05  # half a step in a model this small
+    tree = KangarooTree(lm, adapter_for(lm), 4, 0, None, 3, 6, 0.0)
+    kangaroo.draft_cost = tree.draft_cost = 0.05  # half a step in a model this small
     small = LM(draft_model(lm, adapter_for(lm))).compile_for_decoding()
     pair = DraftModel(lm, small, 4)
     pair.draft_cost = 0.05
-    drafter = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}[name]
+    chains = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}
+    drafter = (chains | {"kangaroo_tree": tree})[name]
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
     assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
     assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
+
+
+def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
+    """Although all are drafted."""
+    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
+    lm = tiny().compile_for_decoding()
+    tree = KangarooTree(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
+    assert not any(drafted(lm, tree, STEEP, 3, monkeypatch))
+    assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
 
 
 def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(monkeypatch):
