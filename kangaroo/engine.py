@@ -128,16 +128,13 @@ class Engine:
                 yield
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
-            block = lm.chunk(first, first + tokens_1T.shape[1], row, batch.n_slots)
-            x_1TD, taps = lm.run(
-                lm.embed(tokens_1T), batch.cache, block, range(lm.n_layers), self.drafter.taps
-            )
+            last_11D, block, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
             read.append((tokens_1T, block, taps))
         batch.place(row, prompt_T, request)
         for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
             self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
-        logits_11V = lm.logits(x_1TD[:, -1:])
+        logits_11V = lm.logits(last_11D)
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)

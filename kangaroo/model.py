@@ -294,6 +294,26 @@ class LM(nn.Module):
                 tapped[stop] = x_BND
         return x_BND, tapped
 
+    def read(
+        self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
+    ) -> tuple[Tensor, Block, dict[int, Tensor]]:
+        """A chunk of a prompt, at the positions from `start` on of one row.
+
+        Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
+        the tapped states. For the other tokens native code makes only keys and values in the last
+        layer, unless that is tapped: what comes out of it is read nowhere.
+        """
+        stop, last = start + tokens_1T.shape[1], self.n_layers - 1
+        block, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
+        layers = self.native_layers
+        if layers is None or self.n_layers in taps or not layers.takes(x_1TD, block):
+            x_1TD, tapped = self.run(x_1TD, cache, block, range(self.n_layers), taps)
+            return x_1TD[:, -1:], block, tapped
+        x_1TD, tapped = self.run(x_1TD, cache, block, range(last), taps)
+        layers(x_1TD, cache, block, range(last, last + 1), keys_alone=True)
+        ending = self.chunk(stop - 1, stop, row, cache.n_slots)
+        return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), block, tapped
+
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)

@@ -40,7 +40,7 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psa
 SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
-PROMPT_CHUNK = 64  # of a prompt in a pass: what is computed in between stays in the cache
+PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
 LONGEST_PROMPT = 1024  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
@@ -68,6 +68,10 @@ class LayerWeights:
     gate: Tensor | None = None
     up: Tensor | None = None
     down: Tensor | None = None
+
+
+# Those that a layer's keys and values are made with.
+OF_KEYS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
 
 
 @dataclass
@@ -152,10 +156,13 @@ class Stack:
 
     def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
-        weights = [getattr(w, part.name) for w in layers for part in fields(w)]
+        names = [part.name for part in fields(LayerWeights)]
+        weights = [getattr(w, name) for w in layers for name in names]
         assert all(w is None or w.is_contiguous() for w in weights)
-        self.per_layer = len(weights) // len(layers) * ctypes.sizeof(ctypes.c_void_p)
+        self.per_layer = len(names) * ctypes.sizeof(ctypes.c_void_p)
         self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
+        of_keys = [pointer(getattr(w, n)) if n in OF_KEYS else 0 for w in layers for n in names]
+        self.keys_table = (ctypes.c_int64 * len(of_keys))(*of_keys)
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
@@ -172,12 +179,17 @@ class Stack:
         own = isinstance(bias, Tensor) and len(bias) == len(block.slots_RT) == len(x_RTD)
         return few and own and bias.dtype == x_RTD.dtype
 
-    def native(self, cache: KVCache, layers: range) -> Structure:
-        """Some of the layers with their keys and values; it holds as long as the cache."""
+    def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
+        """Some of the layers with their keys and values; it holds as long as the cache.
+
+        Args:
+            keys_alone: each writes keys and values, and leaves the states as they are.
+        """
         addresses = cache.addresses
         step = ctypes.sizeof(ctypes.c_void_p)
+        table = self.keys_table if keys_alone else self.table
         return NativeStack(
-            layers=ctypes.addressof(self.table) + layers.start * self.per_layer,
+            layers=ctypes.addressof(table) + layers.start * self.per_layer,
             count=len(layers),
             keys=ctypes.addressof(addresses.keys) + layers.start * step,
             values=ctypes.addressof(addresses.values) + layers.start * step,
@@ -191,10 +203,14 @@ class Stack:
         block: Block,
         layers: range,
         final_norm: Tensor | None = None,
+        keys_alone: bool = False,
     ) -> Tensor:
         """The output of the last layer, normed where a norm is given.
 
         Keys and values are written at the block's slots.
+
+        Args:
+            keys_alone: as of `native`; for a single layer, whose input is `x`.
         """
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
@@ -204,7 +220,7 @@ class Stack:
         held = [t.contiguous() for t in (bias_R1TE, *block.rope, block.slots_RT)]
         self.call(
             byref(self.sizes.native()),
-            byref(self.native(cache, layers)),
+            byref(self.native(cache, layers, keys_alone)),
             *(rows, tokens, block.extent, block.rows.start),
             *map(pointer, (x_RTD, *held, final_norm)),
         )

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, recipe_of, tiny, tiny_model
+from helpers import VOCABULARY, adapter_for, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
 from kangaroo import native
 from kangaroo.model import LM
+from kangaroo.trained.adapter import Architecture
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.tree import Tree
 
@@ -181,6 +182,44 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts():
     torch.testing.assert_close(
         states[200], states["eager"], atol=TOLERANCE[torch.bfloat16], rtol=0.02
     )
+
+
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, start):
+    """The last token's state and all keys and values are those of the whole pass, bit by bit."""
+    lm = tiny(name.split("-")[0], dtype=dtype, **FAMILIES[name]).compile_for_decoding()
+    tokens_1T = random_tokens(1, 30)
+    whole, cache, tapped = (filled_cache(lm, 2) for _ in range(3))
+    block = lm.chunk(start, start + 30, 1, SLOTS)
+    every_1TD, taps = lm.run(lm.embed(tokens_1T), whole, block, range(lm.n_layers), (1,))
+    last_11D, own_block, own_taps = lm.read(tokens_1T, start, cache, 1, (1,))
+    _, _, all_taps = lm.read(tokens_1T, start, tapped, 1, (1, lm.n_layers))
+    assert torch.equal(last_11D, every_1TD[:, -1:]) and torch.equal(own_taps[1], taps[1])
+    assert torch.equal(all_taps[lm.n_layers], every_1TD)
+    assert own_block.extent == block.extent and own_block.rows == block.rows
+    for other in (cache, tapped):
+        of_whole = zip((*whole.keys, *whole.values), (*other.keys, *other.values), strict=True)
+        assert all(torch.equal(own, theirs) for own, theirs in of_whole)
+
+
+@pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"fused": True}])
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
+    """Keys and values are those of a whole pass, bit by bit."""
+    lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
+    adapter = adapter_for(lm, architecture=Architecture(**parts)).accelerate(lm)
+    passed, remembered = (lm.cache_like(1, SLOTS, [lm.device]) for _ in range(2))
+    block = lm.chunk(20, 50, 0, SLOTS)
+    f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
+    assert adapter.native_layer.takes(f_1TD, block)
+    adapter(f_1TD, deep_1TD, block, passed.at(block))
+    adapter.remember(f_1TD, deep_1TD, block, remembered.at(block))
+    assert passed.keys[0].any() and torch.equal(passed.keys[0], remembered.keys[0])
+    assert passed.values[0].any() and torch.equal(passed.values[0], remembered.values[0])
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):

@@ -7,7 +7,7 @@
 
 namespace {
 
-// As Python fills it in; null where a layer lacks the part.
+// As Python fills it in; null where a layer lacks the part. Without queries it writes keys and values, and no more.
 template <class T> struct Layer {
   const T *attention_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
   const T *feed_forward_norm, *gate, *up, *down;
@@ -60,11 +60,13 @@ template <class T> class Pass {
 
   // `next` has the layer after this one, or this one again.
   void run(const Layer<T>& layer, const Layer<T>& next, T* keys, T* values) {
-    if (layer.q) {
+    if (layer.k) {
       project(layer);
       barrier.wait();
       rotate(layer, keys, values);
       barrier.wait();
+    }
+    if (layer.q) {
       attention.attend(scratch.queries.data(), keys, values, scratch.partial.data());
       barrier.wait();
       attention.merge(scratch.partial.data(), scratch.attended.data());
@@ -90,7 +92,8 @@ template <class T> class Pass {
 
  private:
   const T* first_of(const Layer<T>& layer) const {
-    return layer.q ? share_of(layer.q, s.heads * s.head_size, s.hidden)
+    if (layer.q) return share_of(layer.q, s.heads * s.head_size, s.hidden);
+    return layer.k ? share_of(layer.k, s.kv_heads * s.head_size, s.hidden)
                    : share_of(layer.gate, s.feed_forward, s.hidden);
   }
 
@@ -111,11 +114,12 @@ template <class T> class Pass {
         {{layer.k, of_k, s.hidden}, layer.k_bias, blocks(of_q), of_q},
         {{layer.v, of_k, s.hidden}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
     auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
-    Part mine(blocks(of_q) + 2 * blocks(of_k));
+    i64 skipped = layer.q ? 0 : blocks(of_q);
+    Part mine(blocks(of_q) + 2 * blocks(of_k) - skipped);
     products(
-        in, mine.first, mine.last,
+        in, mine.first + skipped, mine.last + skipped,
         [&](i64 i) { return Block<T>{&part_of(i).w, (i - part_of(i).before) * LANES}; },
-        share_of(layer.o, s.hidden, of_q), room_for_sums, [&](i64 i, const float* sums) {
+        layer.q ? share_of(layer.o, s.hidden, of_q) : first_of(layer), room_for_sums, [&](i64 i, const float* sums) {
           auto& part = part_of(i);
           i64 n = (i - part.before) * LANES, width = part.w.rows - n;
           Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
@@ -126,12 +130,13 @@ template <class T> class Pass {
 
   // Rotary positions of queries and keys; keys and values to their slots.
   void rotate(const Layer<T>& layer, T* keys, T* values) {
-    i64 per_token = s.heads + 2 * s.kv_heads, size = s.head_size, half = size / 2;
+    i64 skipped = layer.q ? 0 : s.heads, all = s.heads + 2 * s.kv_heads, per_token = all - skipped;
+    i64 size = s.head_size, half = size / 2;
     Part mine(tokens.total * per_token);
     T own[WIDEST_HEAD];
     for (i64 item = mine.first; item < mine.last; item++) {
-      i64 m = item / per_token, head = item % per_token;
-      const T* from = scratch.qkv.data() + item * size;
+      i64 m = item / per_token, head = skipped + item % per_token;
+      const T* from = scratch.qkv.data() + (m * all + head) * size;
       i64 slot = sight.seen[m].row * n_slots + tokens.slots[m];
       if (head >= s.heads + s.kv_heads) {
         T* to = values + (slot * s.kv_heads + head - s.heads - s.kv_heads) * size;

@@ -197,7 +197,7 @@ class EarlyExit(NativeDrafter):
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
         for f_1TD, before_1TD, block in self.prompts:
-            self.adapter(f_1TD, before_1TD, block, self.cache.at(block))
+            self.adapter.remember(f_1TD, before_1TD, block, self.cache.at(block))
         self.prompts.clear()
 
     def observe(
@@ -221,7 +221,7 @@ class EarlyExit(NativeDrafter):
         if deep_BPD is not None:
             deep_BPD = torch.cat([self.deep_BUD, deep_BPD[:, :-1]], 1) * started(block)
         f_BPD = torch.cat([self.shallow_BWD, f_BPD], 1)
-        self.adapter(f_BPD, deep_BPD, block, self.cache.at(block))
+        self.adapter.remember(f_BPD, deep_BPD, block, self.cache.at(block))
 
     def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]

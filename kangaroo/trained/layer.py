@@ -86,6 +86,18 @@ class Layer(Trainable):
         made_MD = self.above_attention(x_BND[read_BN])
         return made_MD.new_zeros(x_BND.shape).masked_scatter(read_BN[..., None], made_MD)
 
+    def remember(
+        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: BlockCache
+    ) -> None:
+        """Write keys and values where no head reads; see `forward`."""
+        if self.attention is None:
+            return
+        x_BND = self.combined(f_BND, deep_BND)
+        if self.native_layer and self.native_layer.takes(x_BND, block):
+            self.native_layer(x_BND, past.cache, block, range(1), keys_alone=True)
+        else:
+            self(f_BND, deep_BND, block, past)
+
     def above_attention(self, x_XD: Tensor) -> Tensor:
         """The feed-forward part and the last norm, of any tokens X."""
         if self.feed_forward is not None:
