@@ -5,6 +5,7 @@ Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,6 +105,15 @@ class Batch:
         """The last `count` committed tokens of each row, `[B, count]`; before the start, any."""
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
+
+    def shared(self, row: int, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens a row's text began with, but for the last two of the
+        text, which not every drafter has read, and the last one of the prompt, which the first new
+        token comes from."""
+        if not self.whole[row]:
+            return 0
+        text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
+        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
 
     def fill(self, row: int, prompt: Tensor) -> None:
         """A part of a prompt has entered a free row, which takes no part in steps until `place`."""

@@ -174,6 +174,12 @@ class KVCache:
             moved = cached.index_select(0, src.to(cached.device))
             cached.index_copy_(0, dst.to(cached.device), moved)
 
+    def copy(self, source: int, row: int, count: int) -> None:
+        """Copy the first `count` slots of a row to another one, in every layer."""
+        src, dst = source * self.n_slots, row * self.n_slots
+        for cached in (*self.keys, *self.values):
+            cached[dst : dst + count] = cached[src : src + count]
+
     def holds(self, batch_size: int, n_slots: int) -> bool:
         """Whether it is right for such a batch; old contents are masked and do no harm."""
         return self.batch_size == batch_size and n_slots <= self.n_slots

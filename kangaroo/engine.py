@@ -118,8 +118,11 @@ class Engine:
         begun, seconds = now(lm.device), 0.0
         prompt_T = torch.tensor(request.prompt, device=lm.device)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        known = self.known(batch, row, request.prompt)
-        read = self._left_unread(row, prompt_T[:known])
+        source, known = self.known(batch, row, request.prompt)
+        if known and source != row:
+            batch.cache.copy(source, row, known)
+            self.drafter.adopt(source, row, known)
+        read = self._left_unread(source, row, prompt_T[:known])
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(known, end, chunk):
             if first > known:  # what steps leave behind in the row lies above what it has read
@@ -143,24 +146,23 @@ class Engine:
         self.record(batch, row, record, request, generation)
         return generation
 
-    def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens need not be read in this free row: those that its
-        text began with, but for the last two of the text, which not every drafter has read, and
-        the last one of the prompt, which the first new token comes from.
-        """
-        if not (self.reuse and self.drafter.resumes and batch.whole[row]):
-            return 0
-        text, most = batch.texts[row], min(len(batch.texts[row]) - 2, len(prompt) - 1)
-        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
+    def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row whose text a prompt begins like, and how many of its tokens need not be read in
+        a free row therefore; of equals the free row itself is the first."""
+        if not (self.reuse and self.drafter.resumes):
+            return row, 0
+        begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
+        source = max(begins, key=begins.__getitem__)
+        return source, begins[source]
 
     def _left_unread(
-        self, row: int, known_T: Tensor
+        self, source: int, row: int, known_T: Tensor
     ) -> list[tuple[Tensor, Block, dict[int, Tensor]]]:
-        """As a chunk of a prompt, those of a row's first tokens that native rounds know and its
-        drafter has not read yet: it reads only when it drafts."""
+        """As a chunk of a row's prompt, those of its first tokens, which came from `source`, that
+        native rounds know and the drafter has not read yet: it reads only when it drafts."""
         if self.rounds is None or not len(known_T):
             return []
-        states_1TD = self.rounds.left_unread(row, len(known_T))
+        states_1TD = self.rounds.left_unread(source, len(known_T))
         first, end = len(known_T) - states_1TD.shape[1], len(known_T)
         if first == end:
             return []

@@ -131,6 +131,71 @@ def test_so_it_does_in_every_sampling(drafter, family):
         check(drafter, family, sampling)
 
 
+def share(engine: Engine, sampling: Sampling) -> list[tuple[list[int], Generation]]:
+    """Texts that begin like those of other rows: of one that has ended; of a prompt that was just
+    read, and of one that was written to; of all that another row is writing. Each with its prompt,
+    in rows that had other texts."""
+    (prompt, other, more) = random_prompts(37, 20, 9, seed=11)
+    batch, said = engine.open(4, LONGEST, sampling), []
+    running: dict[int, tuple[Request, Generation]] = {}
+
+    def admit(row: int, prompt: list[int], new_tokens: int) -> Generation:
+        request = Request(prompt, new_tokens, sampling.seed)
+        running[row] = request, engine.admit(batch, row, request)
+        said.append((prompt, running[row][1]))
+        return running[row][1]
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            records = engine.step(batch)
+            for row, (request, generation) in running.items():
+                engine.record(batch, row, records[row], request, generation)
+
+    for row in (1, 2, 3):
+        admit(row, other[row:], 1)
+    admit(0, [*other[2:], *more], 1)
+    running.clear()
+    first = admit(0, prompt, 40)
+    admit(1, prompt, 20)
+    step(2)
+    admit(2, prompt, 30)
+    step(3)
+    admit(3, [*prompt, *first.tokens, *more], 12)
+    while not all(generation.finish for _, generation in running.values()):
+        step(1)
+    return said[3:]
+
+
+def check_shared(drafter: str, family: str, sampling: str) -> None:
+    lm, how, found = lm_of(family), SAMPLINGS[sampling], {}
+    read_whole = share(Engine(lm, DRAFTERS["vanilla"](Case(lm, adapter_for(lm), []))), how)
+    for reuse in (False, True):
+        case = Case(lm, adapter_for(lm), [prompt + said.tokens for prompt, said in read_whole])
+        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, reuse=reuse)
+        done = share(engine, how)
+        for prompt, said in done:
+            (text,) = vanilla_texts(lm, [prompt], len(said.tokens), how)
+            assert prompt + said.tokens == text
+        known = [18 + 1 - 2, 0, 36, 36, len(done[-1][0]) - 9 - 2]
+        reused = [said.reused for _, said in done]
+        assert reused == (known if reuse and engine.drafter.resumes else [0] * 5)
+        found[reuse] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
+    assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
+def test_a_prompt_goes_on_from_the_text_of_another_row(number):
+    check_shared(FAST[number], TURNS[number % len(TURNS)], ["sampled", "greedy"][number // 2 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", OWN)
+@pytest.mark.parametrize("family", TURNS)
+def test_so_it_does_in_every_sampling_too(drafter, family):
+    for sampling in SAMPLINGS:
+        check_shared(drafter, family, sampling)
+
+
 def test_a_layer_reads_what_was_written_without_drafts():
     """Its keys and the target's are those of a prompt that was read whole."""
     lm, turn = lm_of("llama-compiled"), random_prompts(20, 7)
@@ -165,7 +230,7 @@ def test_a_prompt_that_was_given_up_leaves_nothing_to_go_on_from():
     next(parts)
     next(parts)
     parts.close()
-    assert engine.known(batch, 0, prompt) == 0
+    assert engine.known(batch, 0, prompt) == (0, 0)
     done = engine.admit(batch, 0, Request(prompt, 5))
     assert prompt + done.tokens == vanilla_texts(lm, [prompt], 1)[0]
 

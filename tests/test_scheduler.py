@@ -66,6 +66,17 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
             assert said(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
 
 
+def test_of_several_choices_the_prompt_is_read_once():
+    prompt = list(range(3, 33))
+    jobs = [job(Request(prompt, 6, seed, ignore_eos=True)) for seed in range(3)]
+    with scheduling() as scheduler:
+        scheduler.submit(*[one for one, _ in jobs])
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(engine_of(target()), one.request)
+    assert [heard.reused for _, heard in jobs] == [0, 29, 29]
+
+
 def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
     texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
     with scheduling() as scheduler:

@@ -30,7 +30,7 @@ class Drafter(Protocol):
         max_nodes: the most nodes that it makes in a round, the root aside, so that there are slots
             for them, and as many for places before the start of a text (`LM.block`, `below`).
         resumes: whether a prompt may come to `prefill` without a beginning that the row's text
-            before it had as well, up to the last two tokens of that text.
+            before it had as well, up to the last two tokens of that text, or that it has adopted.
     """
 
     taps: tuple[int, ...]
@@ -39,6 +39,10 @@ class Drafter(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
+
+    def adopt(self, source: int, row: int, known: int) -> None:
+        """A prompt that enters a row begins with so many tokens of another row's text, whose keys
+        the target's cache has in both now. Those that are kept here may be copied likewise."""
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
@@ -127,6 +131,9 @@ class Stateless:
     resumes = True
 
     def begin(self, batch: Batch) -> None:
+        """Nothing is kept."""
+
+    def adopt(self, source: int, row: int, known: int) -> None:
         """Nothing is kept."""
 
     def prefill(

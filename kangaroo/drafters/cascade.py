@@ -69,6 +69,10 @@ class Cascade(NativeDrafter):
         self.first.begin(batch)
         self.second.begin(batch)
 
+    def adopt(self, source: int, row: int, known: int) -> None:
+        self.first.adopt(source, row, known)
+        self.second.adopt(source, row, known)
+
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:

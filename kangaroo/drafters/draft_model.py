@@ -147,6 +147,11 @@ class DraftModel(Autoregressive, NativeDrafter):
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
             self.made_for = batch.cache.serial
 
+    def adopt(self, source: int, row: int, known: int) -> None:
+        self.read_prompts()
+        self.cache.copy(source, row, known)
+        self.read[row] = min(self.read[source], known)
+
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:

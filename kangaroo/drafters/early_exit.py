@@ -170,6 +170,11 @@ class EarlyExit(NativeDrafter):
             size, self.window + 1, hidden_size, dtype=self.lm.dtype, device=device
         )
 
+    def adopt(self, source: int, row: int, known: int) -> None:
+        """Copy the layer's keys; those of a prompt that waits are written first."""
+        self.read_prompts()
+        self.cache.copy(source, row, known)
+
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:

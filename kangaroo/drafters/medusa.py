@@ -122,6 +122,9 @@ class Medusa:
             size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
         )
 
+    def adopt(self, source: int, row: int, known: int) -> None:
+        """What is kept comes with the rest of the prompt."""
+
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:

@@ -38,7 +38,7 @@ class Usage:
     Args:
         accepted, drafted: draft tokens.
         rounds: forwards of the target, the prompts' included.
-        cached: tokens of the prompt that were in a row already; of several choices, the most.
+        cached: tokens of the prompt that were in a row already; of several choices, the first's.
     """
 
     prompt: int
@@ -48,13 +48,13 @@ class Usage:
     rounds: int = 0
     cached: int = 0
 
-    def add(self, event: Event) -> None:
-        """Count a step."""
+    def add(self, index: int, event: Event) -> None:
+        """Count a step of a choice."""
         self.completion += len(event.tokens)
         self.accepted += event.accepted
         self.drafted += event.drafted
         self.rounds += bool(event.tokens)
-        self.cached = max(self.cached, event.reused)
+        self.cached += 0 if index else event.reused
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Answer:
         """What becomes known, until all texts have ended."""
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
-            self.usage.add(event)
+            self.usage.add(index, event)
             yield self.choices[index].push(event)
 
     def end(self) -> None:

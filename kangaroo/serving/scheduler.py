@@ -250,7 +250,7 @@ class Scheduler:
     def _row_for(self, batch: Batch, request: Request) -> int:
         """The free row of a text that the prompt goes on from; where there is none, the row that
         was written longest ago, so that others may still be gone on from."""
-        known = {row: self.engine.known(batch, row, request.prompt) for row in self.idle}
+        known = {row: batch.shared(row, request.prompt) for row in self.idle}
         best = max(known, key=known.__getitem__)
         return best if 2 * known[best] > len(batch.texts[best]) else self.idle[0]
 
