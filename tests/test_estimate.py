@@ -215,6 +215,18 @@ def test_what_is_remembered_of_kept_distributions_is_what_is_held():
     assert told == pytest.approx(sum(x.nbytes for x in held), rel=0.02)
 
 
+def test_text_that_is_not_learnt_costs_nothing():
+    text = Text(1000, 400_000, 200_000, 500)
+    config = TrainerConfig(remember=True, holdout=100)
+    whole = expect(blueprint(MODEL), RECIPES, config, text)
+    half = expect(blueprint(MODEL), RECIPES, replace(config, tokens=90_000), text)
+    most = expect(blueprint(MODEL), RECIPES, replace(config, tokens=200_000), text)
+    assert most == whole  # what is held out is not learnt anyway
+    remembered = [told.memory["remembered states"] for told in (half, whole)]
+    assert remembered[0] == pytest.approx(remembered[1] / 2, rel=0.01)
+    assert half.steps == pytest.approx(whole.steps / 2, abs=1) and half.disk == whole.disk
+
+
 def test_an_unknown_model_needs_the_hub():
     with pytest.raises(ModelNotFound, match=r"model\.path"):
         blueprint(ModelConfig(name="nobody", path="nobody/has-this"))

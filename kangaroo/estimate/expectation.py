@@ -115,6 +115,8 @@ def expect(
     ]
     parameters = sum(adapter.parameters for adapter in planned)
     share = max(0, 1 - config.holdout / text.conversations)
+    if config.tokens is not None:
+        share = min(share, config.tokens / text.assistant_tokens)
     tokens, learnt = int(share * text.tokens), int(share * text.assistant_tokens)
     micro_batches = -(-tokens // config.batch_tokens) * config.epochs
     accumulate = config.accumulate or processes
