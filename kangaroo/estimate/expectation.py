@@ -266,10 +266,11 @@ def _remembered(
         return {}
     exits, kept = _exits(lm, planned), text.learnt_from(config, planned)
     state = lm.config.hidden_size * lm.dtype.itemsize
-    if kept:  # probabilities, places in the draft vocabulary, and whether they are there
-        whole = exits * tokens * state + learnt * (4 + 13 * kept)
+    if kept:  # the likeliest; probabilities, places in the draft vocabulary, whether they are there
+        whole = exits * tokens * state + learnt * (8 + 4 + 13 * kept)
     else:
         whole = ((exits + 1) * tokens + learnt) * state
+    whole += 9 * tokens  # ids, and whether they are learnt
     return {"remembered states": int(share * whole)}
 
 

@@ -117,7 +117,8 @@ class KeptTeacher:
             rest_M.zero_()
         p_MO = torch.cat([chances_MJ * inside_MJ, rest_M[:, None]], -1)
         state_MD = chances_MJ.new_empty(len(chances_MJ), 0)
-        return KeptTeacher(state_MD, tokens_MJ[:, 0], p_MO, index_MJ, inside_MJ)
+        top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
+        return KeptTeacher(state_MD, top_M, p_MO, index_MJ, inside_MJ)
 
     def part(self, part: slice, head: DraftHead) -> KeptTarget:
         """Some of its positions."""

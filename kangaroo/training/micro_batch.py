@@ -50,7 +50,8 @@ def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) ->
     x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, layers, wanted)
     if tokens.kept is not None:
         kept = KeptTeacher.of(*tokens.kept, trained[0].targets)
-        return Seen(tokens, block, taps, x_BTD[..., :0], kept)
+        # once is enough where it is remembered
+        return Seen(replace(tokens, kept=None), block, taps, x_BTD[..., :0], kept)
     deep_BTD = lm.norm(x_BTD)
     teacher = Teacher.of(lm, deep_BTD[tokens.wanted_BT.to(deep_BTD.device)], loss_chunk)
     return Seen(tokens, block, taps, deep_BTD, teacher)
