@@ -131,15 +131,10 @@ APPENDED = {
     "scripts/speed.py model=smollm2-135m": (
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
-    "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
-    "speed.contexts=[256,1024] speed.batches=[1,8,32] "
-    "speed.leave_out=[hf_lookup,hf_early_exit,hf_truncated,hf_assistant,llama_ngram]": (
-        f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
-    ),
-    "scripts/speed.py bench@speed.bench=spec_bench speed.prompts=24 speed.repeats=1 "
-    "speed.contexts=[256] speed.batches=[1,8,32] "
+    "scripts/speed.py bench@speed.bench=spec_bench +drafter@more.tree=kangaroo_tree "
+    "speed.prompts=24 speed.repeats=1 speed.contexts=[256,1024] speed.batches=[1,8,32] "
     "speed.leave_out=[hf_early_exit,hf_truncated,hf_assistant,llama_ngram]": (
-        f"model=tiny speed.bench.path=questions.jsonl {SPEED}"
+        f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
     ),
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
