@@ -1,6 +1,7 @@
 """A finished run becomes a page that follows from the results kept beside it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,13 @@ def test_the_page_compares_the_fastest_with_the_others_by_task(finished, page):
     fastest, slower = (name for name in drafters if name != AGAIN)
     rows = table(page, f"Speed of {fastest} over each of the others, by task")
     overall = table(page, "Speed, row over column")[fastest][slower]
-    assert list(rows) == [slower] and rows[slower]["overall"] == overall
+    assert list(rows) == [slower]
+
+    def numbers(cell: str) -> list[float]:
+        return [float(number) for number in re.findall(r"[0-9.]+", cell)]
+
+    # the seconds beside the page are rounded, so a last digit may be another
+    assert numbers(rows[slower]["overall"]) == pytest.approx(numbers(overall), abs=0.011)
 
 
 def test_the_page_follows_from_what_lies_beside_it(page):
