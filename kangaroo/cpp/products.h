@@ -27,9 +27,10 @@ constexpr bool ZEN_4 = true, ZEN_5 = false;
 #else
 constexpr bool ZEN_4 = false, ZEN_5 = false;
 #endif
-// Tokens that share one reading of a weight, as registers allow; and how many are one group where memory takes the
-// time anyway.
-constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = ZEN_5 ? 10 : GROUP;
+// Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
+// anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
+// three take up to a fifth longer than four, wherever and however early their weights are fetched.
+constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = ZEN_4 || ZEN_5 ? 10 : GROUP, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
@@ -198,9 +199,9 @@ constexpr int rows_beside(int tokens) {
   return tokens <= 2 ? 4 : 2;
 }
 
-// out[i][j] = x[m + i] . w[n + j]
+// out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
 template <class T, int tokens, bool fetch>
-void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out) {
+void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out, int wanted = tokens) {
   constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
   const i64 whole = block.w->width / width * width, left = block.w->width - whole;
   const Number<T>* from_x[tokens];
@@ -220,7 +221,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out)
     for (int i = 0; i < tokens; i++)
       for (int b = 0; b < beside; b++) sum[i][j + b] = part[i][b];
   }
-  for (int i = 0; i < tokens; i++)
+  for (int i = 0; i < wanted; i++)
     for (int j = 0; j < LANES; j += WIDE) {
       Register some = sums(sum[i] + j);
       std::memcpy(out + i * LANES + j, &some, sizeof some);
@@ -235,8 +236,8 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
   }
   switch (count) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
-    case 2: return times<T, 2, fetch>(x, m, block, out);
-    case 3: return times<T, 3, fetch>(x, m, block, out);
+    case 2: return times<T, std::max(2, FEWEST), fetch>(x, m, block, out, 2);
+    case 3: return times<T, std::max(3, FEWEST), fetch>(x, m, block, out, 3);
     case 4: return times<T, 4, fetch>(x, m, block, out);
     case 5: return times<T, 5, fetch>(x, m, block, out);
     case 6: return times<T, std::min(6, GROUP), fetch>(x, m, block, out);
