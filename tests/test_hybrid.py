@@ -51,9 +51,9 @@ def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, see
     length, _ = found(text)
     lookup = Lookup(text).automaton.continuation(NODES)
     sources = Sources(length, lookup)
-    while len(sources.chain) < STEPS and drafting_pays(drafter.odds, COSTS, sources):
+    while len(sources.chain) < STEPS and drafting_pays(drafter.odds, COSTS, sources, NODES):
         best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
-        sources.further = sources.further or further
+        sources.further.append(further)
         sources.chain.append(best[0])
         sources.confidence.append(best[1])
         if best[1] <= drafter.threshold:
@@ -117,7 +117,7 @@ def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pend
     drafter = Hybrid(lm, adapter_for(lm), 1, odds=ODDS, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     batch = engine.open(1, 60, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
     rounds = engine.rounds
     assert rounds is not None
     rounds._begin([0])

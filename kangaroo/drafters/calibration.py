@@ -77,8 +77,7 @@ class Tally:
         for depth, (choices, token) in enumerate(zip(now.chain, now.coming, strict=True)):
             best, confidence = choices[0]
             column = odds.column(confidence)
-            if depth == 0:
-                self._add_further(choices, lookup[:1], token)
+            self._add_further(choices, lookup[depth : depth + 1], token)
             if depth >= len(lookup):
                 self.add("chain", (column,), best == token)
                 self.add("adds", (0,), best == token)
@@ -89,7 +88,7 @@ class Tally:
                 if found == best:
                     self.add("same", (row, column), found == token)
                 else:
-                    chosen = depth == 0 and any(found == choice for choice, _ in choices)
+                    chosen = any(found == choice for choice, _ in choices)
                     self.add("further" if chosen else "other", (row, column), found == token)
                     self.add("against", (row, column), best == token)
                 if found != token:

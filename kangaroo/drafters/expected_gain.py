@@ -43,14 +43,14 @@ class Sources:
         lookup: what followed there.
         chain: what was drafted, as far as it goes.
         confidence: the top-1 probability at each token of the chain.
-        further: the next best choices for the chain's first token, and their probabilities.
+        further: the next best choices for each of these, and their probabilities.
     """
 
     length: int
     lookup: list[int]
     chain: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
-    further: list[tuple[int, float]] = field(default_factory=list)
+    further: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def shared(self) -> int:
@@ -61,21 +61,46 @@ class Sources:
         return depth
 
 
-def drafting_pays(odds: Odds, costs: Costs, sources: Sources) -> bool:
-    """Whether one more token of the chain may be expected to gain what it and its node cost."""
-    shared, drafted = sources.shared, len(sources.chain)
-    gain = 1.0
-    for depth in range(shared):
-        gain *= _same(odds, sources, depth)
-    for depth in range(shared, drafted):
-        gain *= _chain(odds, sources, depth, shared)
-    found = shared == drafted and drafted < len(sources.lookup)  # it may still say the same
+@dataclass
+class Nodes:
+    """All nodes that the sources offer, a parent before its children.
+
+    Args:
+        parents: 0 is the root, i the i-th node.
+        gains: the chance that a node's whole path is right.
+        of_chain: that of the chain's last token; 1 where there is none.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    of_chain: float = 1.0
+
+    def add(self, token: int, parent: int, gain: float) -> int:
+        """A node, and its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.gains.append(gain)
+        return len(self.tokens)
+
+
+def drafting_pays(odds: Odds, costs: Costs, sources: Sources, most: int) -> bool:
+    """Whether a further token of the chain may be expected to make the tree worth more than it
+    costs to draft.
+
+    Args:
+        most: nodes that a tree may have.
+    """
+    nodes, drafted = candidates(odds, sources), len(sources.chain)
     adds, cost = odds.adds[0], costs.draft
-    if found:
+    if sources.shared == drafted < len(sources.lookup):  # it may say the same once more
         row = odds.row(sources.length + drafted)
         adds = odds.adds[1 + row]
         cost -= costs.states * odds.lookup[row]  # where it is right the chain most often agrees
-    return gain * adds > costs.pace * cost + costs.of_nodes(1)
+    _, before = best_size(costs, sorted(nodes.gains, reverse=True)[:most])
+    gains = [*nodes.gains, nodes.of_chain * adds]
+    _, after = best_size(costs, sorted(gains, reverse=True)[:most])
+    return after - before > costs.pace * cost
 
 
 def tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
@@ -87,51 +112,67 @@ def tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[in
     Args:
         most: nodes beside the root.
     """
-    tokens, parents, gains = candidates(odds, sources)
+    nodes = candidates(odds, sources)
     # of equals the earlier is first, so that a parent is
-    order = sorted(range(len(tokens)), key=lambda node: -gains[node])[:most]
-    count, best, gain = 0, 0.0, 0.0
-    for size, node in enumerate(order, start=1):
-        gain += gains[node]
-        if gain - costs.of_nodes(size) > best:
-            count, best = size, gain - costs.of_nodes(size)
+    order = sorted(range(len(nodes.gains)), key=lambda node: -nodes.gains[node])[:most]
+    count, _ = best_size(costs, [nodes.gains[node] for node in order])
     kept = sorted(order[:count])
     number = {0: 0} | {node + 1: i for i, node in enumerate(kept, start=1)}
-    return [tokens[node] for node in kept], [number[parents[node]] for node in kept]
+    return [nodes.tokens[node] for node in kept], [number[nodes.parents[node]] for node in kept]
 
 
-def candidates(odds: Odds, sources: Sources) -> tuple[list[int], list[int], list[float]]:
-    """All nodes that the sources offer, a parent before its children: tokens, parents (0 is the
-    root, i the i-th node), gains.
+def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
+    """How many nodes gain most beyond what they cost, and how much.
 
-    What both say is one node, and is trusted for both reasons.
+    Args:
+        gains: of the nodes, the largest first.
     """
+    count, best, gain = 0, 0.0, 0.0
+    for size, own in enumerate(gains, start=1):
+        gain += own
+        if gain - costs.of_nodes(size) > best:
+            count, best = size, gain - costs.of_nodes(size)
+    return count, best
+
+
+def candidates(odds: Odds, sources: Sources) -> Nodes:
+    """What both say is one node, and is trusted for both reasons."""
     lookup, chain, shared = sources.lookup, sources.chain, sources.shared
-    tokens: list[int] = []
-    parents: list[int] = []
-    gains: list[float] = []
+    nodes, fork, of_fork = Nodes(), 0, 1.0
+    for depth in range(shared):
+        right = _same(odds, sources, depth)
+        node = nodes.add(chain[depth], fork, of_fork * right)
+        _add_further(odds, sources, nodes, depth, fork, of_fork * (1 - right))
+        fork, of_fork = node, of_fork * right
+    end, gain, left = fork, of_fork, of_fork
+    for depth in range(shared, len(lookup)):
+        gain *= _lookup(odds, sources, depth, shared)
+        left -= 0.0 if depth > shared else gain
+        end = nodes.add(lookup[depth], end, gain)
+    end, gain = fork, of_fork
+    for depth in range(shared, len(chain)):
+        right = gain * _chain(odds, sources, depth, shared)
+        node = nodes.add(chain[depth], end, right)
+        _add_further(odds, sources, nodes, depth, end, (gain if depth > shared else left) - right)
+        end, gain = node, right
+    nodes.of_chain = gain
+    return nodes
 
-    def add(path: Sequence[int], share: list[float], parent: int, gain: float) -> None:
-        for token, right in zip(path, share, strict=True):
-            gain *= right
-            tokens.append(token)
-            parents.append(parent)
-            gains.append(gain)
-            parent = len(tokens)
 
-    add(lookup[:shared], [_same(odds, sources, depth) for depth in range(shared)], 0, 1.0)
-    fork = gains[-1] if shared else 1.0
-    depths = range(shared, len(lookup))
-    add(lookup[shared:], [_lookup(odds, sources, depth, shared) for depth in depths], shared, fork)
-    depths = range(shared, len(chain))
-    add(chain[shared:], [_chain(odds, sources, depth, shared) for depth in depths], shared, fork)
-    left = 1.0 - sum(gain for gain, parent in zip(gains, parents, strict=True) if not parent)
-    for token, probability in sources.further:
-        if token not in lookup[:1]:
+def _add_further(
+    odds: Odds, sources: Sources, nodes: Nodes, depth: int, parent: int, left: float
+) -> None:
+    """The next best choices for a token of the chain.
+
+    Args:
+        left: the chance that all before it is right, and neither it nor the lookup's token.
+    """
+    found = sources.lookup[depth] if depth < len(sources.lookup) else None
+    for token, probability in sources.further[depth]:
+        if token != found or depth > sources.shared:
             right = max(left, 0.0) * odds.runner_up[odds.column(probability)]
-            add([token], [right], 0, 1.0)
+            nodes.add(token, parent, right)
             left -= right
-    return tokens, parents, gains
 
 
 def _same(odds: Odds, sources: Sources, depth: int) -> float:
@@ -145,7 +186,7 @@ def _lookup(odds: Odds, sources: Sources, depth: int, shared: int) -> float:
     row = odds.row(sources.length + depth)
     if depth > shared or shared == len(sources.chain):  # the chain says nothing here
         return odds.lookup[row]
-    chosen = depth == 0 and any(token == sources.lookup[0] for token, _ in sources.further)
+    chosen = any(token == sources.lookup[depth] for token, _ in sources.further[depth])
     table = odds.further if chosen else odds.other
     return table[row][odds.column(sources.confidence[depth])]
 

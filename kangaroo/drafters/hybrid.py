@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.drafters import datastore, odds
@@ -70,7 +71,7 @@ class HybridConfig(EarlyExitConfig):
     nodes: int = 15
     verify_costs: list[float] | None = None
     draft_cost: float = 0.05
-    pace: float = 1.5
+    pace: float = 2.0
     reference: str | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
@@ -164,7 +165,7 @@ class Lookup:
 
 class Hybrid(LayerChain):
     """Verifies what the lookup found, the chain from the same root, and the next best choices for
-    its first token, as far as they are worth their place.
+    its tokens, as far as they are worth their place.
 
     Where the lookup is nearly sure, nothing is drafted.
 
@@ -184,7 +185,7 @@ class Hybrid(LayerChain):
         *,
         odds: Odds,
         costs: Costs | None = None,
-        pace: float = 1.5,
+        pace: float = 2.0,
         nodes: int = 15,
         reference: Datastore | None = None,
     ):
@@ -218,7 +219,7 @@ class Hybrid(LayerChain):
 
     @property
     def native_nodes(self) -> int:
-        return self.steps + self.nodes + CHOICES - 1
+        return self.steps + 2 * self.nodes  # the chain, the lookup, and the tree's further choices
 
     @property
     def needs_costs(self) -> bool:
@@ -233,7 +234,7 @@ class Hybrid(LayerChain):
         growing = [row for row, own in sources.items() if self._pays(own)]
         for row in growing:  # one pass gives their states together with the pending token's
             rounds.add(row, sources[row].lookup)
-        for step in range(self.steps):
+        for _ in range(self.steps):
             if not growing:
                 break
             rounds.draft(growing, 1, self.threshold)
@@ -243,7 +244,7 @@ class Hybrid(LayerChain):
                 own = sources[row]
                 own.chain.append(best)
                 own.confidence.append(confidence)
-                own.further += [] if step else further[: self.head.size - 1]
+                own.further.append(further[: self.head.size - 1])
             growing = [row for row in growing if self._goes_on(sources[row])]
         for row, own in sources.items():
             rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes))
@@ -264,32 +265,36 @@ class Hybrid(LayerChain):
             return
         block = chain_block(self.lm, batch, self.window, self.steps)
         for step, token in enumerate(self.tokens(batch, block)):
-            told = self._choices(batch, token, 1 if step else min(CHOICES, self.head.size))
+            told = self._choices(batch, token, batch.length_B + step)
             for row, own in growing.items():
                 (best, confidence), *further = told[row]
                 own.chain.append(best)
                 own.confidence.append(confidence)
-                own.further += further
+                own.further.append(further)
             growing = {row: own for row, own in growing.items() if self._goes_on(own)}
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
     def _pays(self, sources: Sources) -> bool:
-        return drafting_pays(self.odds, self.costs, sources)
+        return drafting_pays(self.odds, self.costs, sources, self.nodes)
 
     def _goes_on(self, sources: Sources) -> bool:
         return sources.confidence[-1] > self.threshold and self._pays(sources)
 
-    def _choices(self, batch: Batch, token: Token, count: int) -> list[list[tuple[int, float]]]:
+    def _choices(
+        self, batch: Batch, token: Token, position_B: Tensor
+    ) -> list[list[tuple[int, float]]]:
         """The best choices for each row's next token, and the probabilities of their ranks, which
-        know nothing of temperature and noise. One sync."""
+        know nothing of temperature and noise. One sync.
+
+        Args:
+            position_B: where the token will stand.
+        """
+        count = min(CHOICES, self.head.size)
         probs_BC = token.logits_BK.float().softmax(-1).topk(count).values
-        ids_BC = token.id_B1
-        if count > 1:
-            positions_B1, logits_B1K = batch.length_B[:, None], token.logits_BK[:, None]
-            ids_BC = self.head.candidates(
-                logits_B1K, positions_B1, batch.sampling, batch.seeds_B, count
-            )[:, 0]
+        ids_BC = self.head.candidates(
+            token.logits_BK[:, None], position_B[:, None], batch.sampling, batch.seeds_B, count
+        )[:, 0]
         both = torch.stack([ids_BC.double(), probs_BC.double()], -1).tolist()
         return [[(int(best), probability) for best, probability in row] for row in both]

@@ -17,7 +17,7 @@ from typing import Any
 from kangaroo.errors import AdapterMismatch, CorruptFile
 
 FILE = "calibration.json"
-CHOICES = 3  # for the first token of the chain: the best, and two further ones
+CHOICES = 3  # for a token of the chain: the best, and two further ones
 LENGTHS = [1, 2, 3, 5, 9, 17, 33]
 PROBABILITIES = [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9]
 
@@ -31,7 +31,7 @@ class Odds:
         probabilities: where each class of probabilities begins, ascending from 0.
         lookup: the lookup's token, by match length, where no chain was drafted, or it has ended.
         chain: the chain's token, by its confidence, where the lookup has none.
-        runner_up: a further choice for the chain's first token, by its own probability, where no
+        runner_up: a further choice for a token of the chain, by its own probability, where no
             better choice and not the lookup's token is right.
         same: the token that both say, by match length and confidence.
         further: the lookup's token where it is such a further choice.

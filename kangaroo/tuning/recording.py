@@ -133,7 +133,8 @@ def no_positions(drafter: LayerChain | LayerTree) -> list[np.ndarray]:
     if isinstance(drafter, LayerTree):
         grown = (0, drafter.steps, drafter.top_k)
         return [np.zeros(grown, kind) for kind in (np.int32, np.int32, np.float32)]
-    shapes = (0, drafter.steps), (0, further_choices(drafter))
+    chain = (0, drafter.steps)
+    shapes = chain, (*chain, further_choices(drafter))
     return [np.zeros(shape, kind) for shape in shapes for kind in (np.int32, np.float32)]
 
 
@@ -143,7 +144,7 @@ def side_by_side(drafter: LayerChain | LayerTree) -> int:
 
 
 def further_choices(drafter: LayerChain) -> int:
-    """How many choices are kept beside the drafted one, for a chain's first token."""
+    """How many choices are kept beside the drafted one, for each token of a chain."""
     return min(CHOICES, drafter.head.size) - 1
 
 
@@ -195,18 +196,13 @@ def chains(
     extent = occupied(batch.n_slots, length + count * steps, lm.acceleration.bucket)
     hidden_PE = torch.arange(extent, device=lm.device) > base_P[:, None]
     own_P = length + steps * torch.arange(count, device=lm.device)  # where each chain begins
-    tokens, chances = [], []
-    further_PC = further_chances_PC = None
+    choices, probabilities = [], []
     for step in range(steps):
         logits_PK = drafter.head(states_PD).float()
-        wanted = 1 if step else further_choices(drafter) + 1
-        index_PC = logits_PK.topk(wanted).indices
-        chance_PC = logits_PK.softmax(-1).gather(1, index_PC)
+        index_PC = logits_PK.topk(further_choices(drafter) + 1).indices
         token_PC = drafter.head.token_of(index_PC)
-        tokens.append(token_PC[:, 0])
-        chances.append(chance_PC[:, 0])
-        if not step:
-            further_PC, further_chances_PC = token_PC[:, 1:], chance_PC[:, 1:]
+        choices.append(token_PC)
+        probabilities.append(logits_PK.softmax(-1).gather(1, index_PC))
         if step + 1 == steps:
             break
         slots_P1 = (own_P + step)[:, None]
@@ -217,7 +213,7 @@ def chains(
         f_1PD, _ = lm.run(x_1PD, batch.cache, block, drafter.shallow)
         at, deep_1PD = block.to(f_1PD.device), states_PD[None] if drafter.reads_deep else None
         states_PD = drafter.adapter(f_1PD, deep_1PD, at, drafter.cache.at(at))[0]
-    assert further_PC is not None and further_chances_PC is not None
-    kept = torch.stack(tokens, 1), torch.stack(chances, 1), further_PC, further_chances_PC
-    kinds = (np.int32, np.float32, np.int32, np.float32)
-    return tuple(x.cpu().numpy().astype(kind) for x, kind in zip(kept, kinds, strict=True))
+    tokens_PSC = torch.stack(choices, 1).cpu().numpy().astype(np.int32)
+    chances_PSC = torch.stack(probabilities, 1).cpu().numpy().astype(np.float32)
+    both = tokens_PSC, chances_PSC
+    return *(x[..., 0] for x in both), *(x[..., 1:] for x in both)

@@ -195,14 +195,13 @@ def draft_chain(
     sources: Sources, drafted: Drafted, position: int, settings: HybridSettings
 ) -> None:
     """Add a chain to the sources, as long as the hybrid drafts on."""
-    costs = settings.odds, settings.costs
-    while len(sources.chain) < settings.steps and drafting_pays(*costs, sources):
+    odds, costs, most = settings.odds, settings.costs, settings.nodes
+    while len(sources.chain) < settings.steps and drafting_pays(odds, costs, sources, most):
         step = len(sources.chain)
         sources.chain.append(int(drafted.tokens_PS[position, step]))
         sources.confidence.append(float(drafted.chances_PS[position, step]))
-        if not step:
-            choices = drafted.further_PC[position], drafted.further_chances_PC[position]
-            sources.further += zip(*(part.tolist() for part in choices), strict=True)
+        choices = drafted.further_PSC[position, step], drafted.further_chances_PSC[position, step]
+        sources.further.append(list(zip(*(part.tolist() for part in choices), strict=True)))
         if drafted.chances_PS[position, step] <= np.float32(settings.threshold):
             break
 

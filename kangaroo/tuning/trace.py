@@ -32,14 +32,14 @@ class Drafted:
     Args:
         tokens_PS: the chain that begins after each position, by its own choices.
         chances_PS: the probability of each of these, which is the drafter's confidence.
-        further_PC: the next best choices for the chain's first token, and
-        further_chances_PC: their probabilities.
+        further_PSC: the next best choices for each of these, and
+        further_chances_PSC: their probabilities.
     """
 
     tokens_PS: np.ndarray
     chances_PS: np.ndarray
-    further_PC: np.ndarray
-    further_chances_PC: np.ndarray
+    further_PSC: np.ndarray
+    further_chances_PSC: np.ndarray
 
     @property
     def steps(self) -> int:
