@@ -14,7 +14,6 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import median
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +26,7 @@ from kangaroo.tree import Tree
 
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
-REPEATS, MOST_SECONDS = 15, 0.5  # passes of a width, unless these take longer
+REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 
 @dataclass(frozen=True)
@@ -76,30 +75,23 @@ def measured(lm: LM) -> VerifyCosts:
 
 @torch.inference_mode()
 def measure(lm: LM) -> VerifyCosts:
-    """Of each width the median over passes of what it takes beside the narrowest one just before:
-    memory may become faster or slower meanwhile, and does so for all widths."""
-    widths = [width for width in WIDTHS if CONTEXT + width <= lm.context] or WIDTHS[:2]
-    start = max(min(CONTEXT, lm.context - widths[-1]), 0)
+    """The fastest pass of each width, the widths in turn."""
+    start = min(CONTEXT, lm.context // 2)
+    widths = [width for width in WIDTHS if start + width <= lm.context]
     cache = lm.new_cache(1, start + widths[-1] + BUCKET)
-
-    def timed(width: int) -> float:
-        tokens_1N = torch.zeros(1, width, dtype=torch.long)
-        tree, end = Tree.chain(width, lm.device), start + width
-        block = lm.block(tree, torch.tensor([start]), end, cache.n_slots)
-        began = time.perf_counter()
-        x_1ND, _ = lm.run(lm.embed(tokens_1N), cache, block, range(lm.n_layers))
-        lm.logits(x_1ND).argmax(-1)
-        return time.perf_counter() - began
-
-    timed(widths[0])  # to warm up
-    took: dict[int, list[float]] = {width: [] for width in widths}
+    best = dict.fromkeys(widths, float("inf"))
+    spent = dict.fromkeys(widths, 0.0)
     for _ in range(REPEATS):
         for width in widths:
-            if sum(took[width]) < MOST_SECONDS:
-                took[width].append(timed(width))
-    first = took[widths[0]]
-    seconds = [
-        median(first) * median(own / one for own, one in zip(took[width], first, strict=False))
-        for width in widths
-    ]
+            if spent[width] > MOST_SECONDS:
+                continue
+            tokens_1N = torch.zeros(1, width, dtype=torch.long)
+            tree, end = Tree.chain(width, lm.device), start + width
+            block = lm.block(tree, torch.tensor([start]), end, cache.n_slots)
+            began = time.perf_counter()
+            x_1ND, _ = lm.run(lm.embed(tokens_1N), cache, block, range(lm.n_layers))
+            lm.logits(x_1ND).argmax(-1)
+            took = time.perf_counter() - began
+            best[width], spent[width] = min(best[width], took), spent[width] + took
+    seconds = [best[width] for width in widths]
     return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])

@@ -59,26 +59,6 @@ def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
         costs.measured(tiny().compile_for_decoding())
 
 
-def test_a_machine_whose_speed_changes_meanwhile_costs_what_a_steady_one_does(monkeypatch):
-    """A cost is a ratio of passes one after the other: no width has had the better times."""
-    lm, clock, speeds = tiny().compile_for_decoding(), [0.0], iter([])
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
-    run = LM.run
-
-    def slowly(self, x_1ND, *rest, **more):
-        clock[0] += next(speeds) * (1 + x_1ND.shape[1] / 8) / 1000
-        return run(self, x_1ND, *rest, **more)
-
-    monkeypatch.setattr(LM, "run", slowly)
-    curves = []
-    # as it is, half as long again for the first third, and shorter for a moment
-    for factors in ([1.0] * 400, [1.5] * 45 + [1.0] * 355, [1.0] * 19 + [0.7] * 2 + [1.0] * 379):
-        speeds = iter(factors)
-        curves.append(costs.measure(lm).curve(1, 15))
-    assert curves[1] == pytest.approx(curves[0], rel=0.02)
-    assert curves[2] == pytest.approx(curves[0], rel=0.02)
-
-
 def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
     monkeypatch.setitem(costs._known, lm, known)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)

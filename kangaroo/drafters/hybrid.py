@@ -71,7 +71,7 @@ class HybridConfig(EarlyExitConfig):
     nodes: int = 15
     verify_costs: list[float] | None = None
     draft_cost: float = 0.05
-    pace: float = 2.0
+    pace: float = 1.5
     reference: str | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
@@ -185,7 +185,7 @@ class Hybrid(LayerChain):
         *,
         odds: Odds,
         costs: Costs | None = None,
-        pace: float = 2.0,
+        pace: float = 1.5,
         nodes: int = 15,
         reference: Datastore | None = None,
     ):
