@@ -58,8 +58,12 @@ class Engine:
 
     @property
     def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes and as many places before a text, the bonus."""
-        return 2 * self.drafter.max_nodes + 2
+        """Beyond the longest text: a draft's nodes and as many places before a text, or those that
+        a native draft takes; the bonus."""
+        most = 2 * self.drafter.max_nodes
+        if isinstance(self.drafter, NativeDrafter):
+            most = max(most, self.drafter.native_nodes)
+        return most + 2
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:

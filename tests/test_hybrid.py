@@ -11,6 +11,7 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from test_engine_syncs import Syncs
 from test_suffix import found
 
+from kangaroo.cache import BUCKET
 from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
@@ -220,3 +221,15 @@ def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting
     assert Lookup([7, 2, 3], drafter.reference).find(2) == (2, [4])
     first, second = (config.settings()["fingerprint"] for config in configs)
     assert first != second
+
+
+@pytest.mark.parametrize("nodes, steps", [(15, 6), (2, 6)])
+def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, steps):
+    """Lookup, chain and further choices together take more of them than the tree has nodes."""
+    lm = tiny().compile_for_decoding()
+    drafter = Hybrid(lm, adapter_for(lm), steps, odds=ODDS, nodes=nodes)
+    engine = Engine(lm, drafter)
+    longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
+    batch = engine.open(2, longest, Sampling())
+    assert batch.n_slots == 2 * BUCKET
+    assert longest - 2 + drafter.native_nodes < batch.n_slots  # from the last pending token on

@@ -23,6 +23,7 @@ from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.provenance import changes, provenance
 
 ABOUT = "trace.json"
+FORMAT = 2  # of what is kept; another one is refused
 
 
 @dataclass
@@ -122,7 +123,7 @@ def enter(folder: Path, settings: dict[str, Any]) -> str:
 
     Errors: `ConfigError` names the settings that differ.
     """
-    file, settings = folder / ABOUT, json.loads(json.dumps(settings))
+    file, settings = folder / ABOUT, json.loads(json.dumps(settings | {"format": FORMAT}))
     if file.is_file():
         try:
             known = json.loads(file.read_text(encoding="utf-8"))["settings"]
