@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from kangaroo.drafters.odds import CHOICES, Odds, assumed
-from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.drafters.suffix import SuffixAutomaton, shared
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
@@ -131,7 +131,7 @@ class Tally:
 def count(
     lm: LM, layer: Layer, head: DraftHead, samples: Sequence[Sample], steps: int, max_length: int
 ) -> Tally:
-    """Count a round at every place where the assistant writes.
+    """Count the rounds of what the assistant wrote.
 
     Texts should be the target's own, decoded greedily.
 
@@ -190,9 +190,13 @@ def look(
 def rounds(
     tokens: list[int], wanted: Sequence[int], drafted: list[dict[int, Choices]], steps: int
 ) -> Iterator[Round]:
-    """A round at every wanted place, of up to `steps` tokens of the same answer."""
-    automaton = SuffixAutomaton()
+    """Rounds of up to `steps` tokens of the same answer, one after another as in decoding: each
+    begins after the token that neither source had right. So hard places count as often as rounds
+    begin there, which is more often than their share of the text."""
+    automaton, begin = SuffixAutomaton(), 0
     for place in wanted:
+        if place < begin:
+            continue
         automaton.extend(tokens[len(automaton.tokens) : place + 1])
         chain = []
         for depth in range(steps):
@@ -202,4 +206,7 @@ def rounds(
             chain.append(choices)
         coming = tokens[place + 1 : place + 1 + len(chain)]
         length, _ = automaton.match
-        yield Round(length, automaton.continuation(steps), chain, coming)
+        lookup = automaton.continuation(steps)
+        yield Round(length, lookup, chain, coming)
+        best = [choices[0][0] for choices in chain]
+        begin = place + 1 + max(shared(best, coming), shared(lookup, coming))

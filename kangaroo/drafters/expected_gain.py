@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kangaroo.drafters.odds import Odds
+from kangaroo.drafters.suffix import shared
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ class Sources:
     @property
     def shared(self) -> int:
         """How many tokens both say from the first on."""
-        depth, most = 0, min(len(self.lookup), len(self.chain))
-        while depth < most and self.lookup[depth] == self.chain[depth]:
-            depth += 1
-        return depth
+        return shared(self.lookup, self.chain)
 
 
 @dataclass
@@ -137,23 +135,23 @@ def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
 
 def candidates(odds: Odds, sources: Sources) -> Nodes:
     """What both say is one node, and is trusted for both reasons."""
-    lookup, chain, shared = sources.lookup, sources.chain, sources.shared
+    lookup, chain, same = sources.lookup, sources.chain, sources.shared
     nodes, fork, of_fork = Nodes(), 0, 1.0
-    for depth in range(shared):
+    for depth in range(same):
         right = _same(odds, sources, depth)
         node = nodes.add(chain[depth], fork, of_fork * right)
         _add_further(odds, sources, nodes, depth, fork, of_fork * (1 - right))
         fork, of_fork = node, of_fork * right
     end, gain, left = fork, of_fork, of_fork
-    for depth in range(shared, len(lookup)):
-        gain *= _lookup(odds, sources, depth, shared)
-        left -= 0.0 if depth > shared else gain
+    for depth in range(same, len(lookup)):
+        gain *= _lookup(odds, sources, depth, same)
+        left -= 0.0 if depth > same else gain
         end = nodes.add(lookup[depth], end, gain)
     end, gain = fork, of_fork
-    for depth in range(shared, len(chain)):
-        right = gain * _chain(odds, sources, depth, shared)
+    for depth in range(same, len(chain)):
+        right = gain * _chain(odds, sources, depth, same)
         node = nodes.add(chain[depth], end, right)
-        _add_further(odds, sources, nodes, depth, end, (gain if depth > shared else left) - right)
+        _add_further(odds, sources, nodes, depth, end, (gain if depth > same else left) - right)
         end, gain = node, right
     nodes.of_chain = gain
     return nodes

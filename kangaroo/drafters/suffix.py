@@ -1,4 +1,4 @@
-"""A suffix automaton of a growing text: where the longest end of the text stood before."""
+"""Where the longest end of a growing text stood before: a suffix automaton; how far texts agree."""
 
 from __future__ import annotations
 
@@ -94,3 +94,9 @@ class SuffixAutomaton:
             follows[state][token] = shorter
             state = link[state]
         return shorter
+
+
+def shared(found: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens two lists have in common from the first on."""
+    pairs = enumerate(zip(found, text, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(found), len(text)))

@@ -21,6 +21,7 @@ from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
 from kangaroo.drafters.hybrid import Lookup
 from kangaroo.drafters.odds import Odds
+from kangaroo.drafters.suffix import shared
 from kangaroo.errors import ConfigError
 from kangaroo.generation import Request
 from kangaroo.sampling import Sampling
@@ -220,12 +221,6 @@ def walked(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -
         node = children[node, text[depth]]
         depth += 1
     return depth
-
-
-def shared(found: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens two lists have in common from the first on."""
-    pairs = enumerate(zip(found, text, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(found), len(text)))
 
 
 def text_batch(turn: Turn, ends: Collection[int]) -> Batch:
