@@ -156,7 +156,7 @@ def test_odds_are_read_as_they_were_written(saved):
     tally = Tally()
     tally.add("further", (2, 1), True)
     weights = adapter_files.weights_hash(str(folder))
-    odds.write(tally.odds(), weights, {"positions": 1}, folder)
+    odds.write(tally.odds(), weights, {"rounds": 1}, folder)
     assert odds.read(folder, weights) == tally.odds() != KNOWN
     config = HybridConfig(adapter=str(folder))
     assert config.build(lm).odds == tally.odds()
@@ -207,7 +207,7 @@ def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(save
     done = python("scripts/calibrate.py", "model=tiny", *asked.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     known = json.loads((folder / odds.FILE).read_text())
-    assert known["positions"] > 0 and known["settings"]["holdout"] == 2
+    assert known["rounds"] > 0 and known["settings"]["holdout"] == 2
     assert "calibrate.py" in known["command"] and known["data"]["conversations"] == 1
     assert odds.read(folder, adapter_files.weights_hash(str(folder))) != KNOWN
     done = python("scripts/calibrate.py", "model=tiny", "drafter=vanilla", cwd=tmp_path)

@@ -86,10 +86,10 @@ def calibrate(config: CalibrateCommand) -> None:
     held_out = samples[-config.calibrate.holdout :]
     most = config.calibrate.max_length
     tally = calibration.count(lm, layer, heads[0], held_out, drafter.steps, most)
-    about = {"positions": tally.rounds, "settings": asdict(config.calibrate), "data": data}
+    about = {"rounds": tally.rounds, "settings": asdict(config.calibrate), "data": data}
     weights = adapter_files.weights_hash(drafter.adapter)
     file = odds.write(tally.odds(), weights, about | provenance(), folder)
-    log.info("%d positions of %d conversations: %s", tally.rounds, len(held_out), file)
+    log.info("%d rounds in %d conversations: %s", tally.rounds, len(held_out), file)
 
 
 @command("datastore")

@@ -145,8 +145,9 @@ def candidates(odds: Odds, sources: Sources) -> Nodes:
     end, gain, left = fork, of_fork, of_fork
     for depth in range(same, len(lookup)):
         gain *= _lookup(odds, sources, depth, same)
-        left -= 0.0 if depth > same else gain
         end = nodes.add(lookup[depth], end, gain)
+        if depth == same:
+            left -= gain
     end, gain = fork, of_fork
     for depth in range(same, len(chain)):
         right = gain * _chain(odds, sources, depth, same)
