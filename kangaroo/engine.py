@@ -61,7 +61,7 @@ class Engine:
         """Beyond the longest text: a draft's nodes and as many places before a text, or those that
         a native draft takes; the bonus."""
         most = 2 * self.drafter.max_nodes
-        if isinstance(self.drafter, NativeDrafter):
+        if isinstance(self.drafter, NativeDrafter) and self.drafter.is_native():
             most = max(most, self.drafter.native_nodes)
         return most + 2
 
