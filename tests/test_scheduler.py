@@ -173,6 +173,48 @@ def test_a_long_prompt_does_not_keep_others_waiting():
         assert told.ended.wait(60)
 
 
+@pytest.mark.parametrize(
+    ("seconds_a_token", "order"),
+    [(1.0, [100] * 3 + [9] * 3 + [100] * 22), (0.0, [100] * 25 + [9] * 3)],
+    ids=["a long one is not read yet when its short one is", "a long one has been due"],
+)
+def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
+    engine, other, parts = engine_of(target(), chunk=4), engine_of(target()), []
+    jobs = [job(Request([length] * length, 7, ignore_eos=True)) for length in (100, 9)]
+    (long, _), (short, _) = jobs
+    admitting = engine.admitting
+
+    def watched(batch: Batch, row: int, request: Request):
+        its_parts = admitting(batch, row, request)
+        while True:
+            parts.append(len(request.prompt))
+            try:
+                next(its_parts)
+            except StopIteration as entered:
+                return entered.value
+            if len(parts) == 3:
+                scheduler.submit(short)
+            yield
+
+    monkeypatch.setattr(engine, "admitting", watched)
+    with scheduling(engine=engine) as scheduler:
+        scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
+        scheduler.submit(long)
+        for one, heard in jobs:
+            assert heard.ended.wait(60)
+            assert heard.tokens == alone(other, one.request)
+    assert parts == order
+
+
+def test_what_a_prompt_takes_is_learnt_from_those_before():
+    with scheduling() as scheduler:
+        text = [*range(3, 33)]
+        said(scheduler, text)
+        assert scheduler.read_tokens == len(text) and scheduler.read_seconds > 0
+        said(scheduler, [*text, 40, 41])  # all but two are in the cache
+        assert scheduler.read_tokens == len(text) + 2
+
+
 def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
     with scheduling(rows=1, most_waiting=2) as scheduler:
         running, heard = job(Request([5], 150, ignore_eos=True))

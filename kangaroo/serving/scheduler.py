@@ -1,5 +1,9 @@
 """One thread decodes for all: requests wait for a row, enter it in parts, and are stepped together.
 
+Of the prompts that can be read, the next part is one of that whose first token is due first: as
+long after it arrived as it takes to read alone. So a short prompt does not wait for a long one that
+came just before it, and a long one is overtaken by those alone that arrive while it could be read.
+
 What happens to a job is told to it from that thread; it may be cancelled from any.
 """
 
@@ -58,12 +62,18 @@ class Job:
     Args:
         tell: called in the engine's thread, once for every step; it must return at once.
         deadline: by `time.monotonic`, after which the job ends as it is; None is never.
+
+    Attributes:
+        arrived: when it was submitted, by the same clock.
+        due: when its first token is due; None until that is asked.
     """
 
     request: Request
     tell: Callable[[Event], object]
     deadline: float | None = None
     cancelled: bool = False
+    arrived: float = field(default=0.0, init=False)
+    due: float | None = field(default=None, init=False)
 
     @property
     def over(self) -> str:
@@ -109,7 +119,9 @@ class Scheduler:
     failure: str = ""
     waiting: deque[Job] = field(default_factory=deque)
     running: dict[int, tuple[Job, Generation]] = field(default_factory=dict)
-    entering: Entering | None = None
+    entering: list[Entering] = field(default_factory=list)
+    read_tokens: int = 0  # of prompts that have entered
+    read_seconds: float = 0.0  # which that took
     closing: bool = False
     abandoning: bool = False
 
@@ -131,7 +143,7 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """How much there is to do now."""
-        return Load(len(self.running), int(self.entering is not None), len(self.waiting))
+        return Load(len(self.running), len(self.entering), len(self.waiting))
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""
@@ -151,6 +163,8 @@ class Scheduler:
                     f"{len(self.waiting)} requests wait already, and no more than "
                     f"{self.most_waiting} can. Try again later."
                 )
+            for job in jobs:
+                job.arrived = time.monotonic()
             self.waiting += jobs
             self.changed.notify()
 
@@ -178,7 +192,7 @@ class Scheduler:
 
     def _jobs(self) -> list[Job]:
         """All there are; for the thread that decodes."""
-        entering = [self.entering.job] if self.entering else []
+        entering = [entering.job for entering in self.entering]
         return [*self.waiting, *entering, *(job for job, _ in self.running.values())]
 
     def _run(self) -> None:
@@ -193,8 +207,9 @@ class Scheduler:
             log.exception("decoding has failed")
             self.failure = f"decoding has failed: {type(error).__name__}: {error}"
             with self.changed:
-                left, self.entering = self._jobs(), None
+                left = self._jobs()
                 self.waiting.clear()
+                self.entering.clear()
                 self.running.clear()
             for job in left:
                 job.tell(Event([], finish=FAILED))
@@ -220,32 +235,49 @@ class Scheduler:
             if job in ended:
                 batch.stop(row)
                 self._free(row)
-        if self.entering and self.entering.job in ended:
-            self.entering.parts.close()
-            self.idle.append(self.entering.row)
-            self.entering = None
+        for entering in [entering for entering in self.entering if entering.job in ended]:
+            entering.parts.close()
+            self.idle.append(entering.row)
+            self.entering.remove(entering)
         for job, why in ended.items():
             job.tell(Event([], finish=why))
 
     def _enter(self, batch: Batch) -> None:
-        """A part of a prompt enters a row, if one waits and a row is free."""
-        if self.entering is None:
-            with self.changed:
-                if not self.idle or not self.waiting:
-                    return
-                job = self.waiting[0]
-            row = self._row_for(batch, job.request)  # nobody who submits waits for this
-            with self.changed:
-                self.waiting.popleft()
-            self.idle.remove(row)
-            self.entering = Entering(job, row, self.engine.admitting(batch, row, job.request))
-        entering = self.entering
+        """A part of a prompt enters its row, if there is one that can be read."""
+        with self.changed:
+            waiting = list(self.waiting) if self.idle else []
+        jobs = [*(entering.job for entering in self.entering), *waiting]
+        if not jobs:
+            return
+        job = min(jobs, key=lambda job: self._due(batch, job))
+        if job in waiting:
+            self._admit(batch, job)
+        entering = next(entering for entering in self.entering if entering.job is job)
         try:
             next(entering.parts)
         except StopIteration as entered:
-            self.entering = None
-            self.running[entering.row] = entering.job, entered.value
-            self._told(entering.row, entered.value.steps[0])
+            self.entering.remove(entering)
+            generation = entered.value
+            self.running[entering.row] = job, generation
+            self.read_tokens += len(job.request.prompt) - generation.reused
+            self.read_seconds += generation.prefill_seconds
+            self._told(entering.row, generation.steps[0])
+
+    def _due(self, batch: Batch, job: Job) -> float:
+        """When a job's first token is due, by what prompts have taken so far."""
+        if job.due is None:
+            _, known = self.engine.known(batch, 0, job.request.prompt)
+            unread = len(job.request.prompt) - known
+            job.due = job.arrived + unread * self.read_seconds / max(self.read_tokens, 1)
+        return job.due
+
+    def _admit(self, batch: Batch, job: Job) -> None:
+        """A job that waits takes a free row."""
+        row = self._row_for(batch, job.request)  # nobody who submits waits for this
+        with self.changed:
+            self.waiting.remove(job)
+        self.idle.remove(row)
+        self.entering.append(Entering(job, row, self.engine.admitting(batch, row, job.request)))
 
     def _row_for(self, batch: Batch, request: Request) -> int:
         """The free row of a text that the prompt goes on from; where there is none, the row that
@@ -263,7 +295,7 @@ class Scheduler:
         is free for it: with longer steps between the parts of prompts, first tokens would be later.
         """
         with self.changed:
-            prompts = self.entering is not None or (bool(self.idle) and bool(self.waiting))
+            prompts = bool(self.entering) or (bool(self.idle) and bool(self.waiting))
         records = self.engine.step(batch, drafts=not prompts)
         for row, (job, generation) in list(self.running.items()):
             self.engine.record(batch, row, records[row], job.request, generation)
