@@ -1,7 +1,10 @@
 """What a verification takes by its number of tokens, measured once on the machine that decodes.
 
 A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free;
-from some width on arithmetic takes the time. Where that is depends on the processor.
+from some width on arithmetic takes the time. Where that is depends on the processor, and on a
+virtual machine on what its neighbours do: its memory may be half as fast again a minute later, and
+what it hid is then hidden no more. A draft that is too long costs more then than one too short does
+now, so decisions are made as if half of what is hidden showed (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """
@@ -48,9 +51,17 @@ class VerifyCosts:
         (low, below), (high, above) = part
         return below + (above - below) * (tokens - low) / (high - low)
 
+    def expected(self, tokens: int) -> float:
+        """Halfway between what was measured and the same if memory hid no arithmetic."""
+        first, last = self.widths[-2:]
+        of_token = (self.at(last) - self.at(first)) / (last - first)
+        unhidden = self.at(1) + (tokens - 1) * of_token
+        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
+
     def curve(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
-        return [self.at(rows * (1 + n)) / self.at(rows) for n in range(nodes + 1)]
+        none = self.expected(rows)
+        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
 
 
 _known: WeakKeyDictionary[LM, VerifyCosts] = WeakKeyDictionary()

@@ -53,7 +53,7 @@ class SearchSpace:
     )
     steps: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
     paces: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
-    nodes: list[int] = field(default_factory=lambda: [7, 15])
+    nodes: list[int] = field(default_factory=lambda: [7, 9, 15])
     lookups: list[int] = field(default_factory=lambda: [3, 5, 8])
     top_k: int = 3
     tree_nodes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
