@@ -169,6 +169,7 @@ class CalibrateCommand:
     model: ModelConfig = MISSING
     data: Any = MISSING
     drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
 
 

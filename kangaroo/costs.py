@@ -2,9 +2,8 @@
 
 A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free;
 from some width on arithmetic takes the time. Where that is depends on the processor, and on a
-virtual machine on what its neighbours do: its memory may be half as fast again a minute later, and
-what it hid is then hidden no more. A draft that is too long costs more then than one too short does
-now, so decisions are made as if half of what is hidden showed (docs/methods.md).
+virtual machine on its neighbours: memory may be half again as fast a minute later, and hides less
+arithmetic then. Decisions are made as if half of what is hidden showed (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """

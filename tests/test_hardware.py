@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
+from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.lookahead import LookaheadConfig
 from kangaroo.drafters.medusa import MedusaConfig
@@ -17,6 +18,7 @@ from kangaroo.drafters.rest import RestConfig
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
+    "hybrid": HybridConfig,
     "kangaroo_tree": KangarooTreeConfig,
     "lookahead": LookaheadConfig,
     "medusa": MedusaConfig,
@@ -26,6 +28,7 @@ CONFIGS = {
 # as docs/methods.md has them
 MEASURED = {
     "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "least": 0.07},
+    "hybrid": {"nodes": 9},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
     "medusa": {"nodes": 4},
     "prompt_lookup": {"num_pred_tokens": 5},
@@ -72,6 +75,7 @@ def test_every_command_has_the_same_sizes(command):
 def test_all_other_models_have_the_papers_sizes(drafter):
     for asked in (["model=vicuna-7b"], ["hardware=gpu"]):
         assert sizes(composed(f"drafter={drafter}", *asked).drafter) == papers(drafter)
+    assert papers("hybrid") == {"nodes": 15}
     assert papers("medusa") == {"nodes": 63} and papers("rest") == {"num_draft": 64}
     assert papers("lookahead") == {"window": 15, "ngram": 5, "guesses": 15}
     assert papers("prompt_lookup") == {"num_pred_tokens": 10}
