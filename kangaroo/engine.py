@@ -153,7 +153,7 @@ class Engine:
     def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
         """The row whose text a prompt begins like, and how many of its tokens need not be read in
         a free row therefore; of equals the free row itself is the first."""
-        if not (self.reuse and self.drafter.resumes):
+        if not (self.reuse and (self.drafter.resumes or self.rounds is not None)):
             return row, 0
         begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)

@@ -125,12 +125,21 @@ NativeTarget = struct(
     cos=ctypes.c_int64,
     sin=ctypes.c_int64,
 )
-NativeDrafting = struct("NativeDrafting", stack=NativeStack, norm=ctypes.c_int64, head=NativeHead)
+NativeDrafting = struct(
+    "NativeDrafting",
+    stack=NativeStack,
+    norm=ctypes.c_int64,
+    head=NativeHead,
+    shallow_norm=ctypes.c_int64,
+    deep_norm=ctypes.c_int64,
+    fuse=ctypes.c_int64,
+    deep=ctypes.c_int64,
+)
 NativeRows = struct(
     "NativeRows",
     """
     batch capacity hidden most_unread exit base count asking end draw token parent place has_state
-    choices chances states unread unread_states accepted written keep kept kept_chances
+    choices chances states unread unread_states made accepted written keep kept kept_chances
     """,
 )
 # Of each row, an array of it.

@@ -110,6 +110,8 @@ class Nodes:
         self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
+        made = capacity if drafting and drafting.fuse else 0
+        self.made_BND = torch.empty(size, made, hidden, dtype=lm.dtype)
         arrays = """
             base count asking end draw token parent place has_state choices chances unread accepted
             written kept kept_chances
@@ -123,6 +125,7 @@ class Nodes:
             keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
+            made=self.made_BND.data_ptr(),
             **{name: getattr(self, name).ctypes.data for name in arrays.split()},
         )
         target, self.held = native_target(lm, cache)

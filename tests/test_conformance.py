@@ -307,6 +307,7 @@ NATIVE = {
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
+        *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"

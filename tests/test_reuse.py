@@ -86,6 +86,10 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
     return done
 
 
+def resumes(engine: Engine) -> bool:
+    return engine.drafter.resumes or engine.rounds is not None
+
+
 def drafts(done: list[list[Generation]]) -> list:
     return [[[(s.drafted, s.accepted) for s in g.steps] for g in row] for row in done]
 
@@ -100,7 +104,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
         for row, turns in zip(done, asked, strict=True):
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
-                assert said.reused == (turn.known if reuse and engine.drafter.resumes else 0)
+                assert said.reused == (turn.known if reuse and resumes(engine) else 0)
         found[reuse] = drafts(done)
     assert found[True] == found[False]
 
@@ -178,7 +182,7 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, len(done[-1][0]) - 9 - 2]
         reused = [said.reused for _, said in done]
-        assert reused == (known if reuse and engine.drafter.resumes else [0] * 5)
+        assert reused == (known if reuse and resumes(engine) else [0] * 5)
         found[reuse] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
     assert found[True] == found[False]
 

@@ -90,18 +90,21 @@ def test_training_goes_on_from_an_adapter(tmp_path):
         trainees(tiny(), [recipe(start=str(folder), own_head=True)], None)
 
 
-def test_a_feed_forward_part_is_added_to_a_trained_adapter_and_changes_nothing_at_first(tmp_path):
+PARTS = {"feed_forward": "feed_forward.down_proj.weight", "fused": "fuse.weight"}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_added_to_a_trained_adapter_and_changes_nothing_at_first(part, tmp_path):
     (folder,) = train(tiny(), samples(6), config(epochs=2, learning_rate=1e-2), tmp_path / "first")
-    lm = tiny()
+    lm, further = tiny(), recipe(start=str(folder), **{part: True})
     given = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
-    grown = trainees(lm, [recipe(start=str(folder), feed_forward=True)], None)[0].adapter
-    f_1TD = torch.randn(1, 5, lm.config.hidden_size)
-    states = [a(f_1TD, None, lm.chunk(0, 5, 0, 5), None) for a in (given, grown)]
+    grown = trainees(lm, [further], None)[0].adapter
+    f_1TD, deep_1TD = torch.randn(2, 1, 5, lm.config.hidden_size)
+    states = [a(f_1TD, deep_1TD, lm.chunk(0, 5, 0, 5), None) for a in (given, grown)]
     assert torch.equal(*states) and not torch.equal(states[0], f_1TD)
-    further = recipe(start=str(folder), feed_forward=True)
     (second,) = train(tiny(), samples(6), config(), tmp_path / "second", recipes=[further])
-    assert load_file(second / WEIGHTS)["feed_forward.down_proj.weight"].any()
-    with pytest.raises(ConfigError, match="feed_forward=True"):  # and none is taken away
+    assert load_file(second / WEIGHTS)[PARTS[part]].any()
+    with pytest.raises(ConfigError, match=f"{part}=True"):  # and none is taken away
         trainees(tiny(), [recipe(start=str(second))], None)
 
 

@@ -17,11 +17,16 @@ template <class T> struct Target {
   const T *embedding, *cos, *sin;  // rows for tokens and for positions
 };
 
-// A layer that drafts from the target's states at the exit.
+// A layer that drafts from the target's states at the exit. With `fuse`, [D, 2 D], it also reads the target's normed
+// final state of the token before, or its own where that is drafted: x + fuse [norm(x), norm(before)].
 template <class T> struct Drafting {
   Stack<T> stack;
   const T* norm;
   Head<T> head;
+  const T *shallow_norm, *deep_norm, *fuse;  // null where it reads no deep states, like
+  T* deep;                                   // the normed final states of the text, [batch, n_slots, D]
+
+  T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };
 
 template <class T> struct Rows {
@@ -40,6 +45,7 @@ template <class T> struct Rows {
   // [batch, most_unread, D]
   i64* unread;
   T* unread_states;
+  T* made;  // what the drafting layer made at each node, as `states`, where it reads deep states
   // what a verification gives: how many nodes were accepted, and with the bonus what was written
   i64 *accepted, *written;
   // and the likeliest tokens of the distribution behind each that was written, with their probabilities:
@@ -54,6 +60,7 @@ template <class T> struct Rows {
     return {keep, kept + first, kept_chances + first};
   }
   T* state(i64 row, i64 node) const { return states + at(row, place[at(row, node)]) * hidden; }
+  T* made_at(i64 row, i64 node) const { return made + at(row, place[at(row, node)]) * hidden; }
   i64 depth(i64 row, i64 node) const {
     i64 depth = 0;
     for (; node > 0; node = parent[at(row, node)]) depth++;
@@ -198,7 +205,7 @@ template <class T> class Round {
     pass.run(t.sizes, t.stack.range(r.exit, t.stack.count), t);
     std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
-      if (r.count[row]) accept(row, choices.data() + m);
+      if (r.count[row]) accept(row, choices.data() + m, pass.x.data() + m * D);
   }
 
  private:
@@ -225,16 +232,19 @@ template <class T> class Round {
   std::vector<Choice> grade(const std::vector<RowNode>& nodes, i64 wanted) {
     clear();
     std::vector<i64> last;
+    std::vector<T> before;
     for (auto [row, node] : nodes) {
-      add_unread(row, r.base[row]);
+      add_unread(row, r.base[row], before);
       pass.add_node(r, row, node);
-      const T* from = r.state(row, node);
-      pass.x.insert(pass.x.end(), from, from + D);
+      append(pass.x, r.state(row, node), 1);
+      if (d->fuse) append(before, before_node(row, node), 1);
       last.push_back(pass.rows.size() - 1);
     }
+    if (d->fuse) fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
     for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
       std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
+      if (d->fuse) std::copy_n(pass.x.data() + i * D, D, r.made_at(nodes[i].row, nodes[i].node));
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
@@ -295,11 +305,35 @@ template <class T> class Round {
   }
 
   // What was not read lies just below `end`.
-  void add_unread(i64 row, i64 end) {
-    const T* from = r.unread_states + row * r.most_unread * D;
+  void add_unread(i64 row, i64 end, std::vector<T>& before) {
     for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, end - r.unread[row] + i);
-    pass.x.insert(pass.x.end(), from, from + r.unread[row] * D);
+    append(pass.x, r.unread_states + row * r.most_unread * D, r.unread[row]);
+    if (d->fuse) append(before, d->deep_at(row, end - r.unread[row] - 1, D), r.unread[row]);
     r.unread[row] = 0;
+  }
+
+  const T* before_node(i64 row, i64 node) const {
+    return node ? r.made_at(row, r.parent[r.at(row, node)]) : d->deep_at(row, r.base[row] - 1, D);
+  }
+
+  void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }
+
+  // What the drafting layer reads, from the shallow states of the pass and the deep ones before each.
+  void fuse(const std::vector<T>& before) {
+    i64 total = pass.rows.size();
+    Sizes wide = t.sizes;
+    wide.hidden = 2 * D;
+    std::vector<T> both(total * 2 * D);
+    std::vector<float> fused(total * D);
+    for (i64 m = 0; m < total; m++) {
+      rms_norm(pass.x.data() + m * D, d->shallow_norm, D, wide.eps, both.data() + m * 2 * D);
+      rms_norm(before.data() + m * D, d->deep_norm, D, wide.eps, both.data() + m * 2 * D + D);
+    }
+    read_out(wide, Head<T>{nullptr, d->fuse, D, nullptr}, both.data(), total, fused.data());
+    for (i64 i = 0; i < total * D; i += LANES) {
+      i64 left = total * D - i;
+      put(&pass.x[i], get(&pass.x[i], left) + stored<T>(get(&fused[i], left)), left);
+    }
   }
 
   std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
@@ -316,11 +350,13 @@ template <class T> class Round {
     return choices;
   }
 
-  void accept(i64 row, const Choice* choices) {
+  void accept(i64 row, const Choice* choices, const T* final_states) {
     i64 *written = r.written + row * r.capacity, depth = 0, node = 0;
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
       if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
+      if (r.made)
+        rms_norm(final_states + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
       written[depth] = choices[node].tokens[0];
       keep(row, node, depth);
       node = r.child(row, node, choices[node].tokens[0]);

@@ -31,6 +31,7 @@ class Drafter(Protocol):
             for them, and as many for places before the start of a text (`LM.block`, `below`).
         resumes: whether a prompt may come to `prefill` without a beginning that the row's text
             before it had as well, up to the last two tokens of that text, or that it has adopted.
+            In native rounds, all do.
     """
 
     taps: tuple[int, ...]

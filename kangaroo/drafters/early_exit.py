@@ -112,12 +112,15 @@ class EarlyExit(NativeDrafter):
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.reads_deep = adapter.reads_deep
-        self.resumes = not self.reads_deep  # the deep states before a prompt's rest are not kept
+        # by tensors; the window's shallow states before a prompt's rest are not kept
+        self.resumes = not self.reads_deep
         taps = (adapter.exit_layer, lm.n_layers) if self.reads_deep else (adapter.exit_layer,)
         self.taps: tuple[int, ...] = taps
         self.max_nodes = steps
         self.window = steps if self.reads_deep else 1
         self.cache = lm.cache_like(0, 0, [])
+        # the target's normed final state at each slot of the text, where they are read
+        self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, Tensor | None, Block]] = []  # not read yet
@@ -127,16 +130,23 @@ class EarlyExit(NativeDrafter):
         return self.exit_layer
 
     def is_native(self) -> bool:
-        return not self.reads_deep
+        return not self.reads_deep or isinstance(self.adapter, Adapter)
 
     def native_drafting(self) -> Structure | None:
-        layer, head = self.adapter.native_layer, self.head.native
-        assert layer is not None and head is not None
-        return native.NativeDrafting(
-            stack=layer.native(self.cache, range(1)),
-            norm=native.pointer(weight(self.adapter.norm)),
+        adapter, head = self.adapter, self.head.native
+        assert adapter.native_layer is not None and head is not None
+        drafting = native.NativeDrafting(
+            stack=adapter.native_layer.native(self.cache, range(1)),
+            norm=native.pointer(weight(adapter.norm)),
             head=head.native(ids_N=self.head.vocabulary_K),
         )
+        if self.reads_deep:
+            assert isinstance(adapter, Adapter)
+            drafting.shallow_norm = native.pointer(weight(adapter.shallow_norm))
+            drafting.deep_norm = native.pointer(weight(adapter.deep_norm))
+            drafting.fuse = native.pointer(adapter.fuse.weight)
+            drafting.deep = native.pointer(self.deep_BSD)
+        return drafting
 
     @cached_property
     def draft_cost(self) -> float:
@@ -155,38 +165,36 @@ class EarlyExit(NativeDrafter):
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
         self.prompts.clear()
-        device = self.adapter.home(self.lm)
+        device, hidden_size = self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
             self.made_for = batch.cache.serial
-        size, hidden_size = batch.size, self.lm.config.hidden_size
+            if self.reads_deep:
+                self.deep_BSD = self.deep_BSD.new_zeros(batch.size, batch.n_slots, hidden_size)
+        size = batch.size
         # shallow states of the tokens before the pending one
         self.shallow_BWD = torch.zeros(
             size, self.window, hidden_size, dtype=self.lm.dtype, device=device
-        )
-        # and the deep states that it reads, where it does, with these and the pending token
-        self.deep_BUD = torch.zeros(
-            size, self.window + 1, hidden_size, dtype=self.lm.dtype, device=device
         )
 
     def adopt(self, source: int, row: int, known: int) -> None:
         """Copy the layer's keys; those of a prompt that waits are written first."""
         self.read_prompts()
         self.cache.copy(source, row, known)
+        if self.reads_deep:
+            self.deep_BSD[row, :known] = self.deep_BSD[source, :known]
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
     ) -> None:
         """Keep the prompt's states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
-        block, before_1TD = block.to(f_1TD.device), None
-        if self.reads_deep:
-            known = torch.cat([self.deep_BUD[rows], self._deep(taps)], 1)
-            before_1TD = known[:, window:-1] * started(block)
-            self.deep_BUD[rows] = known[:, -window - 1 :]
+        block = block.to(f_1TD.device)
+        if self.reads_deep and self.lm.n_layers in taps:  # else they are there already
+            self.keep_deep(block.slots_RT, taps[self.lm.n_layers], rows)
         self._forget_from(block)
-        self.prompts.append((f_1TD, before_1TD, block))
+        self.prompts.append((f_1TD, self.deep_before(block), block))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
     def _forget_from(self, chunk: Block) -> None:
@@ -210,29 +218,43 @@ class EarlyExit(NativeDrafter):
     ) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
         new_BPD = along(draft, verdict, taps[self.exit_layer])
-        deep_BPD = along(draft, verdict, self._deep(taps)) if self.reads_deep else None
+        if self.reads_deep:
+            assert draft.block is not None
+            deep_BPD = along(draft, verdict, taps[self.lm.n_layers])
+            path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
+            slots_BP = draft.block.slots_RT[:, :1].to(deep_BPD.device) + path_P
+            self.keep_deep(slots_BP, deep_BPD)
         if draft is not self.proposed or not draft.tree.is_chain:
-            self._follow(batch, draft, new_BPD, deep_BPD)
+            self._follow(batch, draft, new_BPD)
         self.proposed = None
         past_B = verdict.count_B.to(new_BPD.device) + 1
         self.shallow_BWD = slide(self.shallow_BWD, new_BPD, past_B)
-        if deep_BPD is not None:
-            self.deep_BUD = slide(self.deep_BUD, deep_BPD, past_B)
 
-    def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor, deep_BPD: Tensor | None) -> None:
+    def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor) -> None:
         """Write the adapter's keys of the accepted path where its tokens now lie."""
         self.read_prompts()
         block = path_block(self.lm, batch, draft, self.window).to(f_BPD.device)
-        if deep_BPD is not None:
-            deep_BPD = torch.cat([self.deep_BUD, deep_BPD[:, :-1]], 1) * started(block)
         f_BPD = torch.cat([self.shallow_BWD, f_BPD], 1)
-        self.adapter.remember(f_BPD, deep_BPD, block, self.cache.at(block))
+        self.adapter.remember(f_BPD, self.deep_before(block), block, self.cache.at(block))
 
     def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]
 
-    def _deep(self, taps: dict[int, Tensor]) -> Tensor:
-        return self.lm.norm(taps[self.lm.n_layers]).to(self.deep_BUD.device)
+    def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
+        """Keep the target's normed final states, of states that are not normed yet."""
+        own_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
+        deep_RND = self.lm.norm(states_RND).to(own_RSD.device)
+        own_RSD.scatter_(1, slots_RN1.expand_as(deep_RND), deep_RND)
+
+    def deep_before(self, block: Block) -> Tensor | None:
+        """The target's normed final states of the tokens before these, zeros where there is none;
+        None where they are not read."""
+        if not self.reads_deep:
+            return None
+        before_RN1 = (block.positions_RT - 1).clamp(min=0)[..., None]
+        deep_RSD = self.deep_BSD[block.rows]
+        index_RND = before_RN1.expand(len(deep_RSD), -1, deep_RSD.shape[-1])
+        return deep_RSD.gather(1, index_RND) * (block.positions_RT > 0)[..., None]
 
 
 def along(draft: Draft, verdict: Verdict, states_BND: Tensor) -> Tensor:
@@ -248,8 +270,3 @@ def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
     known = torch.cat([window_BWD, new_BND], 1)
     index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
     return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
-
-
-def started(block: Block) -> Tensor:
-    """`[R, N, 1]`: false at the first token of a text, which has none before it."""
-    return (block.positions_RT > 0)[..., None]

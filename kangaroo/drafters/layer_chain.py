@@ -14,7 +14,7 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token
-from kangaroo.drafters.early_exit import EarlyExit, started
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.model import LM
 from kangaroo.rounds import Rounds
 from kangaroo.sampling import AnySampling, pick
@@ -56,7 +56,8 @@ class LayerChain(EarlyExit, Chain):
         self.hidden = [f_B1D]
         f_BND = torch.cat([self.shallow_BWD, f_B1D], 1)
         first = block.narrow(0, window + 1).to(f_BND.device)
-        deep = [self.deep_BUD * started(first)] if self.reads_deep else []
+        before_BND = self.deep_before(first)
+        deep = [] if before_BND is None else [before_BND]
         key, caches = ("round",), (batch.cache, self.cache)
         block, (length_B, seeds_B) = self.lm.acceleration.hold(
             caches, key, self.shallow_BWD, block, batch.length_B, batch.seeds_B

@@ -16,7 +16,7 @@ from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import chain_block
-from kangaroo.drafters.early_exit import EarlyExit, started
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.rounds import Rounds
@@ -128,8 +128,7 @@ class LayerTree(EarlyExit):
             block=itself,
         )
         at = block.to(f_B1D.device)
-        deep_BND = self.deep_BUD * started(at) if self.reads_deep else None
-        return root, at, torch.cat([self.shallow_BWD, f_B1D], 1), deep_BND
+        return root, at, torch.cat([self.shallow_BWD, f_B1D], 1), self.deep_before(at)
 
     def _level(
         self, batch: Batch, levels: list[Level], adapted_BLD: Tensor, active_B: Tensor

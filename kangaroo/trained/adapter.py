@@ -124,15 +124,24 @@ class Adapter(Layer):
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
 
-    def with_feed_forward(self, lm: LM) -> Adapter:
-        """The same adapter; if it has no feed-forward part, with that of the layer above the exit,
-        which adds nothing until it is trained."""
-        grown = Adapter(lm, self.exit_layer, replace(self.architecture, feed_forward=True))
+    def grown(self, lm: LM, feed_forward: bool = False, fused: bool = False) -> Adapter:
+        """The same adapter with further parts, which add nothing until they are trained: with the
+        feed-forward part of the layer above the exit, or reading deep states."""
+        parts = self.architecture
+        parts = replace(
+            parts,
+            feed_forward=parts.feed_forward or feed_forward,
+            fused=parts.fused or fused,
+        )
+        grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
         grown.copy_layer(lm.layers[self.exit_layer])
-        down = feed_forward_weights(grown.get_submodule("feed_forward"))["down"]
-        assert down is not None
-        nn.init.zeros_(down)
+        if parts.feed_forward:
+            down = feed_forward_weights(grown.get_submodule("feed_forward"))["down"]
+            assert down is not None
+            nn.init.zeros_(down)
+        if parts.fused:
+            nn.init.zeros_(grown.fuse.weight)
         grown.load_state_dict(self.state_dict(), strict=False)
         return grown
 

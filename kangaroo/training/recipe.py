@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -143,9 +143,9 @@ def go_on_from(path: str, adapter: Trainable, lm: LM) -> None:
     Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
     """
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
-    asked = adapter.architecture
-    if isinstance(trained, Adapter) and asked == replace(trained.architecture, feed_forward=True):
-        trained = trained.with_feed_forward(lm)
+    if isinstance(trained, Adapter) and isinstance(adapter, Adapter):
+        parts = adapter.architecture
+        trained = trained.grown(lm, parts.feed_forward, parts.fused)
     kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(

@@ -21,7 +21,6 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block, occupied
 from kangaroo.drafters.base import Stateless
-from kangaroo.drafters.early_exit import started
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.odds import CHOICES
@@ -169,14 +168,14 @@ def read_text(
     below = 0 if begin >= window else window
     block = lm.block(tree, start_1.to(lm.device), end, batch.n_slots, below)
     block = replace(block, recordable=False).to(f_1TD.device)
-    deep_1TD = None
-    if drafter.reads_deep:  # of the token before each
-        deeper = [lm.norm(taps[lm.n_layers]).to(f_1TD.device) for taps in pending[:-1]]
-        deep_1TD = torch.cat([drafter.deep_BUD, *deeper], 1) * started(block)
+    if drafter.reads_deep:
+        deep_1TD = torch.cat([taps[lm.n_layers] for taps in pending], 1)
+        drafter.keep_deep(block.slots_RT[:, window:], deep_1TD)
+    before_1TD = drafter.deep_before(block)
     read = []
     for at in range(0, f_1TD.shape[1], WIDEST):
         part = block.narrow(at, WIDEST)
-        deep_part = None if deep_1TD is None else deep_1TD[:, at : at + WIDEST]
+        deep_part = None if before_1TD is None else before_1TD[:, at : at + WIDEST]
         past = drafter.cache.at(part)
         read.append(drafter.adapter(f_1TD[:, at : at + WIDEST], deep_part, part, past))
     return torch.cat(read, 1)[0, window:]
