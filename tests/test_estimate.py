@@ -191,12 +191,12 @@ def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_
     part = kept.flops["frozen forward"] / full.flops["frozen forward"]
     assert part == pytest.approx(3 / lm.n_layers)  # the deeper of its exits
     assert sum(kept.memory.values()) < sum(full.memory.values())
-    # an adapter that reads the final states needs the whole target, and so may a user
-    for recipes, changes in ((fused, {}), (shallow, {"kept": False})):
-        options = replace(config, **changes)
-        told = expect(lm, recipes, options, text)
-        assert told.flops == expect(lm, recipes, options, whole).flops
-        assert told.memory == expect(lm, recipes, options, whole).memory
+    # an adapter that reads the final states needs all layers, and a user may want the head too
+    deep, whole_deep = expect(lm, fused, config, text), expect(lm, fused, config, whole)
+    assert deep.flops["frozen forward"] == whole_deep.flops["frozen forward"]
+    assert deep.flops["teacher's head"] == 0 < whole_deep.flops["teacher's head"]
+    told = expect(lm, shallow, replace(config, kept=False), text)
+    assert (told.flops, told.memory) == (full.flops, full.memory)
     store.save(data, tmp_path / "data", {}, {"teacher": {"model": lm.name, "likeliest": 4}})
     sizes = {file.suffix: file.stat().st_size for file in (tmp_path / "data").iterdir()}
     records = kept.disk["dataset"] - full.disk["dataset"]
@@ -221,9 +221,10 @@ def held_by(*things) -> int:
     return sum(storages.values())
 
 
-def test_what_is_remembered_of_kept_distributions_is_what_is_held():
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
     lm, data = LM(load(MODEL)[0]), kept_samples(16, 200)
-    (recipe,) = [recipe_of(exit_layers=[2])]
+    recipe = recipe_of(exit_layers=[2], fused=fused)
     config = TrainerConfig(epochs=2, holdout=0, remember=True, batch_tokens=200)
     seen = look(lm, collate(data, 200, lm.device, kept=True), trainees(lm, [recipe], None), 256)
     told = expect(lm, [recipe], config, Text.of(data, 200)).memory["remembered states"]

@@ -71,7 +71,7 @@ def whole(lm):
 def truncated(lm, count):
     def told(states_MD, targets):
         top = lm.head(states_MD).detach().softmax(-1).topk(count)
-        return KeptTeacher.of(top.indices, top.values, targets)
+        return KeptTeacher.of(states_MD, top.indices, top.values, targets)
 
     return told
 
@@ -150,7 +150,7 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss):
     lm = tiny()
     head = DraftHead(lm)
     tokens, chances = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[0.7, 0.2], [1.0, 0.01]])
-    teacher_ = KeptTeacher.of(tokens, chances, head)
+    teacher_ = KeptTeacher.of(torch.empty(2, 0), tokens, chances, head)
     for sure in (1, 2, 9):
         logits = torch.full((2, VOCABULARY), -300.0).index_fill_(1, torch.tensor([sure]), 300.0)
         logits.requires_grad_()
@@ -186,21 +186,32 @@ def test_a_first_token_of_the_assistant_is_not_learnt():
     assert torch.equal(tokens.kept[0], teacher.tensors(records[1:])[0])
 
 
+READING_DEEP = [
+    recipe_of("mine", fused=True, exit_layers=[EXIT]),
+    recipe_of("mine", architecture=eagle_head.Architecture()),
+    recipe_of("mine", architecture=medusa_heads.Architecture(heads=2)),
+]
+
+
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_target_runs_its_shallow_layers_alone_and_teaches_the_same(packing):
+@pytest.mark.parametrize(
+    "deep", [[], *([deep] for deep in READING_DEEP)], ids=["none", "fused", "eagle", "medusa"]
+)
+def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, packing):
     lm = tiny()
     samples, ran = data(lm, samples=5), []
     for index, layer in enumerate(lm.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     lm.head.register_forward_hook(lambda *_: ran.append("head"))
+    recipes = [recipe(exit_layers=[1, EXIT]), *deep]
     gradients = []
     for kept in (False, True):
-        made = trainees(lm, [recipe(exit_layers=[1, EXIT])], torch.arange(0, VOCABULARY, 2))
+        made = trainees(lm, recipes, torch.arange(0, VOCABULARY, 2), seed=3)
         tokens = collate(samples, 100, lm.device, packing, kept)
         ran.clear()
         teach(lm, look(lm, tokens, made, 7), made, 7, weight=0.01)
         gradients.append([p.grad for t in made for p in t.adapter.parameters()])
-    assert ran == [*range(EXIT)]
+    assert ran == [*range(lm.n_layers if deep else EXIT)]
     for exact, kept in zip(*gradients, strict=True):
         # what was kept is rounded to 11 bits
         torch.testing.assert_close(kept, exact, rtol=1e-2, atol=2e-3 * float(exact.abs().max()))
@@ -242,25 +253,6 @@ def test_a_run_learns_from_what_was_kept_and_resumes(tmp_path):
     assert (
         read_config(str(run("not", NoTracker(), kept=False))).training["trainer"]["kept"] is False
     )
-
-
-READING_DEEP = [
-    recipe_of("mine", fused=True, exit_layers=[EXIT]),
-    recipe_of("mine", architecture=eagle_head.Architecture()),
-    recipe_of("mine", architecture=medusa_heads.Architecture(heads=2)),
-]
-
-
-@pytest.mark.parametrize("deep", READING_DEEP, ids=lambda deep: deep.architecture.kind())
-def test_adapters_that_read_the_final_state_are_named(deep, tmp_path):
-    lm = tiny()
-    samples = data(lm, count=4, samples=4)
-    with pytest.raises(
-        ConfigError, match=r"adapter 'mine' learns .* final states.*adapter=attention"
-    ):
-        train(lm, samples, config(kept=True), tmp_path, recipes=[recipe(), deep])
-    (_, folder) = train(lm, samples, config(epochs=1), tmp_path, recipes=[recipe(), deep])
-    assert read_config(str(folder)).training["trainer"]["kept"] is False
 
 
 def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):

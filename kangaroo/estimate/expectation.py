@@ -64,11 +64,10 @@ class Text:
         known = count if len(records) == len(samples) else 0
         return Text(len(samples), sum(lengths), written, max(lengths), teacher=known)
 
-    def learnt_from(self, config: TrainerConfig, planned: Sequence[Planned]) -> int:
-        """How many likeliest tokens of each distribution training reads; 0 where it runs the whole
-        target (`kangaroo/training/kept.py`)."""
-        deep = any(adapter.recipe.architecture.reads_deep for adapter in planned)
-        return 0 if deep or config.kept is False else self.teacher
+    def learnt_from(self, config: TrainerConfig) -> int:
+        """How many likeliest tokens of each distribution training reads; 0 where it runs the
+        target's head (`kangaroo/training/kept.py`)."""
+        return 0 if config.kept is False else self.teacher
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def _of_a_step(
     chunk = min(config.loss_chunk, learnt)
     # the teacher's over all tokens, then p, log q and their gradients over those drafted from
     logits = max(model.vocab_size * (size + 8), vocabulary * (size + 24))
-    if text.learnt_from(config, planned):
+    if text.learnt_from(config):
         logits = vocabulary * 3 * size  # q, what its exponentials are taken of, and the gradient
     return {
         "frozen forward": layer + taps,
@@ -264,14 +263,18 @@ def _remembered(
     """
     if not config.remember:
         return {}
-    exits, kept = _exits(lm, planned), text.learnt_from(config, planned)
+    exits, kept = _exits(lm, planned), text.learnt_from(config)
     state = lm.config.hidden_size * lm.dtype.itemsize
+    whole = (exits * state + 9) * tokens  # and ids, and whether they are learnt
     if kept:  # the likeliest; probabilities, places in the draft vocabulary, whether they are there
-        whole = exits * tokens * state + learnt * (8 + 4 + 13 * kept)
-    else:
-        whole = ((exits + 1) * tokens + learnt) * state
-    whole += 9 * tokens  # ids, and whether they are learnt
+        whole += learnt * (8 + 4 + 13 * kept)
+    if not kept or _any_reads_deep(planned):
+        whole += (tokens + learnt) * state
     return {"remembered states": int(share * whole)}
+
+
+def _any_reads_deep(planned: Sequence[Planned]) -> bool:
+    return any(adapter.recipe.architecture.reads_deep for adapter in planned)
 
 
 def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
@@ -305,9 +308,11 @@ def _flops(
     whole_head = 2.0 * lm.config.vocab_size * size * learnt
     targets = 2.0 * vocabulary * size * learnt
     adapters, heads = 0.0, targets * epochs
-    if text.learnt_from(config, planned):  # the layers below the deepest exit alone, and no head
-        deepest = max(tap for adapter in planned for tap in adapter.adapter.taps)
-        forward, whole_head, heads = forward * deepest / lm.n_layers, 0.0, 0.0
+    if text.learnt_from(config):  # without its head
+        whole_head = heads = 0.0
+        if not _any_reads_deep(planned):  # the layers below the deepest exit alone
+            deepest = max(tap for adapter in planned for tap in adapter.adapter.taps)
+            forward *= deepest / lm.n_layers
     for adapter in planned:
         steps = adapter.recipe.steps
         passes = adapter.recipe.architecture.passes(steps)

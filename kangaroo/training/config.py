@@ -23,8 +23,8 @@ class TrainerConfig:
         remember: keep what the target computes of each micro-batch, in memory: only the first epoch
             runs it. Micro-batches then stay the same, and come in another order every epoch.
         kept: learn from the distributions that were kept when the data was written
-            (`data.teacher`): the target runs no layer above the adapters' exits, nor its head.
-            None: where the data has them and no adapter reads the target's final states.
+            (`data.teacher`): the target runs no layer that no adapter reads, nor its head. None:
+            where the data has them.
         muon: linear layers, but for LM heads, are moved by Muon (Jordan et al. 2024), which makes
             the step of a matrix orthogonal, and all else by AdamW.
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each

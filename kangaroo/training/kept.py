@@ -1,6 +1,6 @@
 """Learn from the distributions that were kept when the data was written.
 
-The target then runs its shallow layers alone: neither the deep ones nor its head.
+The target then runs without its head, and its shallow layers alone where no adapter reads deeper.
 
 A kept distribution has the likeliest tokens, and the mass of all others together. So the adapter's
 distribution is compared as one over as many outcomes: each of these tokens, and any other one. With
@@ -48,22 +48,19 @@ def settled(
     """
     if config.kept is False:
         return config
-    against = _against(lm, samples, recipes, about.get("teacher"))
+    against = _against(lm, samples, about.get("teacher"))
     if config.kept and against:
         raise ConfigError(f"trainer.kept=true: {against}")
     if not against:
-        log.info("learning from kept distributions: the target runs its shallow layers alone")
+        deep = any(recipe.architecture.reads_deep for recipe in recipes)
+        how = "without its head" if deep else "its shallow layers alone"
+        log.info("learning from kept distributions: the target runs %s", how)
     elif any("teacher" in sample for sample in samples):
         log.info("kept distributions are not used: %s", against)
     return replace(config, kept=not against)
 
 
-def _against(
-    lm: LM,
-    samples: Sequence[Sample],
-    recipes: Sequence[AdapterRecipe],
-    kept: dict[str, Any] | None,
-) -> str:
+def _against(lm: LM, samples: Sequence[Sample], kept: dict[str, Any] | None) -> str:
     """Why kept distributions cannot be learnt from, and what to do; empty if they can."""
     if not all("teacher" in sample for sample in samples):
         return (
@@ -75,13 +72,6 @@ def _against(
             f"the distributions of this dataset are those of '{kept['model']}', and the target is "
             f"'{lm.name}'. Let the target write its own data, or leave trainer.kept out."
         )
-    for recipe in recipes:
-        if recipe.architecture.reads_deep:
-            return (
-                f"adapter '{recipe.name}' learns from the target's final states, which are not "
-                "kept. Leave trainer.kept out, or train only adapters that read nothing above "
-                "their exit layer (adapter=attention, layer, mlp or own_head)."
-            )
     return ""
 
 
@@ -90,7 +80,7 @@ class KeptTeacher:
     """What the target said at every position, as far as it was kept.
 
     Args:
-        state_MD: of width 0: no adapter may read it.
+        state_MD: its normed final states; of width 0 where no adapter reads them.
         top_M: its likeliest token.
         p_MO: probabilities of the outcomes; 0 for tokens that cannot be drafted.
         index_MJ: places of the tokens in the draft vocabulary, where they are `inside_MJ`.
@@ -103,7 +93,7 @@ class KeptTeacher:
     inside_MJ: Tensor
 
     @staticmethod
-    def of(tokens_MJ: Tensor, chances_MJ: Tensor, head: DraftHead) -> KeptTeacher:
+    def of(state_MD: Tensor, tokens_MJ: Tensor, chances_MJ: Tensor, head: DraftHead) -> KeptTeacher:
         """
         Args:
             head: over the draft vocabulary.
@@ -116,7 +106,6 @@ class KeptTeacher:
         if chances_MJ.shape[-1] == head.vocab_size:
             rest_M.zero_()
         p_MO = torch.cat([chances_MJ * inside_MJ, rest_M[:, None]], -1)
-        state_MD = chances_MJ.new_empty(len(chances_MJ), 0)
         top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
         return KeptTeacher(state_MD, top_M, p_MO, index_MJ, inside_MJ)
 

@@ -42,19 +42,21 @@ class Seen:
 def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) -> Seen:
     """The one frozen forward that all adapters learn from.
 
-    With kept distributions it ends where the last adapter reads.
+    With kept distributions it leaves out the head, and ends where the last adapter reads.
     """
     block = replace(tokens.block(lm), rows=slice(0, len(tokens.input_BT)))
     wanted = {tap for trainee in trained for tap in trainee.adapter.taps}
-    layers = range(lm.n_layers if tokens.kept is None else max(wanted))
+    deep = any(trainee.recipe.architecture.reads_deep for trainee in trained)
+    layers = range(lm.n_layers if deep or tokens.kept is None else max(wanted))
     x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, layers, wanted)
+    whole = layers.stop == lm.n_layers
+    deep_BTD = lm.norm(x_BTD) if whole else x_BTD[..., :0]
+    deep_MD = deep_BTD[tokens.wanted_BT.to(deep_BTD.device)]
     if tokens.kept is not None:
-        kept = KeptTeacher.of(*tokens.kept, trained[0].targets)
+        kept = KeptTeacher.of(deep_MD, *tokens.kept, trained[0].targets)
         # once is enough where it is remembered
-        return Seen(replace(tokens, kept=None), block, taps, x_BTD[..., :0], kept)
-    deep_BTD = lm.norm(x_BTD)
-    teacher = Teacher.of(lm, deep_BTD[tokens.wanted_BT.to(deep_BTD.device)], loss_chunk)
-    return Seen(tokens, block, taps, deep_BTD, teacher)
+        return Seen(replace(tokens, kept=None), block, taps, deep_BTD, kept)
+    return Seen(tokens, block, taps, deep_BTD, Teacher.of(lm, deep_MD, loss_chunk))
 
 
 def teach(
