@@ -83,11 +83,11 @@ class Ranks:
             with _all_there():
                 dist.all_reduce(value)
 
-    def copy_first(self, value: Tensor) -> None:
-        """Replace the tensor of every process by that of process 0, in place."""
+    def copy_from(self, rank: int, value: Tensor) -> None:
+        """Replace the tensor of every process by that of one, in place."""
         if self.world > 1:
             with _all_there():
-                dist.broadcast(value, src=0)
+                dist.broadcast(value, src=rank)
 
     def wait(self) -> None:
         """Return when all processes have called it."""

@@ -34,6 +34,7 @@ CASES = {
     "torch": Case(),
     "torch_idle": Case({"accumulate": 1}),  # the second process has nothing to do
     "torch_sharded": Case({"shard_target": True}),
+    "muon": Case({"muon": True}),  # each process makes the steps of half of the matrices
     "stage1": Case({"zero_stage": 1}),
     "stage2": Case({"zero_stage": 2, "accumulate": 3}),
     "sharded": Case({"zero_stage": 1, "shard_target": True}),

@@ -105,7 +105,7 @@ class TorchBackend:
         self.adapters, self.options, self.ranks = adapters, options, ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
         for parameter in self.parameters.values():
-            ranks.copy_first(parameter.data)
+            ranks.copy_from(0, parameter.data)
         # the gradient of a step's only micro-batch, which is rank 0's, is that of the step as it is
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
@@ -133,7 +133,7 @@ class TorchBackend:
             total.zero_()
         for parameter in () if self.sums else self.parameters.values():
             assert parameter.grad is not None
-            self.ranks.copy_first(parameter.grad)
+            self.ranks.copy_from(0, parameter.grad)
         for adapter in self.adapters:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
@@ -202,7 +202,8 @@ class TorchBackend:
         )
 
     def _muon(self, groups: Sequence[Sequence[Tensor]]) -> Muon:
-        return Muon([{"params": group} for group in groups], weight_decay=self.options.weight_decay)
+        own = [{"params": group} for group in groups]
+        return Muon(own, self.ranks, weight_decay=self.options.weight_decay)
 
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:
