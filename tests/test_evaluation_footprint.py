@@ -42,7 +42,7 @@ def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not()
     )
     found = after_a_text(lm, drafter)
     assert found.parameters == sum(p.numel() for p in parameters)
-    states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BUD)
+    states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
     held = size(*parameters, *adapter.buffers()) + drafter.cache.bytes() + states
     assert found.bytes == held
 

@@ -197,7 +197,7 @@ def test_processes_without_a_micro_batch_are_named(
     """The first of two processes; what the second says is what the first does."""
     monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * self.world)
     for alike in ("share", "add_up", "copy_from"):
-        monkeypatch.setattr(Ranks, alike, lambda self, value: value)
+        monkeypatch.setattr(Ranks, alike, lambda self, *values: values[-1])
     once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
     train_tiny(tmp_path, once, ranks=Ranks(0, 2))
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
