@@ -23,8 +23,9 @@ template <class T> struct Drafting {
   Stack<T> stack;
   const T* norm;
   Head<T> head;
-  const T *shallow_norm, *deep_norm, *fuse;  // null where it reads no deep states, like
-  T* deep;                                   // the normed final states of the text, [batch, n_slots, D]
+  // All null where it reads no deep states; `deep` has those of the text, [batch, n_slots, D].
+  const T *shallow_norm, *deep_norm, *fuse;
+  T* deep;
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };
@@ -211,6 +212,8 @@ template <class T> class Round {
  private:
   void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
 
+  bool reads_deep() const { return d && d->fuse; }
+
   // States of the nodes that have none yet, by the layers below the exit.
   void find_states() {
     if (!r.exit) return;
@@ -237,14 +240,14 @@ template <class T> class Round {
       add_unread(row, r.base[row], before);
       pass.add_node(r, row, node);
       append(pass.x, r.state(row, node), 1);
-      if (d->fuse) append(before, before_node(row, node), 1);
+      if (reads_deep()) append(before, before_node(row, node), 1);
       last.push_back(pass.rows.size() - 1);
     }
-    if (d->fuse) fuse(before);
+    if (reads_deep()) fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
     for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
       std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
-      if (d->fuse) std::copy_n(pass.x.data() + i * D, D, r.made_at(nodes[i].row, nodes[i].node));
+      if (reads_deep()) std::copy_n(pass.x.data() + i * D, D, r.made_at(nodes[i].row, nodes[i].node));
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
@@ -308,7 +311,7 @@ template <class T> class Round {
   void add_unread(i64 row, i64 end, std::vector<T>& before) {
     for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, end - r.unread[row] + i);
     append(pass.x, r.unread_states + row * r.most_unread * D, r.unread[row]);
-    if (d->fuse) append(before, d->deep_at(row, end - r.unread[row] - 1, D), r.unread[row]);
+    if (reads_deep()) append(before, d->deep_at(row, end - r.unread[row] - 1, D), r.unread[row]);
     r.unread[row] = 0;
   }
 
@@ -355,7 +358,7 @@ template <class T> class Round {
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
       if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
-      if (r.made)
+      if (reads_deep())
         rms_norm(final_states + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
       written[depth] = choices[node].tokens[0];
       keep(row, node, depth);

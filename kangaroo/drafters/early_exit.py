@@ -130,23 +130,23 @@ class EarlyExit(NativeDrafter):
         return self.exit_layer
 
     def is_native(self) -> bool:
-        return not self.reads_deep or isinstance(self.adapter, Adapter)
+        return self.adapter.native_inputs() is not None
 
     def native_drafting(self) -> Structure | None:
-        adapter, head = self.adapter, self.head.native
-        assert adapter.native_layer is not None and head is not None
-        drafting = native.NativeDrafting(
-            stack=adapter.native_layer.native(self.cache, range(1)),
-            norm=native.pointer(weight(adapter.norm)),
-            head=head.native(ids_N=self.head.vocabulary_K),
+        layer, head, inputs = (
+            self.adapter.native_layer,
+            self.head.native,
+            self.adapter.native_inputs(),
         )
+        assert layer is not None and head is not None and inputs is not None
         if self.reads_deep:
-            assert isinstance(adapter, Adapter)
-            drafting.shallow_norm = native.pointer(weight(adapter.shallow_norm))
-            drafting.deep_norm = native.pointer(weight(adapter.deep_norm))
-            drafting.fuse = native.pointer(adapter.fuse.weight)
-            drafting.deep = native.pointer(self.deep_BSD)
-        return drafting
+            inputs["deep"] = self.deep_BSD
+        return native.NativeDrafting(
+            stack=layer.native(self.cache, range(1)),
+            norm=native.pointer(weight(self.adapter.norm)),
+            head=head.native(ids_N=self.head.vocabulary_K),
+            **{name: native.pointer(tensor) for name, tensor in inputs.items()},
+        )
 
     @cached_property
     def draft_cost(self) -> float:

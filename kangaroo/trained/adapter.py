@@ -148,6 +148,13 @@ class Adapter(Layer):
     def own_heads(self) -> list[nn.Linear]:
         return [] if self.head is None else [self.head]
 
+    def native_inputs(self) -> dict[str, Tensor]:
+        if not self.reads_deep:
+            return {}
+        norms = {"shallow_norm": self.shallow_norm, "deep_norm": self.deep_norm}
+        weights = {name: norm.get_parameter("weight") for name, norm in norms.items()}
+        return weights | {"fuse": self.fuse.weight}
+
     def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         if not self.reads_deep:
             return f_BND

@@ -128,6 +128,11 @@ class Layer(Trainable):
             if part is not None:
                 part.load_state_dict(layer.get_submodule(theirs).state_dict())
 
+    def native_inputs(self) -> dict[str, Tensor] | None:
+        """The weights that native rounds make the layer's input with, by their names in
+        `NativeDrafting`, where it is not the shallow state as it is; None where they cannot."""
+        return None
+
     def accelerate(self, lm: LM) -> Self:
         """Draft in native code if the target decodes in it."""
         parts: dict[str, Any] = {}
