@@ -143,7 +143,7 @@ class LM(nn.Module):
         """The most tokens of a prompt of this length that are run at a time."""
         layers = self.native_layers
         if layers and length <= layers.longest_prompt:
-            return native.PROMPT_CHUNK
+            return layers.prompt_chunk
         return PROMPT_CHUNK
 
     @property

@@ -41,6 +41,7 @@ SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
+TURNED_CHUNK = 256  # where rows of weights are turned first, which then serves more tokens
 LONGEST_PROMPT = 1024  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
@@ -175,6 +176,8 @@ class Stack:
         self.dtype = next(w.dtype for w in weights if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
+        turns = self.dtype == torch.bfloat16 and library.turns_rows()
+        self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of

@@ -65,5 +65,9 @@ extern "C" int multiplies_bfloat16() {  // without widening it
   return std::is_same_v<Number<bf16>, bf16>;
 }
 
+extern "C" int turns_rows() {  // of bfloat16, for many tokens
+  return TURNS;
+}
+
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)

@@ -14,6 +14,7 @@
 
 #include "numbers.h"
 #include "tiles.h"
+#include "turned.h"
 
 namespace {
 
@@ -246,11 +247,12 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
   }
 }
 
-// Some tokens as products read them: in numbers for vectors, each padded to whole ones, or for tiles with 16
-// tokens side by side.
+// Some tokens as products read them: in numbers for vectors, each padded to whole ones, for tiles with 16 tokens side
+// by side, or turned.
 template <class T> struct Input {
   Matrix<Number<T>> x;
-  const Words* tiles;  // [groups, width / 2, 16 tokens], a word being two numbers; null without tiles
+  const Words* tiles;                     // [groups, width / 2, 16 tokens], a word being two numbers, or null
+  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, 8 tokens], if they are many (turned.h)
 };
 
 // Each token with whole pairs of registers, zeros after its last number.
@@ -280,10 +282,18 @@ template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& ro
   return {to, x.rows, lines * line};
 }
 
+const std::uint32_t* turned(const Matrix<bf16>& x, std::vector<Words>& room) {
+  room.resize((x.rows + TURNED_GROUP - 1) / TURNED_GROUP * TURNED_GROUP * x.width / 32);
+  turn_tokens([&](i64 m) { return x.row(m); }, x.rows, x.width, (std::uint32_t*)room.data());
+  return (const std::uint32_t*)room.data();
+}
+
 template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
   if constexpr (!std::is_same_v<T, Number<T>>) {
     return {widened(x, room), nullptr};
   } else {
+    if constexpr (TURNS && std::is_same_v<T, bf16>)
+      if (x.rows >= MANY && x.width % 32 == 0) return {x, nullptr, turned(x, room)};
     if (!has_tiles<T>() || x.width % 32) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);
@@ -345,10 +355,27 @@ void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* ou
   }
 }
 
-struct Room {  // of the sums of two blocks, kept from one to the next
+// The same for one or two blocks that are turned first, while those after them are fetched.
+template <int count> void by_turned(const Input<bf16>& in, const Block<bf16>* block, Words* rows, float* out) {
+  const i64 width = in.x.width, steps = width / 32, groups = (in.x.rows + TURNED_GROUP - 1) / TURNED_GROUP;
+  Ahead ahead[count];
+  for (int b = 0; b < count; b++) {
+    turn_rows([&](i64 i) { return block[b].w->row(block[b].n + i); }, width, rows + b * LANES * steps);
+    ahead[b] = {(const char*)block[b].next, block[b].next ? LANES * steps : 0, steps / groups + 1};
+  }
+  for (i64 m = 0; m < in.x.rows; m += TURNED_GROUP) {
+    float* to[count];
+    for (int b = 0; b < count; b++) to[b] = out + (b * in.x.rows + m) * LANES;
+    times_turned<count>(in.turned + m * width / 2, in.x.rows - m, rows, steps, ahead, to);
+  }
+}
+
+struct Room {  // of the sums of two blocks, and of turned rows, kept from one to the next
   std::vector<float> out;
   std::vector<Floats> sums;
-  void hold(i64 size) {
+  std::vector<Words> rows;
+  void hold(i64 size, i64 width) {
+    if (i64(rows.size()) < width) rows.resize(width);  // two blocks
     if (i64(out.size()) >= size) return;
     out.resize(size);
     sums.resize(size / LANES + 2 * LANES);
@@ -362,7 +389,7 @@ template <class T, class BlockOf, class Store>
 void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T* after, Room& room,
               Store store) {
   const i64 size = in.x.rows * LANES;
-  room.hold(2 * size);
+  room.hold(2 * size, in.turned ? in.x.width : 0);
   float* out = room.out.data();
   auto start_of = [&](i64 i) -> const T* {
     if (i >= last) return i == last ? after : nullptr;
@@ -374,7 +401,11 @@ void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T
     Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
     auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
     // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
-    if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
+    if (in.turned) {
+      for (int b = 0; b < count; b++) block[b].next = start_of(i + count + b);
+      if constexpr (TURNS && std::is_same_v<T, bf16>)
+        (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
+    } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
       for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
       by_tiles<T, 2>(in, block, room.sums.data(), out);
     } else {

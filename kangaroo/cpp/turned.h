@@ -1,0 +1,97 @@
+// Products of many tokens with rows of bfloat16, where registers multiply pairs of them and there is no matrix unit.
+//
+// For a few tokens a register holds sixteen pairs of one row, and the sixteen places of each sum are added up at the
+// end (`sums` in products.h): for many tokens that is much of the time. Here the rows are turned first, so a register
+// holds one pair of sixteen rows, and nothing is added within a register. The pairs that share a place there are
+// multiplied one after the other, then the places are added in the order of `sums`: the results are the same bits.
+
+#pragma once
+
+#include "numbers.h"
+
+namespace {
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool TURNS = true;
+inline __attribute__((always_inline)) Floats dot_pairs(Floats sum, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+constexpr bool TURNS = false;
+inline Floats dot_pairs(Floats sum, Words, Words) { return sum; }  // not called
+#endif
+
+constexpr i64 MANY = 64;         // tokens for which it pays to turn the rows
+constexpr int TURNED_GROUP = 8;  // tokens that share one reading of two registers of rows
+
+// Memory that is fetched a few lines at a time.
+struct Ahead {
+  const char* at;
+  i64 left, at_a_time;  // lines
+  void fetch() {
+    for (i64 i = 0; i < at_a_time && left > 0; i++, left--, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// Sixteen rows with their pairs side by side: to[place][step][row], pair `16 * step + place` of each.
+template <class Row> void turn_rows(Row row, i64 width, Words* to) {
+  const i64 steps = width / 32;
+  for (i64 step = 0; step < steps; step++) {
+    Words part[LANES];
+    for (i64 i = 0; i < LANES; i++) std::memcpy(&part[i], row(i) + 32 * step, sizeof part[i]);
+    transpose(part);
+    for (i64 place = 0; place < LANES; place++) to[place * steps + step] = part[place];
+  }
+}
+
+// Tokens likewise, in groups: to[group][place][step][token], zeros where there is none.
+template <class Row> void turn_tokens(Row row, i64 count, i64 width, std::uint32_t* to) {
+  const i64 steps = width / 32;
+  for (i64 first = 0; first < count; first += TURNED_GROUP, to += LANES * steps * TURNED_GROUP)
+    for (i64 step = 0; step < steps; step++) {
+      Words part[LANES] = {};
+      for (i64 i = 0; i < std::min<i64>(TURNED_GROUP, count - first); i++)
+        std::memcpy(&part[i], row(first + i) + 32 * step, sizeof part[i]);
+      transpose(part);
+      for (i64 place = 0; place < LANES; place++)
+        std::memcpy(to + (place * steps + step) * TURNED_GROUP, &part[place], TURNED_GROUP * sizeof *to);
+    }
+}
+
+// Products of a group of tokens, or as many of them as there are, with `blocks` times sixteen rows.
+//   out: of each block, [token][row].
+template <int blocks>
+void times_turned(const std::uint32_t* tokens, i64 count, const Words* rows, i64 steps, Ahead* ahead,
+                  float* const* out) {
+  static constexpr int order[LANES] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+  Floats waiting[4][TURNED_GROUP][blocks];  // sums of 1, 2, 4 and 8 places that wait for as many more
+  for (int n = 0; n < LANES; n++) {
+    const std::uint32_t* token = tokens + order[n] * steps * TURNED_GROUP;
+    const Words* row = rows + order[n] * steps;
+    Floats sum[TURNED_GROUP][blocks] = {};
+    for (i64 step = 0; step < steps; step++, token += TURNED_GROUP, row++) {
+      Words of_rows[blocks];
+#pragma GCC unroll 2
+      for (int b = 0; b < blocks; b++) of_rows[b] = row[b * LANES * steps];
+#pragma GCC unroll 8
+      for (int i = 0; i < TURNED_GROUP; i++) {
+        Words of_token = Words{} + token[i];
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++) sum[i][b] = dot_pairs(sum[i][b], of_rows[b], of_token);
+      }
+    }
+    for (int b = 0; b < blocks; b++) ahead[b].fetch();
+#pragma GCC unroll 8
+    for (int i = 0; i < TURNED_GROUP; i++)
+#pragma GCC unroll 2
+      for (int b = 0; b < blocks; b++) {
+        Floats all = sum[i][b];
+        int level = 0;
+        for (; n >> level & 1; level++) all = waiting[level][i][b] + all;
+        if (n < LANES - 1) waiting[level][i][b] = all;
+        else if (i < count) put(out[b] + i * LANES, all);
+      }
+  }
+}
+
+}  // namespace
