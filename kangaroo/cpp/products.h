@@ -400,11 +400,11 @@ void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T
     i64 count = std::min<i64>(2, last - i);
     Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
     auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
-    // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
     if (in.turned) {
       for (int b = 0; b < count; b++) block[b].next = start_of(i + count + b);
       if constexpr (TURNS && std::is_same_v<T, bf16>)
         (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
+      // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
     } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
       for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
       by_tiles<T, 2>(in, block, room.sums.data(), out);
