@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -38,6 +40,18 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     makefile = (ROOT / "Makefile").read_text()
     (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
     assert sorted(listed.removeprefix("PAPER = ").split()) == sorted(NAMES)
+
+
+def test_make_paper_evaluates_each_experiment_once_and_first_one_that_needs_no_training():
+    told = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
+    order = (
+        r"evaluate.py experiment=paper/(\w+).*train.py experiment=paper/adapters.*name in ([^;]+);"
+    )
+    first, others = re.search(order, told.stdout, re.DOTALL).groups()
+    assert sorted([first, *others.split()]) == sorted(NAMES)
+    config = composed(first)
+    trained = [vars(each).get("adapter") for each in (config.drafter, *config.more.values())]
+    assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
 
 
 @pytest.mark.parametrize("model", [EMBEDDED, VICUNA, "tiny"])
