@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from kangaroo import cli
 from kangaroo.drafters.hybrid import HybridConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.lookahead import LookaheadConfig
 from kangaroo.drafters.medusa import MedusaConfig
@@ -19,6 +20,7 @@ from kangaroo.drafters.rest import RestConfig
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
     "hybrid": HybridConfig,
+    "kangaroo": KangarooConfig,
     "kangaroo_tree": KangarooTreeConfig,
     "lookahead": LookaheadConfig,
     "medusa": MedusaConfig,
@@ -27,6 +29,7 @@ CONFIGS = {
 }
 # as docs/methods.md has them
 MEASURED = {
+    "kangaroo": {"threshold": 0.4},
     "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "least": 0.07},
     "hybrid": {"nodes": 9},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
@@ -79,6 +82,7 @@ def test_all_other_models_have_the_papers_sizes(drafter):
     assert papers("medusa") == {"nodes": 63} and papers("rest") == {"num_draft": 64}
     assert papers("lookahead") == {"window": 15, "ngram": 5, "guesses": 15}
     assert papers("prompt_lookup") == {"num_pred_tokens": 10}
+    assert papers("kangaroo") == {"threshold": 0.6}
     tree = papers("kangaroo_tree")
     assert tree == {"steps": 6, "threshold": 0.4, "top_k": 10, "nodes": 32, "least": None}
 
