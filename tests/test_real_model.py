@@ -27,6 +27,7 @@ from kangaroo.trained.export import draft_model
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
+FUSED = f"{ADAPTER}-fused"
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but vanilla, draft models from the hub, and EAGLE, for which nothing trained is shipped
 OTHERS = {"vanilla", "eagle", *(name for name in DRAFTERS if name.startswith("draft_model-"))}
@@ -107,11 +108,13 @@ def test_rounds_are_those_of_transformers(target, method):
     assert accepted > 4
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_shipped_adapter_writes_what_vanilla_writes(target, by_vanilla, sampling):
+@pytest.mark.parametrize(
+    "adapter, sampling", [(ADAPTER, "greedy"), (ADAPTER, "sampled"), (FUSED, "greedy")]
+)
+def test_the_shipped_adapters_write_what_vanilla_writes(target, by_vanilla, adapter, sampling):
     lm, _ = target
     some, texts = by_vanilla(sampling)
-    kangaroo = Engine(lm, KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm))
+    kangaroo = Engine(lm, KangarooConfig(adapter=adapter, threshold=0.3).build(lm))
     ragged = kangaroo.generate(some, 12, SAMPLINGS[sampling], batch_size=3)
     assert [g.tokens for g in ragged] == texts
     # beside others drafting may not pay, where arithmetic is slow; alone it does speculate
