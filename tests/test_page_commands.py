@@ -19,9 +19,10 @@ from test_commands import PAGES, ROOT, questions, shown, talks
 
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
+from kangaroo.trained import adapter_files, medusa_heads
+from kangaroo.trained.adapter import Architecture
 from kangaroo.trained.eagle_head import EagleHead
-from kangaroo.trained.medusa_heads import Architecture, MedusaHeads
+from kangaroo.trained.medusa_heads import MedusaHeads
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")
@@ -64,6 +65,9 @@ APPENDED = {
     "evaluate.py model.dtype=float32 sampling.temperature=0.8 seed=3": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo,medusa,prompt_lookup": f"model=tiny {FEW}",
     "evaluate.py drafter=kangaroo +drafter@more.hybrid=hybrid hf_every=8": f"model=tiny {FEW}",
+    "evaluate.py drafter=kangaroo drafter.adapter=adapters/smollm2-135m-fused": (
+        f"model=tiny {FEW}"
+    ),
     "evaluate.py drafter=kangaroo noise_floor=true": f"model=tiny {FEW}",
     "evaluate.py drafter=kangaroo +variants.threshold=[0.4,0.6] +variants.steps=[2,6]": (
         f"model=tiny {FEW}"
@@ -217,10 +221,11 @@ def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
     here = tmp_path_factory.mktemp("begun")
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    adapter = adapter_for(lm)
-    about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
-    adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")
-    heads = MedusaHeads(lm, Architecture(heads=2))
+    for name, parts in ("tiny", Architecture()), ("tiny-fused", Architecture(fused=True)):
+        adapter = adapter_for(lm, architecture=parts)
+        about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
+        adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters" / name)
+    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
     about = adapter_files.describe(
         lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
     )
