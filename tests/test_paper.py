@@ -61,6 +61,9 @@ def test_every_experiment_composes_for_every_model(name, model):
     assert config.study.name == name and config.bench.name == "spec_bench"
     (baseline,) = config.baselines
     assert baseline.value == "vanilla"
+    chains = [c for c in (config.drafter, *config.more.values()) if isinstance(c, KangarooConfig)]
+    threshold = 0 if name == "position" else 0.6  # the paper's, whatever the hardware
+    assert all(chain.threshold == threshold for chain in chains)
     assert (config.max_new_tokens == 1024) == (model == VICUNA)
 
 
