@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kangaroo.cache import BUCKET, GRAPH_BUCKET, Block, KVCache
 from kangaroo.graphs import Graphs
-from kangaroo.native import Head, LayerWeights, Sizes, Stack
+from kangaroo.native import Fusing, Head, LayerWeights, Sizes, Stack
 
 Tensors = tuple[Tensor, ...]
 
@@ -55,6 +55,15 @@ class Acceleration:
             return None
         assert self.sizes is not None
         return Head(self.library, weight_OD, self.sizes)
+
+    def fusing(
+        self, shallow_norm_D: Tensor, deep_norm_D: Tensor, weight_DE: Tensor
+    ) -> Fusing | None:
+        """The same for the input of a fused adapter."""
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Fusing(self.library, shallow_norm_D, deep_norm_D, weight_DE, self.sizes)
 
     def hold(
         self,

@@ -15,11 +15,12 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from ctypes import CDLL, Structure, byref
+from collections.abc import Callable, Collection, Sequence
+from ctypes import CDLL, Array, Structure, byref
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -116,7 +117,7 @@ NativeSizes = struct(
     "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
 )
 NativeStack = struct("NativeStack", "layers count keys values n_slots")
-NativeHead = struct("NativeHead", "norm weight outputs ids")
+NativeHead = struct("NativeHead", "norm weight outputs ids passing")
 NativeTarget = struct(
     "NativeTarget",
     sizes=NativeSizes,
@@ -126,15 +127,15 @@ NativeTarget = struct(
     cos=ctypes.c_int64,
     sin=ctypes.c_int64,
 )
+NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
 NativeDrafting = struct(
     "NativeDrafting",
     stack=NativeStack,
     norm=ctypes.c_int64,
     head=NativeHead,
-    shallow_norm=ctypes.c_int64,
-    deep_norm=ctypes.c_int64,
-    fuse=ctypes.c_int64,
+    fusing=NativeFusing,
     deep=ctypes.c_int64,
+    deep_tap=ctypes.c_int64,
 )
 NativeRows = struct(
     "NativeRows",
@@ -166,14 +167,9 @@ class Stack:
 
     def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
-        names = [part.name for part in fields(LayerWeights)]
-        weights = [getattr(w, name) for w in layers for name in names]
-        assert all(w is None or w.is_contiguous() for w in weights)
-        self.per_layer = len(names) * ctypes.sizeof(ctypes.c_void_p)
-        self.table = (ctypes.c_int64 * len(weights))(*map(pointer, weights))
-        of_keys = [pointer(getattr(w, n)) if n in OF_KEYS else 0 for w in layers for n in names]
-        self.keys_table = (ctypes.c_int64 * len(of_keys))(*of_keys)
-        self.dtype = next(w.dtype for w in weights if w is not None)
+        self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
+        self.table, self.keys_table = layer_table(layers), layer_table(layers, OF_KEYS)
+        self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
         self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
         turns = self.dtype == torch.bfloat16 and library.turns_rows()
@@ -239,11 +235,52 @@ class Stack:
         return x_RTD
 
 
+def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
+    """The layers as `layers.h` reads them, or some of their weights.
+
+    Of the first layers, which a draft reads again for each of its tokens, as many as fit stay in
+    the last-level cache.
+    """
+    entries, size = [], 0
+    for layer in layers:
+        weights = vars(layer)
+        assert all(w is None or w.is_contiguous() for w in weights.values())
+        size += sum(w.nbytes for w in weights.values() if w is not None)
+        entries += [
+            pointer(w) if names is None or name in names else 0 for name, w in weights.items()
+        ]
+        entries.append(int(size > staying_bytes()))
+    return (ctypes.c_int64 * len(entries))(*entries)
+
+
+@cache
+def staying_bytes() -> int:
+    """How much of a model's layers, or of a head, stays in the last-level cache between passes:
+    half of it. What does not would push it out, and is fetched past it, where that can be
+    (`products.h`). All stays where the system does not tell the cache's size."""
+    return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
+
+
+def last_level_cache(folder: Path) -> int:
+    """Bytes of a processor's largest cache, by Linux's description; 0 where there is none."""
+    sizes = [read_line(file) for file in folder.glob("index*/size")]
+    return max((1024 * int(size[:-1]) for size in sizes if re.fullmatch(r"\d+K", size)), default=0)
+
+
+def read_line(path: Path) -> str:
+    """What is in a file of one line; nothing where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 class Head:
     """A matrix from hidden states to logits."""
 
     def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes):
         self.weight_ND, self.sizes = weight_ND, sizes
+        self.passing = weight_ND.nbytes > staying_bytes()
         self.call = function(library, "read_out", weight_ND.dtype, READ_OUT)
 
     def takes(self, x_MD: Tensor) -> bool:
@@ -257,7 +294,7 @@ class Head:
             ids_N: the tokens that it has outputs for; None is all.
         """
         weight, outputs = pointer(self.weight_ND), len(self.weight_ND)
-        return NativeHead(pointer(norm), weight, outputs, pointer(ids_N))
+        return NativeHead(pointer(norm), weight, outputs, pointer(ids_N), self.passing)
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, N]` in float32, of the normed states where a norm is given."""
@@ -268,10 +305,42 @@ class Head:
         return logits_MN
 
 
+class Fusing:
+    """What a fused adapter makes of shallow states and the deep ones before them.
+
+    Args:
+        weight_DE: the projection, E being twice D.
+    """
+
+    def __init__(
+        self,
+        library: CDLL,
+        shallow_norm_D: Tensor,
+        deep_norm_D: Tensor,
+        weight_DE: Tensor,
+        sizes: Sizes,
+    ):
+        self.weights, self.sizes = (shallow_norm_D, deep_norm_D, weight_DE), sizes
+        self.call = function(library, "fuse", weight_DE.dtype, FUSE)
+
+    def native(self) -> Structure:
+        return NativeFusing(*map(pointer, self.weights))
+
+    def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
+        """What goes into the adapter's layer, `[B, N, D]`."""
+        x_BND = f_BND.clone(memory_format=torch.contiguous_format)
+        deep_BND = deep_BND.expand_as(f_BND).contiguous()
+        tokens = x_BND.shape[0] * x_BND.shape[1]
+        sizes, fusing = self.sizes.native(), self.native()
+        self.call(byref(sizes), byref(fusing), pointer(x_BND), pointer(deep_BND), tokens)
+        return x_BND
+
+
 # what the functions of `decode.cpp` take
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
+FUSE = [*4 * [POINTER], INTEGER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
 DRAFT_TREES = [
     *3 * [POINTER],

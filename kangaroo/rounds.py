@@ -110,7 +110,7 @@ class Nodes:
         self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
-        made = capacity if drafting and drafting.fuse else 0
+        made = capacity if drafting and drafting.fusing.weight else 0
         self.made_BND = torch.empty(size, made, hidden, dtype=lm.dtype)
         arrays = """
             base count asking end draw token parent place has_state choices chances unread accepted

@@ -69,7 +69,7 @@ def adapter_for(
     """An adapter that is often right untrained: the layers above the exit change little."""
     adapter = Adapter(lm, exit_layer, architecture).start_from(lm)
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())  # undamped: as sure as the target
-    if adapter.reads_deep:  # untrained it would not look at the deep state
+    if adapter.deep_tap is not None:  # untrained it would not look at the deep state
         generator = torch.Generator().manual_seed(2)
         adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
     return adapter.to(lm.device, lm.dtype).requires_grad_(False)

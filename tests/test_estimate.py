@@ -129,7 +129,8 @@ def test_activations_are_what_autograd_keeps(recipe, dtype):
     made = trainees(lm, [replace(recipe, exit_layers=[2])], None)
     adapter = made[0].adapter
     seen = look(lm, collate(samples(2, 40), 100, lm.device), made, 32)
-    f_BTD, deep_BTD = seen.taps[2].float(), seen.deep_BTD.float()
+    deep_tap = lm.n_layers if adapter.deep_tap is None else adapter.deep_tap
+    f_BTD, deep_BTD = seen.taps[2].float(), seen.deep[deep_tap].float()
     own = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
     kept = {}
 
@@ -191,9 +192,10 @@ def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_
     part = kept.flops["frozen forward"] / full.flops["frozen forward"]
     assert part == pytest.approx(3 / lm.n_layers)  # the deeper of its exits
     assert sum(kept.memory.values()) < sum(full.memory.values())
-    # an adapter that reads the final states needs all layers, and a user may want the head too
+    # an adapter that reads what goes into the last layer needs those below it
     deep, whole_deep = expect(lm, fused, config, text), expect(lm, fused, config, whole)
-    assert deep.flops["frozen forward"] == whole_deep.flops["frozen forward"]
+    part = deep.flops["frozen forward"] / whole_deep.flops["frozen forward"]
+    assert part == pytest.approx((lm.n_layers - 1) / lm.n_layers)
     assert deep.flops["teacher's head"] == 0 < whole_deep.flops["teacher's head"]
     told = expect(lm, shallow, replace(config, kept=False), text)
     assert (told.flops, told.memory) == (full.flops, full.memory)

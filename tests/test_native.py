@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -97,6 +98,40 @@ def test_a_tokens_result_depends_on_nothing_beside_it(dtype, head_dim):
             (*alone.keys, *alone.values), (*cache.keys, *cache.values), strict=True
         ):
             assert torch.equal(mine, all_rows[here])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_what_does_not_stay_in_the_cache_gives_the_same_bits(monkeypatch, dtype):
+    hf = tiny_model(dtype=dtype)
+    found = []
+    for staying in (sys.maxsize, 0):
+        monkeypatch.setattr(native, "staying_bytes", lambda staying=staying: staying)
+        lm = LM(hf).compile_for_decoding()
+        assert lm.native_head.passing == (not staying)
+        found.append([logits(lm, [9], random_tokens(1, n))[0] for n in range(1, 14)])
+    for stayed, passed in zip(*found, strict=True):
+        assert torch.equal(stayed, passed)
+
+
+def test_the_first_layers_stay_in_the_cache_as_far_as_they_fit(monkeypatch):
+    lm = tiny().compile_for_decoding()
+    stack = lm.native_layers
+    size = sum(w.nbytes for w in vars(stack.layers[0]).values() if w is not None)
+    monkeypatch.setattr(native, "staying_bytes", lambda: 2 * size + 1)
+    for names in (None, native.OF_KEYS):
+        table = native.layer_table(stack.layers, names)
+        columns = len(table) // lm.n_layers
+        assert list(table)[columns - 1 :: columns] == [0, 0, *[1] * (lm.n_layers - 2)]
+        assert columns * 8 == stack.per_layer
+
+
+def test_the_last_level_cache_is_what_the_system_says(tmp_path):
+    for index, size in enumerate(["48K", "1024K", "32768K", "", "unknown"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}/size").write_text(size + "\n")
+    (tmp_path / "index9").mkdir()
+    assert native.last_level_cache(tmp_path) == 32 << 20
+    assert native.last_level_cache(tmp_path / "nowhere") == 0
 
 
 def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
@@ -203,6 +238,24 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     for other in (cache, tapped):
         of_whole = zip((*whole.keys, *whole.values), (*other.keys, *other.values), strict=True)
         assert all(torch.equal(own, theirs) for own, theirs in of_whole)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@torch.no_grad()
+def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype):
+    """As bits, and close to what the modules make of it."""
+    lm = tiny(dtype=dtype)
+    adapter = adapter_for(lm, architecture=Architecture(fused=True)).to(dtype)
+    f_BND, deep_BND = torch.randn(2, 2, 70, lm.config.hidden_size).to(dtype)
+    by_modules_BND = adapter.combined(f_BND, deep_BND)
+    adapter.accelerate(lm.compile_for_decoding())
+    many_BND = adapter.combined(f_BND, deep_BND)
+    assert not torch.equal(many_BND, f_BND)
+    for n in range(70):
+        one_B1D = adapter.combined(f_BND[:, n : n + 1], deep_BND[:, n : n + 1])
+        assert torch.equal(one_B1D, many_BND[:, n : n + 1])
+    near = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    torch.testing.assert_close(many_BND, by_modules_BND, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"fused": True}])

@@ -242,10 +242,11 @@ FIVE = [(0.0, 6), (0.3, 8), (0.6, 6), (0.6, 3), (0.8, 4)]
 
 
 @pytest.mark.slow
-def test_replay_of_the_shipped_adapter_is_decoding_on_the_demo_bench():
+@pytest.mark.parametrize("adapter", ["smollm2-135m", "smollm2-135m-fused"])
+def test_replay_of_the_shipped_adapters_is_decoding_on_the_demo_bench(adapter):
     lm, tokenizer = load_target(model_config("smollm2-135m"))
     most = max(steps for _, steps in FIVE)
-    config = KangarooConfig(adapter="adapters/smollm2-135m", steps=most)
+    config = KangarooConfig(adapter=f"adapters/{adapter}", steps=most)
     recorder = Recorder(lm, {"kangaroo": config.build(lm)})
     for question in load_questions(BenchConfig())[::3]:
         prompt = prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])

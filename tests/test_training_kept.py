@@ -195,9 +195,11 @@ READING_DEEP = [
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(
-    "deep", [[], *([deep] for deep in READING_DEEP)], ids=["none", "fused", "eagle", "medusa"]
+    ("deep", "left"),  # `left` layers do not run, or all above the exits
+    [([], None), *(([deep], left) for deep, left in zip(READING_DEEP, (1, 0, 0), strict=True))],
+    ids=["none", "fused", "eagle", "medusa"],
 )
-def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, packing):
+def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, left, packing):
     lm = tiny()
     samples, ran = data(lm, samples=5), []
     for index, layer in enumerate(lm.layers):
@@ -211,7 +213,7 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, p
         ran.clear()
         teach(lm, look(lm, tokens, made, 7), made, 7, weight=0.01)
         gradients.append([p.grad for t in made for p in t.adapter.parameters()])
-    assert ran == [*range(lm.n_layers if deep else EXIT)]
+    assert ran == [*range(EXIT if left is None else lm.n_layers - left)]
     for exact, kept in zip(*gradients, strict=True):
         # what was kept is rounded to 11 bits
         torch.testing.assert_close(kept, exact, rtol=1e-2, atol=2e-3 * float(exact.abs().max()))

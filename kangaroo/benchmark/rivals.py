@@ -33,7 +33,7 @@ def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
         "hf_early_exit": timed_generate(lm, assistant_early_exit=exit_layer),
         "hf_truncated": timed_generate(lm, assistant_model=assistant(truncated(lm, exit_layer))),
     }
-    if isinstance(adapter, Adapter) and adapter.architecture.attention and not adapter.reads_deep:
+    if isinstance(adapter, Adapter) and adapter.architecture.attention and adapter.deep_tap is None:
         found["hf_assistant"] = timed_generate(
             lm, assistant_model=assistant(draft_model(lm, adapter))
         )

@@ -155,7 +155,7 @@ template <class T> class Attention {
     for (i64 n = 0; n < width; n += LANES) {
       Block<T> block{&keys, n};
       for (i64 m = 0; m < count; m += GROUP)
-        times_group<T, false>(in.x, m, std::min<i64>(GROUP, count - m), block, out + m * LANES);
+        times_group<T, Prefetch::none>(in.x, m, std::min<i64>(GROUP, count - m), block, out + m * LANES);
       for (i64 j = 0; j < count; j++) std::copy_n(out + j * LANES, LANES, &scores[j][n]);
     }
   }

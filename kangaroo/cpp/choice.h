@@ -12,7 +12,8 @@ namespace {
 template <class T> struct Head {
   const T *norm, *weight;  // without a norm where it is null
   i64 outputs;
-  const i64* ids;  // the token of each output; null where they are all tokens, in order
+  const i64* ids;   // the token of each output; null where they are all tokens, in order
+  i64 passing = 0;  // as of a matrix
   i64 token(i64 output) const { return ids ? ids[output] : output; }
   // Of sixteen outputs; beyond the last one, any.
   Words tokens16(i64 first) const {
@@ -34,7 +35,7 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
     TileUse tiles;
     std::vector<Words> room;
     Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
-    Matrix<T> w{head.weight, head.outputs, s.hidden};
+    Matrix<T> w{head.weight, head.outputs, s.hidden, head.passing};
     Part mine(blocks(head.outputs));
     Room room_for_sums;
     products(

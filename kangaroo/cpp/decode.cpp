@@ -38,6 +38,10 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
                                     float* logits) {                                                     \
     read_out<T>(*s, *head, x, tokens, logits);                                                           \
   }                                                                                                      \
+  extern "C" void fuse_##suffix(const Sizes* s, const Fusing<T>* fusing, T* x, const T* before,          \
+                                i64 tokens) {                                                            \
+    (*fusing)(*s, x, before, tokens);                                                                    \
+  }                                                                                                      \
   extern "C" void draft_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows,    \
                                  i64 steps, float threshold, const float* least) {                       \
     Round<T>(*target, drafting, *rows).draft(steps, threshold, least);                                   \

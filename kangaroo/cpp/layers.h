@@ -11,6 +11,7 @@ namespace {
 template <class T> struct Layer {
   const T *attention_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
   const T *feed_forward_norm, *gate, *up, *down;
+  i64 passing;  // of all of its matrices
 };
 
 // Layers, and where each keeps keys and values: [rows * n_slots, K, C].
@@ -72,14 +73,15 @@ template <class T> class Pass {
       attention.merge(scratch.partial.data(), scratch.attended.data());
       barrier.wait();
       i64 width = s.heads * s.head_size;
-      add({scratch.attended.data(), tokens.total, width}, layer.o, layer.o_bias,
+      add({scratch.attended.data(), tokens.total, width}, {layer.o, s.hidden, width, layer.passing}, layer.o_bias,
           layer.gate ? share_of(layer.gate, s.feed_forward, s.hidden) : first_of(next));
       barrier.wait();
     }
     if (layer.gate) {
       activate(layer);
       barrier.wait();
-      add({scratch.activated.data(), tokens.total, s.feed_forward}, layer.down, nullptr, first_of(next));
+      add({scratch.activated.data(), tokens.total, s.feed_forward},
+          {layer.down, s.hidden, s.feed_forward, layer.passing}, nullptr, first_of(next));
       barrier.wait();
     }
   }
@@ -110,9 +112,9 @@ template <class T> class Pass {
     Input<T> in = norm(layer.attention_norm);
     i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size, all = of_q + 2 * of_k;
     struct { Matrix<T> w; const T* bias; i64 before, first; } parts[] = {
-        {{layer.q, of_q, s.hidden}, layer.q_bias, 0, 0},
-        {{layer.k, of_k, s.hidden}, layer.k_bias, blocks(of_q), of_q},
-        {{layer.v, of_k, s.hidden}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
+        {{layer.q, of_q, s.hidden, layer.passing}, layer.q_bias, 0, 0},
+        {{layer.k, of_k, s.hidden, layer.passing}, layer.k_bias, blocks(of_q), of_q},
+        {{layer.v, of_k, s.hidden, layer.passing}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
     auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
     i64 skipped = layer.q ? 0 : blocks(of_q);
     Part mine(blocks(of_q) + 2 * blocks(of_k) - skipped);
@@ -164,7 +166,8 @@ template <class T> class Pass {
 
   void activate(const Layer<T>& layer) {
     Input<T> in = norm(layer.feed_forward_norm);
-    Matrix<T> gate{layer.gate, s.feed_forward, s.hidden}, up{layer.up, s.feed_forward, s.hidden};
+    Matrix<T> gate{layer.gate, s.feed_forward, s.hidden, layer.passing};
+    Matrix<T> up{layer.up, s.feed_forward, s.hidden, layer.passing};
     Part mine(blocks(s.feed_forward));
     products(
         in, 2 * mine.first, 2 * mine.last,
@@ -181,10 +184,9 @@ template <class T> class Pass {
         });
   }
 
-  // x += in . weight
-  void add(const Matrix<T>& x_in, const T* weight, const T* bias, const T* after) {
+  // x += in . w
+  void add(const Matrix<T>& x_in, const Matrix<T>& w, const T* bias, const T* after) {
     Input<T> in = input(x_in, room);
-    Matrix<T> w{weight, s.hidden, x_in.width};
     Part mine(blocks(s.hidden));
     products(
         in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, after, room_for_sums,

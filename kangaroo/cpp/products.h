@@ -37,6 +37,10 @@ constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = ZEN_4 || ZEN_5 ? 10 : GROUP, F
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
 constexpr int CLOSE = ZEN_4 ? 2 : 3;
 constexpr i64 AHEAD = 8192;
+// How what lies ahead is fetched: not at all; so that it stays in the last-level cache; or past that, where it
+// does not fit and would push out what is read again soon. Measured on Zen 5 alone.
+enum class Prefetch { none, to_stay, passing };
+constexpr bool CAN_PASS = ZEN_5;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 // What a register holds of a row of weights, and what it is multiplied with.
@@ -142,6 +146,7 @@ Register sums(const Register* v) {
 template <class T> struct Matrix {
   const T* data;
   i64 rows, width;
+  i64 passing = 0;  // of weights: they do not stay in the last-level cache
   const T* row(i64 i) const { return data + std::min(i, rows - 1) * width; }  // the last one again
 };
 
@@ -201,7 +206,7 @@ constexpr int rows_beside(int tokens) {
 }
 
 // out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
-template <class T, int tokens, bool fetch>
+template <class T, int tokens, Prefetch fetch>
 void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out, int wanted = tokens) {
   constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
   const i64 whole = block.w->width / width * width, left = block.w->width - whole;
@@ -211,12 +216,14 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
   Register sum[tokens][LANES];
   for (int j = 0; j < LANES; j += beside) {
     for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
-    const char* ahead = fetch ? block.ahead_of(j, tokens == 1 ? AHEAD_OF_ONE : AHEAD) : nullptr;
+    constexpr bool fetches = fetch != Prefetch::none;
+    const char* ahead = fetches ? block.ahead_of(j, tokens == 1 ? AHEAD_OF_ONE : AHEAD) : nullptr;
     Register part[tokens][beside] = {};
     for (i64 k = 0; k < whole; k += width) {
       step<T, tokens, beside>(from_x, from_w, k, width, part);
-      if (fetch)
-        for (int b = 0; b < beside; b++, ahead += sizeof(Register)) __builtin_prefetch(ahead, 0, CLOSE);
+      if (fetches)
+        for (int b = 0; b < beside; b++, ahead += sizeof(Register))
+          __builtin_prefetch(ahead, 0, fetch == Prefetch::passing ? 0 : CLOSE);
     }
     if (left) step<T, tokens, beside>(from_x, from_w, whole, left, part);
     for (int i = 0; i < tokens; i++)
@@ -229,9 +236,9 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
     }
 }
 
-template <class T, bool fetch>
+template <class T, Prefetch fetch>
 void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& block, float* out) {
-  if constexpr (fetch && ALONE > GROUP) switch (count) {
+  if constexpr (fetch != Prefetch::none && ALONE > GROUP) switch (count) {
     case 9: return times<T, 9, fetch>(x, m, block, out);
     case 10: return times<T, 10, fetch>(x, m, block, out);
   }
@@ -314,9 +321,11 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
 template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
   const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
   const i64 size = WIDE == 16 ? (rows + groups - 1) / groups : GROUP;  // one alone takes two thirds of the time of four
-  times_group<T, true>(x, 0, std::min(size, rows), block, out);
+  if (CAN_PASS && block.w->passing && groups == 1)
+    return times_group<T, CAN_PASS ? Prefetch::passing : Prefetch::to_stay>(x, 0, rows, block, out);
+  times_group<T, Prefetch::to_stay>(x, 0, std::min(size, rows), block, out);
   for (i64 m = size; m < rows; m += size)
-    times_group<T, false>(x, m, std::min(size, rows - m), block, out + m * LANES);
+    times_group<T, Prefetch::none>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
 // The sums of numbers k to `last` for one or two blocks and one group of sixteen tokens from m on, or two.

@@ -17,15 +17,38 @@ template <class T> struct Target {
   const T *embedding, *cos, *sin;  // rows for tokens and for positions
 };
 
-// A layer that drafts from the target's states at the exit. With `fuse`, [D, 2 D], it also reads the target's normed
-// final state of the token before, or its own where that is drafted: x + fuse [norm(x), norm(before)].
+// How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
+template <class T> struct Fusing {
+  const T *shallow_norm, *deep_norm, *weight;  // [D], [D], [D, 2 D]
+
+  void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
+    i64 D = s.hidden;
+    Sizes wide = s;
+    wide.hidden = 2 * D;
+    std::vector<T> both(total * 2 * D);
+    std::vector<float> fused(total * D);
+#pragma omp parallel for num_threads(s.threads) if (total >= MANY)
+    for (i64 m = 0; m < total; m++) {
+      rms_norm(x + m * D, shallow_norm, D, s.eps, both.data() + m * 2 * D);
+      rms_norm(before + m * D, deep_norm, D, s.eps, both.data() + m * 2 * D + D);
+    }
+    read_out(wide, Head<T>{nullptr, weight, D, nullptr}, both.data(), total, fused.data());
+    for (i64 i = 0; i < total * D; i += LANES) {
+      i64 left = total * D - i;
+      put(x + i, get(x + i, left) + stored<T>(get(&fused[i], left)), left);
+    }
+  }
+};
+
+// A layer that drafts from the target's states at the exit, and with `fusing` from a deep state of the token before:
+// the target's after `deep_tap` layers, through its final norm, or its own where that token is drafted.
 template <class T> struct Drafting {
   Stack<T> stack;
   const T* norm;
   Head<T> head;
-  // All null where it reads no deep states; `deep` has those of the text, [batch, n_slots, D].
-  const T *shallow_norm, *deep_norm, *fuse;
-  T* deep;
+  Fusing<T> fusing;  // all null where it reads no deep states
+  T* deep;           // those of the text, [batch, n_slots, D]
+  i64 deep_tap;
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };
@@ -203,16 +226,21 @@ template <class T> class Round {
       const T* from = r.exit ? r.state(row, node) : t.embedding + r.token[r.at(row, node)] * D;
       std::copy(from, from + D, pass.x.data() + m * D);
     }
-    pass.run(t.sizes, t.stack.range(r.exit, t.stack.count), t);
+    std::vector<T> deep;
+    if (reads_deep()) {
+      pass.run(t.sizes, t.stack.range(r.exit, d->deep_tap), t);
+      deep = pass.x;
+    }
+    pass.run(t.sizes, t.stack.range(reads_deep() ? d->deep_tap : r.exit, t.stack.count), t);
     std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
-      if (r.count[row]) accept(row, choices.data() + m, pass.x.data() + m * D);
+      if (r.count[row]) accept(row, choices.data() + m, reads_deep() ? deep.data() + m * D : nullptr);
   }
 
  private:
   void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
 
-  bool reads_deep() const { return d && d->fuse; }
+  bool reads_deep() const { return d && d->fusing.weight; }
 
   // States of the nodes that have none yet, by the layers below the exit.
   void find_states() {
@@ -243,7 +271,7 @@ template <class T> class Round {
       if (reads_deep()) append(before, before_node(row, node), 1);
       last.push_back(pass.rows.size() - 1);
     }
-    if (reads_deep()) fuse(before);
+    if (reads_deep()) d->fusing(t.sizes, pass.x.data(), before.data(), pass.rows.size());
     pass.run(t.sizes, d->stack, t, d->norm);
     for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
       std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
@@ -321,24 +349,6 @@ template <class T> class Round {
 
   void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }
 
-  // What the drafting layer reads, from the shallow states of the pass and the deep ones before each.
-  void fuse(const std::vector<T>& before) {
-    i64 total = pass.rows.size();
-    Sizes wide = t.sizes;
-    wide.hidden = 2 * D;
-    std::vector<T> both(total * 2 * D);
-    std::vector<float> fused(total * D);
-    for (i64 m = 0; m < total; m++) {
-      rms_norm(pass.x.data() + m * D, d->shallow_norm, D, wide.eps, both.data() + m * 2 * D);
-      rms_norm(before.data() + m * D, d->deep_norm, D, wide.eps, both.data() + m * 2 * D + D);
-    }
-    read_out(wide, Head<T>{nullptr, d->fuse, D, nullptr}, both.data(), total, fused.data());
-    for (i64 i = 0; i < total * D; i += LANES) {
-      i64 left = total * D - i;
-      put(&pass.x[i], get(&pass.x[i], left) + stored<T>(get(&fused[i], left)), left);
-    }
-  }
-
   std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
     static thread_local std::vector<float> logits;
     if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
@@ -353,13 +363,13 @@ template <class T> class Round {
     return choices;
   }
 
-  void accept(i64 row, const Choice* choices, const T* final_states) {
+  void accept(i64 row, const Choice* choices, const T* deep) {
     i64 *written = r.written + row * r.capacity, depth = 0, node = 0;
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
       if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
       if (reads_deep())
-        rms_norm(final_states + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
+        rms_norm(deep + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
       written[depth] = choices[node].tokens[0];
       keep(row, node, depth);
       node = r.child(row, node, choices[node].tokens[0]);

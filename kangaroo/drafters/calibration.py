@@ -171,10 +171,10 @@ def look(
     """
     tokens_1T = torch.tensor([tokens], device=lm.device)
     block = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
-    last = lm.n_layers if layer.reads_deep else layer.exit_layer
+    last = layer.exit_layer if layer.deep_tap is None else layer.deep_tap
     x_1TD, taps = lm.run(lm.embed(tokens_1T), None, block, range(last), (layer.exit_layer,))
     f_1TD = taps[layer.exit_layer]
-    deep_1TD = lm.norm(x_1TD).to(f_1TD.device) if layer.reads_deep else f_1TD
+    deep_1TD = f_1TD if layer.deep_tap is None else lm.norm(x_1TD).to(f_1TD.device)
     graded = layer.architecture.graded_steps(steps)
     states = layer.states(taps, deep_1TD, block.to(f_1TD.device), graded)
     found = []

@@ -111,15 +111,17 @@ class EarlyExit(NativeDrafter):
         self.steps, self.threshold = steps, threshold
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
-        self.reads_deep = adapter.reads_deep
+        self.deep_tap = adapter.deep_tap
+        self.reads_deep = self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
         self.resumes = not self.reads_deep
-        taps = (adapter.exit_layer, lm.n_layers) if self.reads_deep else (adapter.exit_layer,)
-        self.taps: tuple[int, ...] = taps
+        self.taps: tuple[int, ...] = (adapter.exit_layer,)
+        if self.deep_tap is not None:
+            self.taps += (self.deep_tap,)
         self.max_nodes = steps
         self.window = steps if self.reads_deep else 1
         self.cache = lm.cache_like(0, 0, [])
-        # the target's normed final state at each slot of the text, where they are read
+        # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
@@ -133,19 +135,16 @@ class EarlyExit(NativeDrafter):
         return self.adapter.native_inputs() is not None
 
     def native_drafting(self) -> Structure | None:
-        layer, head, inputs = (
-            self.adapter.native_layer,
-            self.head.native,
-            self.adapter.native_inputs(),
-        )
+        layer, head = self.adapter.native_layer, self.head.native
+        inputs = self.adapter.native_inputs()
         assert layer is not None and head is not None and inputs is not None
-        if self.reads_deep:
-            inputs["deep"] = self.deep_BSD
         return native.NativeDrafting(
             stack=layer.native(self.cache, range(1)),
             norm=native.pointer(weight(self.adapter.norm)),
             head=head.native(ids_N=self.head.vocabulary_K),
-            **{name: native.pointer(tensor) for name, tensor in inputs.items()},
+            deep=native.pointer(self.deep_BSD),
+            deep_tap=self.deep_tap or 0,
+            **inputs,
         )
 
     @cached_property
@@ -191,8 +190,8 @@ class EarlyExit(NativeDrafter):
         """Keep the prompt's states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
         block = block.to(f_1TD.device)
-        if self.reads_deep and self.lm.n_layers in taps:  # else they are there already
-            self.keep_deep(block.slots_RT, taps[self.lm.n_layers], rows)
+        if self.deep_tap in taps:  # else they are there already
+            self.keep_deep(block.slots_RT, taps[self.deep_tap], rows)
         self._forget_from(block)
         self.prompts.append((f_1TD, self.deep_before(block), block))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
@@ -218,9 +217,9 @@ class EarlyExit(NativeDrafter):
     ) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
         new_BPD = along(draft, verdict, taps[self.exit_layer])
-        if self.reads_deep:
+        if self.deep_tap is not None:
             assert draft.block is not None
-            deep_BPD = along(draft, verdict, taps[self.lm.n_layers])
+            deep_BPD = along(draft, verdict, taps[self.deep_tap])
             path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
             slots_BP = draft.block.slots_RT[:, :1].to(deep_BPD.device) + path_P
             self.keep_deep(slots_BP, deep_BPD)
@@ -241,13 +240,13 @@ class EarlyExit(NativeDrafter):
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]
 
     def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
-        """Keep the target's normed final states, of states that are not normed yet."""
+        """Keep deep states of the target, which are not normed yet."""
         own_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
         deep_RND = self.lm.norm(states_RND).to(own_RSD.device)
         own_RSD.scatter_(1, slots_RN1.expand_as(deep_RND), deep_RND)
 
     def deep_before(self, block: Block) -> Tensor | None:
-        """The target's normed final states of the tokens before these, zeros where there is none;
+        """The target's deep states, normed, of the tokens before these, zeros where there is none;
         None where they are not read."""
         if not self.reads_deep:
             return None

@@ -193,9 +193,21 @@ class Planned:
         return sum(storage.nbytes() for storage in kept.values())
 
 
-def _exits(lm: LM, planned: Sequence[Planned]) -> int:
-    """Hidden states that are kept for adapters, besides the final one."""
-    return len({tap for adapter in planned for tap in adapter.adapter.taps})
+def _taps(planned: Sequence[Planned]) -> set[int]:
+    """Of hidden states that adapters read as they are, how many layers lie below them."""
+    return {tap for adapter in planned for tap in adapter.adapter.taps}
+
+
+def _deep_taps(planned: Sequence[Planned]) -> set[int]:
+    """Of those that they read normed."""
+    return {tap for adapter in planned if (tap := adapter.adapter.deep_tap) is not None}
+
+
+def _state_bytes(lm: LM, planned: Sequence[Planned], kept: int, tokens: int, learnt: int) -> int:
+    """Of what the target gives adapters to learn from; its final states too, where it teaches."""
+    deep = _deep_taps(planned) | (set() if kept else {lm.n_layers})
+    states = (len(_taps(planned)) + len(deep)) * tokens + (lm.n_layers in deep) * learnt
+    return states * lm.config.hidden_size * lm.dtype.itemsize
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -229,11 +241,10 @@ def _of_a_step(
     rows = max(1, config.batch_tokens // width)
     tokens, size, model = rows * width, lm.dtype.itemsize, lm.config
     learnt = tokens * text.assistant_tokens // text.tokens
-    exits = _exits(lm, planned)
     students = sum(adapter.recipe.steps for adapter in planned)
     # residual stream twice and normed, gate, up and their product
     layer = tokens * (3 * model.hidden_size + 3 * model.intermediate_size) * size
-    taps = (exits + 1) * tokens * model.hidden_size * size + learnt * model.hidden_size * size
+    taps = _state_bytes(lm, planned, text.learnt_from(config), tokens, learnt)
     vocabulary = config.vocabulary or model.vocab_size
     chunk = min(config.loss_chunk, learnt)
     # the teacher's over all tokens, then p, log q and their gradients over those drafted from
@@ -263,18 +274,12 @@ def _remembered(
     """
     if not config.remember:
         return {}
-    exits, kept = _exits(lm, planned), text.learnt_from(config)
-    state = lm.config.hidden_size * lm.dtype.itemsize
-    whole = (exits * state + 9) * tokens  # and ids, and whether they are learnt
+    kept = text.learnt_from(config)
+    whole = _state_bytes(lm, planned, kept, tokens, learnt)
+    whole += 9 * tokens  # ids, and whether they are learnt
     if kept:  # the likeliest; probabilities, places in the draft vocabulary, whether they are there
         whole += learnt * (8 + 4 + 13 * kept)
-    if not kept or _any_reads_deep(planned):
-        whole += (tokens + learnt) * state
     return {"remembered states": int(share * whole)}
-
-
-def _any_reads_deep(planned: Sequence[Planned]) -> bool:
-    return any(adapter.recipe.architecture.reads_deep for adapter in planned)
 
 
 def _disk(lm: LM, planned: Sequence[Planned], text: Text) -> dict[str, int]:
@@ -310,9 +315,7 @@ def _flops(
     adapters, heads = 0.0, targets * epochs
     if text.learnt_from(config):  # without its head
         whole_head = heads = 0.0
-        if not _any_reads_deep(planned):  # the layers below the deepest exit alone
-            deepest = max(tap for adapter in planned for tap in adapter.adapter.taps)
-            forward *= deepest / lm.n_layers
+        forward *= max(_taps(planned) | _deep_taps(planned)) / lm.n_layers
     for adapter in planned:
         steps = adapter.recipe.steps
         passes = adapter.recipe.architecture.passes(steps)

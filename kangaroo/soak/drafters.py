@@ -50,7 +50,7 @@ def adapter(lm: LM, kind: str, exit_layer: int) -> Adapter:
     made = Adapter(lm, exit_layer, ADAPTERS[kind]).start_from(lm)
     assert made.norm is not None
     made.norm.load_state_dict(lm.hf.model.norm.state_dict())  # undamped: as sure as the target
-    if made.reads_deep:  # untrained it would not look at the deep state
+    if made.deep_tap is not None:  # untrained it would not look at the deep state
         made.fuse.weight.data.normal_(std=0.02, generator=torch.Generator().manual_seed(2))
     return made.to(lm.device, lm.dtype).requires_grad_(False)
 

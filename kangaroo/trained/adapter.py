@@ -10,16 +10,20 @@ Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary, V vocabu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from kangaroo import native
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.model import LM, feed_forward_weights
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
 from kangaroo.trained.layer import Layer
+
+if TYPE_CHECKING:
+    from ctypes import Structure
 
 
 @dataclass
@@ -30,8 +34,10 @@ class Architecture(base.Architecture):
         attention: an attention layer of the target's shape.
         feed_forward: the target's feed-forward part after it; alone, without attention, too.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
-        fused: also read the target's final state of the token before, and for a token that is only
-            drafted the adapter's own state in its place (after EAGLE-3, arXiv 2503.01840).
+        fused: also read what goes into the target's last layer at the token before, and for a
+            token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
+            2503.01840). Of a prompt it costs nothing, since that layer's keys need it; what comes
+            out of that layer would have to be computed for the whole prompt.
     """
 
     attention: bool = True
@@ -84,13 +90,12 @@ class Adapter(Layer):
         vocabulary_K: Tensor | None = None,
     ):
         parts = architecture or Architecture()
-        super().__init__(parts, exit_layer)
+        super().__init__(parts, exit_layer, lm.n_layers - 1 if parts.fused else None)
         if not 0 < exit_layer < lm.n_layers:
             raise AdapterMismatch(
                 f"exit layer {exit_layer} does not lie inside the target's {lm.n_layers} layers; "
                 f"choose 1 to {lm.n_layers - 1}."
             )
-        self.reads_deep = parts.reads_deep
         layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()
@@ -103,6 +108,7 @@ class Adapter(Layer):
             self.feed_forward = type(layer.mlp)(lm.config)
         self.norm = lm.new_norm()
         self.head: nn.Linear | None = None
+        self.native_fusing: native.Fusing | None = None
         if parts.own_head:
             self.head = nn.Linear(size, vocabulary_size(lm, vocabulary_K), bias=False)
 
@@ -148,16 +154,21 @@ class Adapter(Layer):
     def own_heads(self) -> list[nn.Linear]:
         return [] if self.head is None else [self.head]
 
-    def native_inputs(self) -> dict[str, Tensor]:
-        if not self.reads_deep:
-            return {}
-        norms = {"shallow_norm": self.shallow_norm, "deep_norm": self.deep_norm}
-        weights = {name: norm.get_parameter("weight") for name, norm in norms.items()}
-        return weights | {"fuse": self.fuse.weight}
+    def native_inputs(self) -> dict[str, Structure]:
+        return {"fusing": self.native_fusing.native()} if self.native_fusing else {}
+
+    def accelerate(self, lm: LM) -> Adapter:
+        super().accelerate(lm)
+        if self.architecture.fused:
+            norms = (norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm))
+            self.native_fusing = lm.acceleration.fusing(*norms, self.fuse.weight)
+        return self
 
     def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
-        if not self.reads_deep:
+        if not self.architecture.fused:
             return f_BND
         assert deep_BND is not None
+        if self.native_fusing and not torch.is_grad_enabled():
+            return self.native_fusing(f_BND, deep_BND)
         both = torch.cat([self.shallow_norm(f_BND), self.deep_norm(deep_BND)], -1)
         return f_BND + self.fuse(both)

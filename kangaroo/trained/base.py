@@ -49,7 +49,7 @@ class Architecture(ABC):
 
     @property
     def reads_deep(self) -> bool:
-        """Whether it learns from the target's final states, and not from its taps alone."""
+        """Whether it learns from states at the target's other end too, see `deep_tap`."""
         return True
 
     def fixed_exit(self, lm: LM) -> int | None:
@@ -83,12 +83,21 @@ class Trainable(nn.Module, ABC):
     Args:
         exit_layer: how many of the target's layers lie below it.
         taps: the hidden states of the target that it learns from, by the number of layers below
-            them; the normed final state is always there.
+            them.
+        deep_tap: as well, of which state it reads what the target's final norm makes of it; None
+            is of none.
     """
 
-    def __init__(self, architecture: Architecture, exit_layer: int, taps: Sequence[int]):
+    def __init__(
+        self,
+        architecture: Architecture,
+        exit_layer: int,
+        taps: Sequence[int],
+        deep_tap: int | None,
+    ):
         super().__init__()
-        self.architecture, self.exit_layer, self.taps = architecture, exit_layer, tuple(taps)
+        self.architecture, self.exit_layer = architecture, exit_layer
+        self.taps, self.deep_tap = tuple(taps), deep_tap
 
     @abstractmethod
     def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> Self:
@@ -110,7 +119,7 @@ class Trainable(nn.Module, ABC):
         earlier, so that every step's states are judged by the same tokens.
 
         Args:
-            deep_BTD: the target's normed final states; of width 0 where nothing `reads_deep`.
+            deep_BTD: the target's states at `deep_tap`, normed; of width 0 where that is None.
             read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
         """
 
@@ -130,7 +139,7 @@ class Trainable(nn.Module, ABC):
         Args:
             states: `[M, D]` at each draft step.
             valid: `[steps, M]`, where a draft has that step.
-            deep_MD: the target's normed final states at the same positions.
+            deep_MD: the states at `deep_tap`, normed, at the same positions.
         """
         return None
 

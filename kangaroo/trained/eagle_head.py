@@ -60,7 +60,7 @@ class EagleHead(Layer):
     architecture: Architecture
 
     def __init__(self, lm: LM, architecture: Architecture | None = None):
-        super().__init__(architecture or Architecture(), exit_layer=0)
+        super().__init__(architecture or Architecture(), exit_layer=0, deep_tap=lm.n_layers)
         last, size = lm.layers[-1], lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = type(last.self_attn)(lm.config, layer_idx=0)

@@ -43,7 +43,7 @@ def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
     if not isinstance(parts, Architecture):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
-        reason = "it is fused: it reads the target's final states"
+        reason = "it is fused: it reads deep states of the target"
     elif parts.own_head and vocabulary:
         reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:

@@ -18,6 +18,8 @@ from kangaroo.trained.base import Architecture, Trainable
 from kangaroo.trained.unroll import unroll
 
 if TYPE_CHECKING:
+    from ctypes import Structure
+
     from typing_extensions import Self
 
 
@@ -27,15 +29,11 @@ class Layer(Trainable):
 
     Being of the target's own classes, biases, GQA and RoPE follow the target.
 
-    Attributes:
-        reads_deep: it also reads the target's normed final state of the token before each, or its
-            own in that place.
+    With a `deep_tap` it also reads that state of the token before each, or its own in that place.
     """
 
-    reads_deep: bool = True
-
-    def __init__(self, architecture: Architecture, exit_layer: int):
-        super().__init__(architecture, exit_layer, taps=[exit_layer])
+    def __init__(self, architecture: Architecture, exit_layer: int, deep_tap: int | None):
+        super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
         self.middle_norm: nn.Module | None = None
@@ -59,8 +57,8 @@ class Layer(Trainable):
 
         Args:
             f_BND: the target's hidden state after `exit_layer` layers.
-            deep_BND: where it `reads_deep`, the state of the token before each; zeros at the start
-                of a text.
+            deep_BND: where it reads one, the deep state of the token before each; zeros at the
+                start of a text.
             past: where keys and values go and come from; None sees the block alone.
             read_BN: where a head reads it: all others have keys and values, and a state of zeros.
                 None: everywhere.
@@ -128,9 +126,9 @@ class Layer(Trainable):
             if part is not None:
                 part.load_state_dict(layer.get_submodule(theirs).state_dict())
 
-    def native_inputs(self) -> dict[str, Tensor] | None:
-        """The weights that native rounds make the layer's input with, by their names in
-        `NativeDrafting`, where it is not the shallow state as it is; None where they cannot."""
+    def native_inputs(self) -> dict[str, Structure] | None:
+        """What native rounds make the layer's input with, by its name in `NativeDrafting`, where it
+        is not the shallow state as it is; None where they cannot."""
         return None
 
     def accelerate(self, lm: LM) -> Self:

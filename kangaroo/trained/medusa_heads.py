@@ -82,7 +82,7 @@ class MedusaHeads(Trainable):
     architecture: Architecture
 
     def __init__(self, lm: LM, architecture: Architecture, vocabulary_K: Tensor | None = None):
-        super().__init__(architecture, lm.n_layers, taps=[])
+        super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
         outputs = vocabulary_size(lm, vocabulary_K)
         own = count if architecture.own_head else 0

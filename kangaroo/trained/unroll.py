@@ -60,7 +60,7 @@ def unroll(
     (training-time test, EAGLE-3, arXiv 2503.01840).
 
     Args:
-        deep_BTD: the target's normed final states.
+        deep_BTD: the target's states at the layer's `deep_tap`, normed.
         read_BT: where heads read them; see `Trainable.states`.
     """
     if steps == 1:

@@ -27,14 +27,14 @@ class Seen:
 
     Args:
         taps: hidden states `[B, T, D]` by the number of layers below them.
-        deep_BTD: normed final states; of width 0 where the target ran its shallow layers alone.
+        deep: states after the target's final norm, likewise, where an adapter reads them.
         teacher: what the target says at the assistant's positions.
     """
 
     tokens: Tokens
     block: Block
     taps: dict[int, Tensor]
-    deep_BTD: Tensor
+    deep: dict[int, Tensor]
     teacher: AnyTeacher
 
 
@@ -46,17 +46,20 @@ def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) ->
     """
     block = replace(tokens.block(lm), rows=slice(0, len(tokens.input_BT)))
     wanted = {tap for trainee in trained for tap in trainee.adapter.taps}
-    deep = any(trainee.recipe.architecture.reads_deep for trainee in trained)
-    layers = range(lm.n_layers if deep or tokens.kept is None else max(wanted))
-    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, layers, wanted)
-    whole = layers.stop == lm.n_layers
-    deep_BTD = lm.norm(x_BTD) if whole else x_BTD[..., :0]
-    deep_MD = deep_BTD[tokens.wanted_BT.to(deep_BTD.device)]
+    deep = {tap for trainee in trained if (tap := trainee.adapter.deep_tap) is not None}
+    if tokens.kept is None:
+        deep.add(lm.n_layers)
+    both = wanted | deep
+    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, range(max(both)), both)
+    normed = {tap: lm.norm(taps[tap]) for tap in deep}
+    taps = {tap: taps[tap] for tap in wanted}
+    final_BTD = normed.get(lm.n_layers, x_BTD[..., :0])
+    final_MD = final_BTD[tokens.wanted_BT.to(final_BTD.device)]
     if tokens.kept is not None:
-        kept = KeptTeacher.of(deep_MD, *tokens.kept, trained[0].targets)
+        kept = KeptTeacher.of(final_MD, *tokens.kept, trained[0].targets)
         # once is enough where it is remembered
-        return Seen(replace(tokens, kept=None), block, taps, deep_BTD, kept)
-    return Seen(tokens, block, taps, deep_BTD, Teacher.of(lm, deep_MD, loss_chunk))
+        return Seen(replace(tokens, kept=None), block, taps, normed, kept)
+    return Seen(tokens, block, taps, normed, Teacher.of(lm, final_MD, loss_chunk))
 
 
 def teach(
@@ -142,9 +145,13 @@ def _together(students: Sequence[Student]) -> tuple[list[Tensor], Tensor]:
 def _states(lm: LM, seen: Seen, trainee: Trainee, steps: int) -> list[Tensor]:
     weight = next(trainee.adapter.parameters())
     taps = {tap: seen.taps[tap].to(weight) for tap in trainee.adapter.taps}
+    deep_tap = trainee.adapter.deep_tap
+    deep_BTD = weight.new_empty(*seen.tokens.input_BT.shape, 0)
+    if deep_tap is not None:
+        deep_BTD = seen.deep[deep_tap].to(weight)
     block, read_BT = seen.block.to(weight.device), seen.tokens.wanted_BT.to(weight.device)
     with _precision(lm):
-        return trainee.adapter.states(taps, seen.deep_BTD.to(weight), block, steps, read_BT)
+        return trainee.adapter.states(taps, deep_BTD, block, steps, read_BT)
 
 
 def _precision(lm: LM) -> AbstractContextManager[object]:

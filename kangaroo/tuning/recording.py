@@ -168,8 +168,8 @@ def read_text(
     below = 0 if begin >= window else window
     block = lm.block(tree, start_1.to(lm.device), end, batch.n_slots, below)
     block = replace(block, recordable=False).to(f_1TD.device)
-    if drafter.reads_deep:
-        deep_1TD = torch.cat([taps[lm.n_layers] for taps in pending], 1)
+    if drafter.deep_tap is not None:
+        deep_1TD = torch.cat([taps[drafter.deep_tap] for taps in pending], 1)
         drafter.keep_deep(block.slots_RT[:, window:], deep_1TD)
     before_1TD = drafter.deep_before(block)
     read = []
