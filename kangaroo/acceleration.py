@@ -56,14 +56,12 @@ class Acceleration:
         assert self.sizes is not None
         return Head(self.library, weight_OD, self.sizes)
 
-    def fusing(
-        self, shallow_norm_D: Tensor, deep_norm_D: Tensor, weight_DE: Tensor
-    ) -> Fusing | None:
+    def fusing(self, weights: Sequence[Tensor]) -> Fusing | None:
         """The same for the input of a fused adapter."""
         if self.library is None:
             return None
         assert self.sizes is not None
-        return Fusing(self.library, shallow_norm_D, deep_norm_D, weight_DE, self.sizes)
+        return Fusing(self.library, weights, self.sizes)
 
     def hold(
         self,

@@ -15,7 +15,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from kangaroo.cache import Block, KVCache
 from kangaroo.folders import cache_folder
+from kangaroo.last_level import staying_bytes
 
 log = logging.getLogger(__name__)
 
@@ -253,28 +253,6 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
     return (ctypes.c_int64 * len(entries))(*entries)
 
 
-@cache
-def staying_bytes() -> int:
-    """How much of a model's layers, or of a head, stays in the last-level cache between passes:
-    half of it. What does not would push it out, and is fetched past it, where that can be
-    (`products.h`). All stays where the system does not tell the cache's size."""
-    return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
-
-
-def last_level_cache(folder: Path) -> int:
-    """Bytes of a processor's largest cache, by Linux's description; 0 where there is none."""
-    sizes = [read_line(file) for file in folder.glob("index*/size")]
-    return max((1024 * int(size[:-1]) for size in sizes if re.fullmatch(r"\d+K", size)), default=0)
-
-
-def read_line(path: Path) -> str:
-    """What is in a file of one line; nothing where it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 class Head:
     """A matrix from hidden states to logits."""
 
@@ -309,21 +287,15 @@ class Fusing:
     """What a fused adapter makes of shallow states and the deep ones before them.
 
     Args:
-        weight_DE: the projection, E being twice D.
+        weights: of the norms of both, `[D]`, and of the projection, `[D, 2 D]`.
     """
 
-    def __init__(
-        self,
-        library: CDLL,
-        shallow_norm_D: Tensor,
-        deep_norm_D: Tensor,
-        weight_DE: Tensor,
-        sizes: Sizes,
-    ):
-        self.weights, self.sizes = (shallow_norm_D, deep_norm_D, weight_DE), sizes
-        self.call = function(library, "fuse", weight_DE.dtype, FUSE)
+    def __init__(self, library: CDLL, weights: Sequence[Tensor], sizes: Sizes):
+        self.weights, self.sizes = weights, sizes
+        self.call = function(library, "fuse", weights[-1].dtype, FUSE)
 
     def native(self) -> Structure:
+        """The same for native code."""
         return NativeFusing(*map(pointer, self.weights))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
@@ -342,16 +314,8 @@ RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
 FUSE = [*4 * [POINTER], INTEGER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
-DRAFT_TREES = [
-    *3 * [POINTER],
-    INTEGER,
-    INTEGER,
-    ctypes.c_float,
-    POINTER,
-    INTEGER,
-    POINTER,
-    ctypes.c_int,
-]
+TREE = [INTEGER, INTEGER, ctypes.c_float, POINTER, INTEGER, POINTER, ctypes.c_int]
+DRAFT_TREES = [*3 * [POINTER], *TREE]
 VERIFY = 3 * [POINTER]
 FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
 

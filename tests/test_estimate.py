@@ -129,8 +129,8 @@ def test_activations_are_what_autograd_keeps(recipe, dtype):
     made = trainees(lm, [replace(recipe, exit_layers=[2])], None)
     adapter = made[0].adapter
     seen = look(lm, collate(samples(2, 40), 100, lm.device), made, 32)
-    deep_tap = lm.n_layers if adapter.deep_tap is None else adapter.deep_tap
-    f_BTD, deep_BTD = seen.taps[2].float(), seen.deep[deep_tap].float()
+    f_BTD = seen.taps[2].float()
+    deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     own = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
     kept = {}
 

@@ -171,7 +171,9 @@ def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
     path = saved(lm, others(lm)[kind], tmp_path / "adapter")
     nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=f"{kind}.*final states.*Export one of adapter=attention"):
+    with pytest.raises(
+        ConfigError, match=f"{kind}.*(final|deep) states.*Export one of adapter=attention"
+    ):
         save(path, nowhere, tmp_path / "draft")
 
 

@@ -16,7 +16,7 @@ import torch
 from helpers import VOCABULARY, adapter_for, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
-from kangaroo import native
+from kangaroo import last_level, native
 from kangaroo.model import LM
 from kangaroo.trained.adapter import Architecture
 from kangaroo.training.checkpoint import METRICS
@@ -130,8 +130,8 @@ def test_the_last_level_cache_is_what_the_system_says(tmp_path):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}/size").write_text(size + "\n")
     (tmp_path / "index9").mkdir()
-    assert native.last_level_cache(tmp_path) == 32 << 20
-    assert native.last_level_cache(tmp_path / "nowhere") == 0
+    assert last_level.last_level_cache(tmp_path) == 32 << 20
+    assert last_level.last_level_cache(tmp_path / "nowhere") == 0
 
 
 def test_any_number_of_threads_computes_the_same_wherever_it_is_called():

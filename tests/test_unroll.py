@@ -48,7 +48,7 @@ def last_state(lm: LM, adapter: Layer, ids: list[int], pending: int) -> Tensor:
     By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
     itself excluded, and after that the adapter's own take their place.
     """
-    deep_1TD = lm.norm(states(lm, ids, lm.n_layers))[:, :pending]  # causal: the rest is unseen
+    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))[:, :pending]  # causal: the rest is unseen
     for end in range(pending + 1, len(ids) + 1):
         f_1TD = states(lm, ids[:end], adapter.exit_layer)
         before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
@@ -61,7 +61,8 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     lm, adapter = fused
     (ids,) = random_prompts(12)
     block = lm.chunk(0, 12, 0, 12)
-    f_1TD, deep_1TD = states(lm, ids, adapter.exit_layer), lm.norm(states(lm, ids, lm.n_layers))
+    f_1TD = states(lm, ids, adapter.exit_layer)
+    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))
     with torch.no_grad():
         unrolled = unroll(adapter, f_1TD, deep_1TD, block, steps=3)
     for step, state_1TD in enumerate(unrolled):

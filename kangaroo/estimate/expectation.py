@@ -204,9 +204,11 @@ def _deep_taps(planned: Sequence[Planned]) -> set[int]:
 
 
 def _state_bytes(lm: LM, planned: Sequence[Planned], kept: int, tokens: int, learnt: int) -> int:
-    """Of what the target gives adapters to learn from; its final states too, where it teaches."""
-    deep = _deep_taps(planned) | (set() if kept else {lm.n_layers})
-    states = (len(_taps(planned)) + len(deep)) * tokens + (lm.n_layers in deep) * learnt
+    """Of what the target gives adapters to learn from, and of its final states where it teaches."""
+    deep = _deep_taps(planned)
+    states = (len(_taps(planned)) + len(deep)) * tokens
+    if not kept or lm.n_layers in deep:
+        states += learnt
     return states * lm.config.hidden_size * lm.dtype.itemsize
 
 

@@ -160,8 +160,8 @@ class Adapter(Layer):
     def accelerate(self, lm: LM) -> Adapter:
         super().accelerate(lm)
         if self.architecture.fused:
-            norms = (norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm))
-            self.native_fusing = lm.acceleration.fusing(*norms, self.fuse.weight)
+            norms = [norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm)]
+            self.native_fusing = lm.acceleration.fusing([*norms, self.fuse.weight])
         return self
 
     def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:

@@ -47,14 +47,13 @@ def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) ->
     block = replace(tokens.block(lm), rows=slice(0, len(tokens.input_BT)))
     wanted = {tap for trainee in trained for tap in trainee.adapter.taps}
     deep = {tap for trainee in trained if (tap := trainee.adapter.deep_tap) is not None}
-    if tokens.kept is None:
-        deep.add(lm.n_layers)
-    both = wanted | deep
-    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, range(max(both)), both)
+    stop = lm.n_layers if tokens.kept is None else max(wanted | deep)
+    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, range(stop), wanted | deep)
+    whole = stop == lm.n_layers
+    final_MD = (x_BTD if whole else x_BTD[..., :0])[tokens.wanted_BT.to(x_BTD.device)]
+    final_MD = lm.norm(final_MD) if whole else final_MD
     normed = {tap: lm.norm(taps[tap]) for tap in deep}
     taps = {tap: taps[tap] for tap in wanted}
-    final_BTD = normed.get(lm.n_layers, x_BTD[..., :0])
-    final_MD = final_BTD[tokens.wanted_BT.to(final_BTD.device)]
     if tokens.kept is not None:
         kept = KeptTeacher.of(final_MD, *tokens.kept, trained[0].targets)
         # once is enough where it is remembered
