@@ -83,8 +83,10 @@ APPENDED = {
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb logger.group=threshold": (
         f"model=tiny {FEW} logger.mode=offline"
     ),
-    "evaluate.py -m bench=demo drafter=vanilla,kangaroo,kangaroo_tree,draft_model,medusa,lookahead,"
-    "prompt_lookup,rest,draft_verify,cascade,hybrid": f"model=tiny {FEW}",
+    "evaluate.py experiment=methods": f"model=tiny {FEW}",
+    "evaluate.py experiment=methods bench=spec_bench question_every=20 hardware=gpu": (
+        f"model=tiny {FEW} question_every=1"
+    ),
     "evaluate.py experiment=paper/table1": f"model=tiny {FEW} question_every=1",
     "evaluate.py experiment=paper/table1 model=vicuna-7b": f"{FEW} question_every=1",
     "evaluate.py model=vicuna-7b": FEW,
