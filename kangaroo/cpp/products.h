@@ -15,6 +15,7 @@
 #include "numbers.h"
 #include "tiles.h"
 #include "turned.h"
+#include "vectors.h"
 
 namespace {
 
@@ -42,105 +43,6 @@ constexpr i64 AHEAD = 8192;
 enum class Prefetch { none, to_stay, passing };
 constexpr bool CAN_PASS = ZEN_5;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
-
-// What a register holds of a row of weights, and what it is multiplied with.
-//   Number: what a token is made of there. Without an instruction for products of bfloat16, a token is widened
-//   once for all rows of weights: of each 2 * WIDE numbers first the even ones.
-//   parts: of a register of weights, that are multiplied one after the other.
-template <class T> struct Vector;
-
-template <class T, class V> struct Loads {
-  static inline __attribute__((always_inline)) V load(const T* from, i64 count) {
-    V v{};
-    std::memcpy(&v, from, count * sizeof(T));
-    return v;
-  }
-};
-
-template <> struct Vector<float> : Loads<float, Register> {
-  using Type = Register;
-  using Number = float;
-  static constexpr int width = WIDE, parts = 1;
-  static Register part(Register w, int) { return w; }
-  static Register of_token(const float* from, i64 count, int) { return load(from, count); }
-  static Register dot(Register sum, Register a, Register b) { return sum + a * b; }
-};
-
-template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
-  using Type = RegisterWords;  // of pairs
-  static constexpr int width = 2 * WIDE;
-#ifdef __AVX512BF16__
-  using Number = bf16;
-  static constexpr int parts = 1;
-  static RegisterWords part(RegisterWords w, int) { return w; }
-  static RegisterWords of_token(const bf16* from, i64 count, int) { return load(from, count); }
-  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-#else
-  using Number = float;
-  static constexpr int parts = 2;  // the even ones and the odd ones
-  static Register part(RegisterWords w, int i) { return (Register)(i ? w & 0xffff0000u : w << 16); }
-  static Register of_token(const float* from, i64, int i) { return Vector<float>::load(from + i * WIDE, WIDE); }
-  static Register dot(Register sum, Register a, Register b) { return sum + a * b; }
-  static Register dot(Register sum, RegisterWords a, RegisterWords b) {
-    return dot(dot(sum, part(a, 0), part(b, 0)), part(a, 1), part(b, 1));
-  }
-#endif
-};
-
-// Keeps a compiler from reading a number from memory again for each row of weights: there are two such reads a
-// cycle at most, as many as products.
-template <class V> inline __attribute__((always_inline)) void hold(V& v) {
-#if defined(__AVX__) && !defined(__AVX512F__)
-  asm("" : "+x"(v));
-#endif
-}
-
-// The sums of as many registers as a register holds numbers, in their order. Each is added up in the same
-// order wherever it stands.
-#if defined(__AVX512F__)
-Register sums(const Register* v) {
-  static constexpr int order[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
-  Register a[8], b[4], c[2];
-  for (int i = 0; i < 8; i++) {
-    Register x = v[order[i]], y = v[order[i + 8]];
-    a[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  }
-  for (int i = 0; i < 4; i++) {
-    Register x = a[i], y = a[i + 4];
-    b[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  }
-  for (int i = 0; i < 2; i++) {
-    Register x = b[i], y = b[i + 2];
-    c[i] = PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  }
-  return PICK(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         PICK(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-#elif defined(__AVX__)
-Register sums(const Register* v) {
-  Register a[4], b[2];
-  for (int i = 0; i < 4; i++) {
-    Register x = v[2 * i], y = v[2 * i + 1];
-    a[i] = PICK(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + PICK(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < 2; i++) {
-    Register x = a[2 * i], y = a[2 * i + 1];
-    b[i] = PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
-  }
-  return PICK(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
-#else
-Register sums(const Register* v) {
-  Register a = PICK(v[0], v[1], 0, 4, 1, 5) + PICK(v[0], v[1], 2, 6, 3, 7);
-  Register b = PICK(v[2], v[3], 0, 4, 1, 5) + PICK(v[2], v[3], 2, 6, 3, 7);
-  return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7);
-}
-#endif
 
 // Rows one after another.
 template <class T> struct Matrix {

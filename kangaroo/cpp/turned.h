@@ -1,7 +1,7 @@
 // Products of many tokens with rows of bfloat16, where registers multiply pairs of them and there is no matrix unit.
 //
 // For a few tokens a register holds sixteen pairs of one row, and the sixteen places of each sum are added up at the
-// end (`sums` in products.h): for many tokens that is much of the time. Here the rows are turned first, so a register
+// end (`sums` in vectors.h): for many tokens that is much of the time. Here the rows are turned first, so a register
 // holds one pair of sixteen rows, and nothing is added within a register. The pairs that share a place there are
 // multiplied one after the other, then the places are added in the order of `sums`: the results are the same bits.
 

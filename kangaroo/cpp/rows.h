@@ -1,0 +1,151 @@
+// What rounds work on: the target, a drafting layer, the nodes of all rows, and those gathered for one pass.
+//
+// The nodes of row b are its pending token, node 0, and the drafted ones, each after its parent. The keys of
+// node i lie in slot base + place[i], and its state, the output of the layer below the exit, in row place[i]
+// of the states. Places ascend along a path, from 0. The text itself is below base.
+
+#pragma once
+
+#include "choice.h"
+
+namespace {
+
+template <class T> struct Target {
+  Sizes sizes;
+  Stack<T> stack;
+  Head<T> head;
+  const T *embedding, *cos, *sin;  // rows for tokens and for positions
+};
+
+// How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
+template <class T> struct Fusing {
+  const T *shallow_norm, *deep_norm, *weight;  // [D], [D], [D, 2 D]
+
+  void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
+    i64 D = s.hidden;
+    Sizes wide = s;
+    wide.hidden = 2 * D;
+    std::vector<T> both(total * 2 * D);
+    std::vector<float> fused(total * D);
+#pragma omp parallel for num_threads(s.threads) if (total >= MANY)
+    for (i64 m = 0; m < total; m++) {
+      rms_norm(x + m * D, shallow_norm, D, s.eps, both.data() + m * 2 * D);
+      rms_norm(before + m * D, deep_norm, D, s.eps, both.data() + m * 2 * D + D);
+    }
+    read_out(wide, Head<T>{nullptr, weight, D, nullptr}, both.data(), total, fused.data());
+    for (i64 i = 0; i < total * D; i += LANES) {
+      i64 left = total * D - i;
+      put(x + i, get(x + i, left) + stored<T>(get(&fused[i], left)), left);
+    }
+  }
+};
+
+// A layer that drafts from the target's states at the exit, and with `fusing` from a deep state of the token before:
+// the target's after `deep_tap` layers, through its final norm, or its own where that token is drafted.
+template <class T> struct Drafting {
+  Stack<T> stack;
+  const T* norm;
+  Head<T> head;
+  Fusing<T> fusing;  // all null where it reads no deep states
+  T* deep;           // those of the text, [batch, n_slots, D]
+  i64 deep_tap;
+
+  T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
+};
+
+template <class T> struct Rows {
+  i64 batch, capacity, hidden, most_unread;
+  i64 exit;  // layers below this give the states; 0 where no drafter reads any
+  // of each row: the pending token's position; how many nodes there are; whether a draft is wanted; the node
+  // where the chain ends; how its tokens are drawn
+  i64 *base, *count, *asking, *end;
+  const Draw* draw;
+  // of each node, `capacity` a row
+  i64 *token, *parent, *place, *has_state;
+  i64* choices;    // for the chain's last token, [batch, CHOICES], and
+  float* chances;  // the probabilities of as many likeliest tokens
+  T* states;       // [batch, capacity, D]
+  // states of the last tokens before the pending one, which the drafting layer has not read:
+  // [batch, most_unread, D]
+  i64* unread;
+  T* unread_states;
+  T* made;  // what the drafting layer made at each node, as `states`, where it reads deep states
+  // what a verification gives: how many nodes were accepted, and with the bonus what was written
+  i64 *accepted, *written;
+  // and the likeliest tokens of the distribution behind each that was written, with their probabilities:
+  // [batch, capacity, keep]
+  i64 keep;  // 0 where they are not wanted
+  std::int32_t* kept;
+  float* kept_chances;
+
+  i64 at(i64 row, i64 node) const { return row * capacity + node; }
+  Kept kept_at(i64 row, i64 node) const {
+    i64 first = at(row, node) * keep;
+    return {keep, kept + first, kept_chances + first};
+  }
+  T* state(i64 row, i64 node) const { return states + at(row, place[at(row, node)]) * hidden; }
+  T* made_at(i64 row, i64 node) const { return made + at(row, place[at(row, node)]) * hidden; }
+  i64 depth(i64 row, i64 node) const {
+    i64 depth = 0;
+    for (; node > 0; node = parent[at(row, node)]) depth++;
+    return depth;
+  }
+  i64 append(i64 row, i64 below, i64 drafted) {
+    i64 node = count[row]++, i = at(row, node);
+    token[i] = drafted;
+    parent[i] = below;
+    place[i] = node;
+    has_state[i] = 0;
+    return node;
+  }
+  i64 child(i64 row, i64 node, i64 wanted) const {
+    for (i64 i = node + 1; i < count[row]; i++)
+      if (parent[at(row, i)] == node && token[at(row, i)] == wanted) return i;
+    return -1;
+  }
+};
+
+// Tokens gathered for one pass.
+template <class T> struct Gathered {
+  std::vector<i64> rows, nodes, slots, angles, paths;
+  std::vector<T> x;
+  Sight sight;
+
+  void clear(i64 most, i64 deepest) {
+    rows.clear(), nodes.clear(), slots.clear(), angles.clear(), paths.clear(), x.clear();
+    sight.seen.clear();
+    paths.reserve(most * (deepest + 1));  // pointers into it are kept
+  }
+
+  void add_node(const Rows<T>& r, i64 row, i64 node) {
+    i64 depth = r.depth(row, node), base = r.base[row];
+    paths.resize(paths.size() + depth + 1);
+    i64* path = paths.data() + paths.size() - depth - 1;
+    for (i64 i = depth, up = node; i >= 0; i--, up = r.parent[r.at(row, up)])
+      path[i] = base + r.place[r.at(row, up)];
+    sight.seen.push_back({row, base, base + depth + 1, path});
+    add(row, node, path[depth], base + depth);
+  }
+
+  void add_text(i64 row, i64 position) {
+    sight.seen.push_back({row, position + 1, position + 1, nullptr});
+    add(row, -1, position, position);
+  }
+
+  void run(const Sizes& s, const Stack<T>& stack, const Target<T>& target, const T* norm = nullptr) {
+    sight.arrange();
+    Tokens<T> tokens{i64(rows.size()), slots.data(), angles.data(), target.cos, target.sin};
+    run_layers(s, stack, tokens, sight, x.data(), norm);
+  }
+
+ private:
+  void add(i64 row, i64 node, i64 slot, i64 position) {
+    rows.push_back(row), nodes.push_back(node), slots.push_back(slot), angles.push_back(position);
+  }
+};
+
+struct RowNode {
+  i64 row, node;
+};
+
+}  // namespace
