@@ -54,10 +54,6 @@ class Architecture(base.Architecture):
                 "adapter.architecture.feed_forward on."
             )
 
-    @property
-    def reads_deep(self) -> bool:
-        return self.fused
-
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
         return Adapter(lm, exit_layer, self, vocabulary_K)
 

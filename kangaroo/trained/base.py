@@ -47,11 +47,6 @@ class Architecture(ABC):
         Errors: `AdapterMismatch` for an exit layer that the target does not have.
         """
 
-    @property
-    def reads_deep(self) -> bool:
-        """Whether it learns from states at the target's other end too, see `deep_tap`."""
-        return True
-
     def fixed_exit(self, lm: LM) -> int | None:
         """The one exit layer that it can have, where there is no choice."""
         return None

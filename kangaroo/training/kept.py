@@ -1,6 +1,6 @@
 """Learn from the distributions that were kept when the data was written.
 
-The target then runs without its head, and its shallow layers alone where no adapter reads deeper.
+The target then runs without its head, and only the layers below the deepest one that is read.
 
 A kept distribution has the likeliest tokens, and the mass of all others together. So the adapter's
 distribution is compared as one over as many outcomes: each of these tokens, and any other one. With
@@ -27,7 +27,6 @@ from kangaroo.prompts import Sample
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.outcomes import Outcomes
-from kangaroo.training.recipe import AdapterRecipe
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 def settled(
     lm: LM,
     samples: Sequence[Sample],
-    recipes: Sequence[AdapterRecipe],
     config: TrainerConfig,
     about: dict[str, Any],
 ) -> TrainerConfig:
@@ -52,9 +50,7 @@ def settled(
     if config.kept and against:
         raise ConfigError(f"trainer.kept=true: {against}")
     if not against:
-        deep = any(recipe.architecture.reads_deep for recipe in recipes)
-        how = "without its head" if deep else "its shallow layers alone"
-        log.info("learning from kept distributions: the target runs %s", how)
+        log.info("learning from kept distributions: the target runs as far as adapters read")
     elif any("teacher" in sample for sample in samples):
         log.info("kept distributions are not used: %s", against)
     return replace(config, kept=not against)

@@ -135,7 +135,7 @@ def _begin(
     ranks: Ranks,
 ) -> Run:
     """Everything before the first step: what is learnt, by whom, and from where on."""
-    config = kept.settled(lm, samples, recipes, config, about)
+    config = kept.settled(lm, samples, config, about)
     config, accumulate = settled(config, output, ranks)
     work = Work.of(samples, config)
     if ranks.is_first and accumulate < ranks.world:
