@@ -89,12 +89,12 @@ def eagle_for(lm: LM) -> EagleHead:
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
-PARTS = ("attention", "feed_forward", "own_head", "fused")
+PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "fused")
 
 
 def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:
     """An adapter's recipe; its parts stand beside the other options."""
-    parts = {part: bool(options.pop(part)) for part in PARTS if part in options}
+    parts: dict[str, Any] = {part: options.pop(part) for part in PARTS if part in options}
     return AdapterRecipe(**({"name": name, "architecture": Architecture(**parts)} | options))
 
 

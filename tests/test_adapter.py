@@ -20,7 +20,7 @@ from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 from kangaroo.trained import medusa_heads
-from kangaroo.trained.adapter import Adapter
+from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.adapter_files import (
     CONFIG,
     VOCABULARY,
@@ -155,6 +155,13 @@ def test_a_drafter_holds_no_copy_of_the_targets_weights(lm):
 def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
     with pytest.raises(AdapterMismatch, match=f"exit layer {exit_layer} .*4 layers.*1 to 3"):
         Adapter(lm, exit_layer)
+
+
+@pytest.mark.parametrize("parts", [{"attention_layers": 0}, {"attention": False}])
+def test_numbers_of_attention_layers_that_cannot_be_are_refused(parts):
+    parts = {"attention_layers": 2, "feed_forward": True} | parts
+    with pytest.raises(ConfigError, match=f"attention_layers={parts['attention_layers']} must be"):
+        Architecture(**parts)
 
 
 # ---- save and load -----------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Case:
     texts: list[list[int]]
 
 
-def kangaroo(lm: LM, **parts: bool) -> Kangaroo:
+def kangaroo(lm: LM, **parts: int) -> Kangaroo:
     return Kangaroo(lm, adapter_for(lm, architecture=Architecture(**parts)), 4, 0.3)
 
 
@@ -120,8 +120,10 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
     "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
     "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
+    "kangaroo-two-layers": lambda case: kangaroo(case.lm, attention_layers=2),
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
+    "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "kangaroo-tree": lambda case: KangarooTree(
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
@@ -453,8 +455,10 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-stops-early",
         "kangaroo-layer",
         "kangaroo-own-head",
+        "kangaroo-two-layers",
         "kangaroo-fused",
         "kangaroo-fused-layer",
+        "kangaroo-fused-two-layers",
         "sometimes",
         "prompt-lookup-reference",
         "rest-tree",

@@ -258,21 +258,25 @@ def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype
     torch.testing.assert_close(many_BND, by_modules_BND, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"fused": True}])
+@pytest.mark.parametrize(
+    "parts", [{}, {"feed_forward": True}, {"fused": True}, {"attention_layers": 3}]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
     """Keys and values are those of a whole pass, bit by bit."""
     lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
     adapter = adapter_for(lm, architecture=Architecture(**parts)).accelerate(lm)
-    passed, remembered = (lm.cache_like(1, SLOTS, [lm.device]) for _ in range(2))
+    devices = [lm.device] * adapter.depth
+    passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
     block = lm.chunk(20, 50, 0, SLOTS)
     f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
     assert adapter.native_layer.takes(f_1TD, block)
     adapter(f_1TD, deep_1TD, block, passed.at(block))
     adapter.remember(f_1TD, deep_1TD, block, remembered.at(block))
-    assert passed.keys[0].any() and torch.equal(passed.keys[0], remembered.keys[0])
-    assert passed.values[0].any() and torch.equal(passed.values[0], remembered.values[0])
+    for kind in ("keys", "values"):
+        of_both = zip(getattr(passed, kind), getattr(remembered, kind), strict=True)
+        assert all(own.any() and torch.equal(own, other) for own, other in of_both)
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):

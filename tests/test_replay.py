@@ -55,7 +55,8 @@ class Case:
         if native:
             self.lm.compile_for_decoding()
         half = DraftHead(self.lm, vocabulary_K=torch.arange(1, 60, 2))  # others cannot be drafted
-        fused = adapter_for(self.lm, architecture=Architecture(fused=True))
+        parts = Architecture(fused=True, attention_layers=2)
+        fused = adapter_for(self.lm, architecture=parts)
         self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
         drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}
         drafters |= {f"{name}-tree": self.tree(name, 0.0, LONGEST, 1) for name in self.parts}

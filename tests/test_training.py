@@ -90,21 +90,25 @@ def test_training_goes_on_from_an_adapter(tmp_path):
         trainees(tiny(), [recipe(start=str(folder), own_head=True)], None)
 
 
-PARTS = {"feed_forward": "feed_forward.down_proj.weight", "fused": "fuse.weight"}
+PARTS = {  # what is asked for, and what of it is zero at first
+    "feed_forward": (True, "feed_forward.down_proj.weight"),
+    "fused": (True, "fuse.weight"),
+    "attention_layers": (2, "further.0.attention.o_proj.weight"),
+}
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_added_to_a_trained_adapter_and_changes_nothing_at_first(part, tmp_path):
     (folder,) = train(tiny(), samples(6), config(epochs=2, learning_rate=1e-2), tmp_path / "first")
-    lm, further = tiny(), recipe(start=str(folder), **{part: True})
+    lm, further = tiny(), recipe(start=str(folder), **{part: PARTS[part][0]})
     given = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
     grown = trainees(lm, [further], None)[0].adapter
     f_1TD, deep_1TD = torch.randn(2, 1, 5, lm.config.hidden_size)
     states = [a(f_1TD, deep_1TD, lm.chunk(0, 5, 0, 5), None) for a in (given, grown)]
     assert torch.equal(*states) and not torch.equal(states[0], f_1TD)
     (second,) = train(tiny(), samples(6), config(), tmp_path / "second", recipes=[further])
-    assert load_file(second / WEIGHTS)[PARTS[part]].any()
-    with pytest.raises(ConfigError, match=f"{part}=True"):  # and none is taken away
+    assert load_file(second / WEIGHTS)[PARTS[part][1]].any()
+    with pytest.raises(ConfigError, match=f"{part}={PARTS[part][0]}"):  # and none is taken away
         trainees(tiny(), [recipe(start=str(second))], None)
 
 

@@ -24,6 +24,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 MADE = {
     "attention": lambda lm: adapter_for(lm, architecture=Architecture(fused=True)),
     "layer": lambda lm: adapter_for(lm, architecture=Architecture(feed_forward=True, fused=True)),
+    "two layers": lambda lm: adapter_for(
+        lm, architecture=Architecture(attention_layers=2, fused=True)
+    ),
     "eagle": eagle_for,
 }
 

@@ -33,6 +33,7 @@ class Reads:
         row: one token's row of the embedding table. The rest of the table is not read, unless the
             head is tied to it, and then it is the head.
         adapter: the adapter's weights.
+        adapter_depth: of how many layers it has keys and values.
         kv: the keys and values of one token in one layer.
         exit_layer: 0 for vanilla decoding, to which all layers are deep.
         n_layers: of the target.
@@ -45,6 +46,7 @@ class Reads:
     draft_head: int
     row: int
     adapter: int
+    adapter_depth: int
     kv: int
     exit_layer: int
     n_layers: int
@@ -68,6 +70,7 @@ class Reads:
             row=table.shape[1] * table.element_size(),
             # a head of its own counts as the draft head, which it is
             adapter=weights(*(module for name, module in parts if name != "head")),
+            adapter_depth=0 if adapter is None else adapter.depth,
             kv=lm.cache_like(1, 1, [lm.device]).bytes(),
             exit_layer=exit_layer,
             n_layers=lm.n_layers,
@@ -83,9 +86,8 @@ class Reads:
         """
         below = self.row + self.shallow
         shallow = sum(below + self.exit_layer * self.kv * (length + i) for i in range(drafted + 1))
-        return shallow + sum(
-            self.adapter + self.draft_head + self.kv * (length + i) for i in range(drafted)
-        )
+        own, keys = self.adapter + self.draft_head, self.adapter_depth * self.kv
+        return shallow + sum(own + keys * (length + i) for i in range(drafted))
 
     def verify(self, length: int, drafted: int) -> int:
         """Of the one forward through the layers above the exit that ends a round."""

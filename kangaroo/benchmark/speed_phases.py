@@ -102,7 +102,7 @@ class PhaseTimer:
         self.lm, self.drafter, self.length = lm, drafter, length
         self.n_slots = length + max(WIDTHS) + 2 * drafter.max_nodes
         self.cache = lm.new_cache(1, self.n_slots)
-        self.own_cache = lm.cache_like(1, self.n_slots, [lm.device])
+        self.own_cache = lm.cache_like(1, self.n_slots, [lm.device] * drafter.adapter.depth)
         self.generator = torch.Generator(lm.device).manual_seed(0)
 
     def median(self, work: Callable[[], Any]) -> float:

@@ -139,7 +139,7 @@ class EarlyExit(NativeDrafter):
         inputs = self.adapter.native_inputs()
         assert layer is not None and head is not None and inputs is not None
         return native.NativeDrafting(
-            stack=layer.native(self.cache, range(1)),
+            stack=layer.native(self.cache, range(self.adapter.depth)),
             norm=native.pointer(weight(self.adapter.norm)),
             head=head.native(ids_N=self.head.vocabulary_K),
             deep=native.pointer(self.deep_BSD),
@@ -167,7 +167,8 @@ class EarlyExit(NativeDrafter):
         device, hidden_size = self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
-            self.cache = self.lm.cache_like(batch.size, batch.n_slots, [device])
+            devices = [device] * self.adapter.depth
+            self.cache = self.lm.cache_like(batch.size, batch.n_slots, devices)
             self.made_for = batch.cache.serial
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(batch.size, batch.n_slots, hidden_size)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from kangaroo import native
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM, feed_forward_weights
+from kangaroo.model import LM, attention_weights, feed_forward_weights
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
-from kangaroo.trained.layer import Layer
+from kangaroo.trained.layer import Attention, Layer
 
 if TYPE_CHECKING:
     from ctypes import Structure
@@ -32,6 +32,8 @@ class Architecture(base.Architecture):
 
     Args:
         attention: an attention layer of the target's shape.
+        attention_layers: how many of them, each above the one before. A further one costs a third
+            of a feed-forward part, and brings more (docs/adapters.md).
         feed_forward: the target's feed-forward part after it; alone, without attention, too.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         fused: also read what goes into the target's last layer at the token before, and for a
@@ -41,6 +43,7 @@ class Architecture(base.Architecture):
     """
 
     attention: bool = True
+    attention_layers: int = 1
     feed_forward: bool = False
     own_head: bool = False
     fused: bool = False
@@ -52,6 +55,11 @@ class Architecture(base.Architecture):
             raise ConfigError(
                 "an adapter of no part drafts nothing: leave adapter.architecture.attention or "
                 "adapter.architecture.feed_forward on."
+            )
+        if self.attention_layers < 1 or (self.attention_layers > 1 and not self.attention):
+            raise ConfigError(
+                f"adapter.architecture.attention_layers={self.attention_layers} must be 1 or more, "
+                "and more than 1 needs adapter.architecture.attention=true."
             )
 
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
@@ -99,6 +107,9 @@ class Adapter(Layer):
         if parts.attention:
             self.input_norm = lm.new_norm()
             self.attention = type(layer.self_attn)(lm.config, layer_idx=0)
+        for place in range(1, parts.attention_layers):
+            attention = type(layer.self_attn)(lm.config, layer_idx=place)
+            self.further.append(Attention(lm.new_norm(), attention))
         if parts.feed_forward:
             self.middle_norm = lm.new_norm()
             self.feed_forward = type(layer.mlp)(lm.config)
@@ -109,12 +120,12 @@ class Adapter(Layer):
             self.head = nn.Linear(size, vocabulary_size(lm, vocabulary_K), bias=False)
 
     def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> Adapter:
-        """Copy the layer above the exit and, damped, the target's final norm.
+        """Copy the layers above the exit and, damped, the target's final norm.
 
         At full strength that norm makes the untrained adapter surely wrong: on SmolLM2 the loss
         starts at 18 nats, damped at 8, and 35 k tokens later it is 9.0 against 6.2.
         """
-        self.copy_layer(lm.layers[self.exit_layer])
+        self._copy_layers(lm)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
         with torch.no_grad():
@@ -126,18 +137,32 @@ class Adapter(Layer):
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
 
-    def grown(self, lm: LM, feed_forward: bool = False, fused: bool = False) -> Adapter:
-        """The same adapter with further parts, which add nothing until they are trained: with the
-        feed-forward part of the layer above the exit, or reading deep states."""
+    def _copy_layers(self, lm: LM) -> None:
+        """The layer above the exit, and attention of those above that, as far as there are any."""
+        self.copy_layer(lm.layers[self.exit_layer])
+        for place, own in enumerate(self.stages(), self.exit_layer + 1):
+            layer = lm.layers[min(place, lm.n_layers - 1)]
+            own.norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
+            own.attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
+
+    def grown(self, lm: LM, wanted: Architecture) -> Adapter:
+        """The same adapter with the parts that `wanted` has too, which add nothing until they are
+        trained: attention of layers further above, the feed-forward part of the layer above the
+        exit, or reading deep states."""
         parts = self.architecture
         parts = replace(
             parts,
-            feed_forward=parts.feed_forward or feed_forward,
-            fused=parts.fused or fused,
+            attention_layers=max(parts.attention_layers, wanted.attention_layers),
+            feed_forward=parts.feed_forward or wanted.feed_forward,
+            fused=parts.fused or wanted.fused,
         )
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
-        grown.copy_layer(lm.layers[self.exit_layer])
+        grown._copy_layers(lm)
+        for stage in grown.stages():
+            out = attention_weights(stage.attention)["o"]
+            assert out is not None
+            nn.init.zeros_(out)
         if parts.feed_forward:
             down = feed_forward_weights(grown.get_submodule("feed_forward"))["down"]
             assert down is not None

@@ -44,6 +44,8 @@ def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
+    elif parts.attention_layers > 1:
+        reason = f"it has {parts.attention_layers} attention layers"
     elif parts.own_head and vocabulary:
         reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:

@@ -60,7 +60,9 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
 
 def runs(parts: base.Architecture) -> bool:
     """Whether the plugin can run an adapter that is made of these."""
-    return isinstance(parts, Architecture) and parts.attention and not parts.fused
+    if not isinstance(parts, Architecture):
+        return False
+    return parts.attention and parts.attention_layers == 1 and not parts.fused
 
 
 def _config(

@@ -6,6 +6,7 @@ Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -23,9 +24,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class Attention(nn.Module):
+    """A further attention layer, with the norm before it.
+
+    Args:
+        attention: of the target's own class.
+    """
+
+    def __init__(self, norm: nn.Module, attention: nn.Module):
+        super().__init__()
+        self.norm, self.attention = norm, attention
+
+
 class Layer(Trainable):
     """Attention, a feed-forward part, or both, each with the norm before it that it has, and the
-    norm at the end; a subclass makes them, and says what goes in.
+    norm at the end; a subclass makes them, and says what goes in. There may be further attention
+    layers between the first one and the feed-forward part.
 
     Being of the target's own classes, biases, GQA and RoPE follow the target.
 
@@ -36,10 +50,30 @@ class Layer(Trainable):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
+        self.further = nn.ModuleList()
         self.middle_norm: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
         self.norm: nn.Module | None = None
         self.native_layer: native.Stack | None = None
+
+    @property
+    def depth(self) -> int:
+        """Of how many layers there are keys and values."""
+        return 1 + len(self.further)
+
+    @property
+    def attentions(self) -> list[tuple[nn.Module | None, nn.Module]]:
+        """Attention layers with the norms before them, the lowest first."""
+        if self.attention is None:
+            return []
+        further = [(stage.norm, stage.attention) for stage in self.stages()]
+        return [(self.input_norm, self.attention), *further]
+
+    def stages(self) -> Iterator[Attention]:
+        """The further attention layers, the lowest first."""
+        for stage in self.further:
+            assert isinstance(stage, Attention)
+            yield stage
 
     @abstractmethod
     def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
@@ -69,14 +103,16 @@ class Layer(Trainable):
             and isinstance(past, BlockCache)
             and self.native_layer.takes(x_BND, block)
         ):
-            return self.native_layer(x_BND, past.cache, block, range(1), weight(self.norm))
-        if self.attention is not None:
-            attended_BND, _ = self.attention(
-                hidden_states=x_BND if self.input_norm is None else self.input_norm(x_BND),
+            layers = range(self.depth)
+            return self.native_layer(x_BND, past.cache, block, layers, weight(self.norm))
+        attentions = self.attentions
+        for place, (norm, attention) in enumerate(attentions, 1):
+            attended_BND, _ = attention(
+                hidden_states=x_BND if norm is None else norm(x_BND),
                 position_embeddings=block.rope,
                 attention_mask=block.bias_R1TE,
                 past_key_values=past,
-                read_RT=read_BN,
+                read_RT=read_BN if place == len(attentions) else None,
             )
             x_BND = x_BND + attended_BND
         if read_BN is None:
@@ -92,7 +128,11 @@ class Layer(Trainable):
             return
         x_BND = self.combined(f_BND, deep_BND)
         if self.native_layer and self.native_layer.takes(x_BND, block):
-            self.native_layer(x_BND, past.cache, block, range(1), keys_alone=True)
+            last = self.depth - 1
+            if last:
+                x_BND = self.native_layer(x_BND, past.cache, block, range(last))
+            layers = range(last, last + 1)
+            self.native_layer(x_BND, past.cache, block, layers, keys_alone=True)
         else:
             self(f_BND, deep_BND, block, past)
 
@@ -133,14 +173,15 @@ class Layer(Trainable):
 
     def accelerate(self, lm: LM) -> Self:
         """Draft in native code if the target decodes in it."""
-        parts: dict[str, Any] = {}
-        if self.attention is not None:
-            parts |= attention_weights(self.attention)
+        layers: list[dict[str, Any]] = [
+            attention_weights(attention) | {"attention_norm": weight(norm)}
+            for norm, attention in self.attentions
+        ]
+        layers = layers or [{}]
         if self.feed_forward is not None:
-            parts |= feed_forward_weights(self.feed_forward)
-        norms = {"attention_norm": self.input_norm, "feed_forward_norm": self.middle_norm}
-        parts |= {name: weight(norm) for name, norm in norms.items()}
-        self.native_layer = lm.acceleration.stack([LayerWeights(**parts)])
+            layers[-1] |= feed_forward_weights(self.feed_forward)
+            layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
+        self.native_layer = lm.acceleration.stack([LayerWeights(**parts) for parts in layers])
         return self
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, R rows of a block (1 or B), T tokens, D hidden size.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,15 +20,16 @@ class Unrolled(PastKeys):
     """Keys and values of all draft steps so far, one step's T tokens after another's."""
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys: dict[int, list[Tensor]] = defaultdict(list)  # by layers
+        self.values: dict[int, list[Tensor]] = defaultdict(list)
 
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.keys.append(k_RKTC)
-        self.values.append(v_RKTC)
-        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.append(k_RKTC)
+        values.append(v_RKTC)
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 class Drafts(Protocol):

@@ -33,8 +33,8 @@ class AdapterRecipe:
             in a row; only for kinds that read their own states.
         step_decay: each further step's loss weighs this much of the one before.
         learning_rate: peak; None takes the trainer's.
-        start: folder or hub id of an adapter to go on from, of the same kind or without a
-            feed-forward part, which then begins as one that adds nothing; `random` is torch's
+        start: folder or hub id of an adapter to go on from, of the same kind or without some
+            of its parts, which then begin as ones that add nothing; `random` is torch's
             initialisation, as in the released code of the paper; None starts from the target's own
             weights.
     """
@@ -144,8 +144,7 @@ def go_on_from(path: str, adapter: Trainable, lm: LM) -> None:
     """
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and isinstance(adapter, Adapter):
-        parts = adapter.architecture
-        trained = trained.grown(lm, parts.feed_forward, parts.fused)
+        trained = trained.grown(lm, adapter.architecture)
     kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(

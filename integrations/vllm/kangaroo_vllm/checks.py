@@ -68,12 +68,14 @@ def read(config: Any) -> Adapter:
         other = parts["kind"]
     elif parts["fused"]:
         other = "fused"
+    elif parts.get("attention_layers", 1) > 1:  # a folder of an earlier version does not say
+        other = f"of {parts['attention_layers']} attention layers"
     else:
         other = "" if parts["attention"] else "without attention"
     if other:
         raise Unsupported(
-            f"this adapter is {other}, and kangaroo-vllm runs adapters of attention alone, with or "
-            "without a feed-forward part. Export one of train.py adapter=attention, layer or "
+            f"this adapter is {other}, and kangaroo-vllm runs adapters of one attention layer, with "
+            "or without a feed-forward part. Export one of train.py adapter=attention, layer or "
             "own_head."
         )
     if config.model_type != "llama":

@@ -42,6 +42,10 @@ def refused(serve, folders, tmp_path):
     [
         ({"kind": "adapter", "attention": True, "fused": True}, "fused"),
         ({"kind": "adapter", "attention": False, "fused": False}, "without attention"),
+        (
+            {"kind": "adapter", "attention": True, "attention_layers": 2, "fused": False},
+            "of 2 attention layers",
+        ),
         ({"kind": "medusa_heads"}, "medusa_heads"),
     ],
 )
