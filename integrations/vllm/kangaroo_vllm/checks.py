@@ -75,8 +75,8 @@ def read(config: Any) -> Adapter:
     if other:
         raise Unsupported(
             f"this adapter is {other}, and kangaroo-vllm runs adapters of one attention layer, "
-            "with or without a feed-forward part. Export one of train.py adapter=attention, layer or "
-            "own_head."
+            "with or without a feed-forward part. Export one of train.py "
+            "adapter=attention, layer or own_head."
         )
     if config.model_type != "llama":
         raise Unsupported(
