@@ -5,8 +5,11 @@ Shapes: B rows, N draft nodes, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import adapter_for
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 
 from kangaroo.drafters import chain
@@ -16,6 +19,7 @@ from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.generation import Request
 from kangaroo.sampling import Sampling, pick
+from kangaroo.trained.adapter import Architecture
 
 SAMPLED = SAMPLINGS["sampled"]
 
@@ -44,12 +48,15 @@ def drafted_without_cache(
     return drafted
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("threshold", [0, 0.4])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
-    case, monkeypatch, sampling, threshold
+    case, monkeypatch, sampling, threshold, layers
 ):
     """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
+    parts = Architecture(attention_layers=layers)
+    case = replace(case, adapter=adapter_for(case.lm, architecture=parts))
     drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
     propose, checked = drafter.propose, []
 
