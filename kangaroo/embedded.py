@@ -141,7 +141,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    weights = dict(model.named_parameters())  # each once: the head is the embedding
+    # each once: the head is the embedding
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     gguf_tokenizer(gguf).save_pretrained(folder)
 

@@ -1,8 +1,8 @@
 """A drafter as an ordinary transformers model, for software that knows nothing of adapters.
 
-The target's layers below the exit and, as one more layer, the adapter: what vLLM calls a draft
-model, SGLang a standalone one, and transformers an assistant. In memory it shares the target's
-weights; on disk it is complete.
+The target's layers below the exit and the adapter above them, a layer for each of its attention
+layers: what vLLM calls a draft model, SGLang a standalone one, and transformers an assistant. In
+memory it shares the target's weights; on disk it is complete.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ from kangaroo.models import ModelConfig
 from kangaroo.trained import adapter_files, base
 from kangaroo.trained.adapter import Adapter, Architecture
 
-# the adapter's parts by the names they have in a layer of a Llama-like model
-IN_A_LAYER = {
-    "input_norm": "input_layernorm",
-    "attention": "self_attn",
-    "middle_norm": "post_attention_layernorm",
-    "feed_forward": "mlp",
-}
-
 
 def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
     """Raise `ConfigError` for what is no layer on the target's first ones.
@@ -44,8 +36,6 @@ def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
-    elif parts.attention_layers > 1:
-        reason = f"it has {parts.attention_layers} attention layers"
     elif parts.own_head and vocabulary:
         reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:
@@ -86,19 +76,31 @@ def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
     head = own.get("head.weight")
     partial = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, partial, "this adapter")
-    state = shallow_state(lm, adapter.exit_layer)
-    layer = f"model.layers.{adapter.exit_layer}."
-    for name, weight in own.items():
-        part, _, rest = name.partition(".")
-        if part in IN_A_LAYER:
-            state[f"{layer}{IN_A_LAYER[part]}.{rest}"] = weight
-    for name, above in lm.hf.state_dict().items():
-        if name.startswith(layer):  # a part that the adapter does not have adds nothing
-            state.setdefault(name, torch.zeros_like(above))
+    state = shallow_state(lm, adapter.exit_layer) | layer_state(lm, adapter)
     state["model.norm.weight"] = own["norm.weight"]
     if head is not None:
         state["lm_head.weight"] = head
-    return _model(lm, adapter.exit_layer + 1, state, own_head=head is not None)
+    return _model(lm, adapter.exit_layer + adapter.depth, state, own_head=head is not None)
+
+
+def layer_state(lm: LM, adapter: Adapter) -> dict[str, Tensor]:
+    """The adapter's layers, by the names that transformers gives those above the exit."""
+    first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
+    state = {  # a part that the adapter does not have adds nothing
+        f"model.layers.{layer}.{name}": torch.zeros_like(weight)
+        for layer in range(first, last + 1)
+        for name, weight in lm.layers[first].state_dict().items()
+    }
+    parts = [
+        (last, "post_attention_layernorm", adapter.middle_norm),
+        (last, "mlp", adapter.feed_forward),
+    ]
+    for layer, (norm, attention) in enumerate(adapter.attentions, first):
+        parts += [(layer, "input_layernorm", norm), (layer, "self_attn", attention)]
+    for layer, name, part in parts:
+        if part is not None:
+            state |= part.state_dict(prefix=f"model.layers.{layer}.{name}.")
+    return state
 
 
 def truncated(lm: LM, layers: int) -> PreTrainedModel:
@@ -122,7 +124,7 @@ def _model(
     if own_head:  # of the target's, the config knows whether it is tied
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = config.layer_types[:1] * layers  # all of full attention
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=lm.dtype
     )
