@@ -114,12 +114,15 @@ def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
     assert tokenizer.get_vocab() == byte_tokenizer().get_vocab()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "layers"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("qwen3", 1)]
+)
+def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers):
     """For transformers, and here for `drafter=draft_model`."""
     model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
     lm = LM(load(model)[0])
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter", vocabulary=2)
+    adapter = adapter_for(lm, architecture=Architecture(attention_layers=layers))
+    path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
     save(path, model, tmp_path / "draft")
     ours = []
     for option in ({"model": str(tmp_path / "draft")}, {"adapter": path}):
