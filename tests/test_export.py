@@ -275,11 +275,17 @@ def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["fused", "medusa_heads", "eagle_head", "mlp"])
+@pytest.mark.parametrize(
+    "kind", ["fused", "2 attention layers", "medusa_heads", "eagle_head", "mlp"]
+)
 def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
     lm = tiny()
-    mlp = Architecture(attention=False, feed_forward=True)
-    adapter = (others(lm) | {"mlp": adapter_for(lm, architecture=mlp)})[kind]
+    layers = {
+        "2 attention layers": Architecture(attention_layers=2),
+        "mlp": Architecture(attention=False, feed_forward=True),
+    }
+    made = {name: adapter_for(lm, architecture=parts) for name, parts in layers.items()}
+    adapter = (others(lm) | made)[kind]
     path = saved(lm, adapter, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
         for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
