@@ -55,6 +55,11 @@ def load(
     elif adapter is not None or settings:
         given = ", ".join((["adapter"] if adapter is not None else []) + list(settings))
         raise ConfigError(f"{given} given beside drafter=; set it in the drafter's config instead.")
+    if not isinstance(drafter, DrafterConfig):
+        raise ConfigError(
+            f"drafter={drafter!r} is no drafter's config; pass one, such as HybridConfig() of "
+            "kangaroo.drafters.hybrid."
+        )
     drafter.settings()  # an adapter that is not there is told before gigabytes are fetched
     lm, tokenizer = load_target(config)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)

@@ -181,6 +181,12 @@ REFUSED = {
         ConfigError,
         "adapter, steps given beside drafter=",
     ),
+    "a drafter's name": (
+        "tiny",
+        {"drafter": "hybrid"},
+        ConfigError,
+        "drafter='hybrid' is no.*pass",
+    ),
 }
 
 
