@@ -27,6 +27,7 @@ def test_metrics_of_one_question_by_hand():
     assert m["vanilla_tokens_per_second"] == 8 / 9
     assert m["hf_tokens_per_second"] is None
     assert m["speedup"] == pytest.approx(9 / 5)
+    assert m["decoding_speedup"] == pytest.approx(8 / 4)
     assert m["prefill_seconds"] == pytest.approx(1)
     assert m["draft_seconds"] == pytest.approx(1.6)
     assert m["verify_seconds"] == pytest.approx(1.6)
