@@ -24,9 +24,7 @@ from kangaroo.streaming import pieces
 
 FRAME_SECONDS = 1 / 30
 MARGIN = 8  # lines of the terminal that hold no text of an answer
-ABOUT = (
-    "Decoded in turn, shown together at the speeds that were measured. Green: drafted, accepted."
-)
+ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
 
 
 @dataclass
@@ -70,7 +68,7 @@ def race(
         for _ in range(2):  # the first one warms up
             (answer,) = engine.generate([prompt], limit, sampling, seeds=[sampling.seed])
         runners.append(Runner(name, answer, list(timed_pieces(answer, tokenizer))))
-    console.print(Text(question, style="bold"))
+    console.print(Text(question, style="bold"), soft_wrap=not console.is_interactive)
     if console.is_interactive:
         console.print(ABOUT, style="dim", highlight=False)
         replay(runners, console)
@@ -100,9 +98,10 @@ def timed_pieces(
 def replay(runners: list[Runner], console: Console) -> None:
     """Let the answers grow until the last one ends; then they stand there whole."""
     start, end = time.perf_counter(), max(runner.generation.seconds for runner in runners)
+    lines = max(1, console.height - MARGIN)
     with Live(console=console, auto_refresh=False) as live:
         while (now := time.perf_counter() - start) < end:
-            live.update(frame(runners, now, console, console.height - MARGIN), refresh=True)
+            live.update(frame(runners, now, console, lines), refresh=True)
             time.sleep(FRAME_SECONDS)
         live.update(frame(runners, end, console), refresh=True)
 

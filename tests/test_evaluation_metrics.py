@@ -110,6 +110,7 @@ def test_spec_bench_counts_vanilla_by_its_text():
 def test_without_vanilla_there_is_no_speedup():
     m = metrics([record(1, (run([4], [3], [3], [1.0]), None))])
     assert m["speedup"] is m["speedup_ci95"] is m["spec_bench_speedup"] is None
+    assert m["decoding_speedup"] is None
     assert m["hf_speedup"] is m["hf_speedup_ci95"] is None
     assert m["tokens_per_second"] == 2
 
