@@ -79,6 +79,7 @@ def scalars(results: Results) -> dict[str, float]:
 def cells(results: Results, place: Place) -> Row:
     """The part of a table's row that metrics fill."""
     shown = [metric for metric in METRICS if metric.heading and place in metric.places]
+    # a summary of an earlier version lacks what has been added since
     return {metric.heading: metric.show(results.get(metric.name)) for metric in shown}
 
 
