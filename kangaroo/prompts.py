@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
@@ -16,6 +17,50 @@ if TYPE_CHECKING:
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
+
+
+def whole(text: str) -> str:
+    """The text, if it is one.
+
+    Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a terminal's bytes can
+    hold, and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = error.start
+        raise ValueError(
+            "it holds half of a surrogate pair, which is no character: "
+            f"{text[max(0, start - 20) : start + 1]!a}"
+        ) from error
+    return text
+
+
+def mended(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair (`whole`)."""
+    return text.encode(errors="replace").decode()
+
+
+def content_text(content: object) -> str:
+    """The text of a message's content, which is a string or a list of parts as OpenAI's API has it.
+
+    Errors: `ValueError` for anything else, such as None or a part that is an image.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"its content is {content!r}, not text")
+    texts = []
+    for part in content:
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        )
+        if not isinstance(text, str):
+            raise ValueError(
+                f"its content has the part {part!r}; a part is {{'type': 'text', 'text': '...'}}"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 class Message(TypedDict):
@@ -44,8 +89,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     The template writes BOS itself where the model needs one, so none is added.
 
-    Errors: `PromptError` for an empty user turn, or one that the template refuses; `ConfigError`
-    where there is no template.
+    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
+    template refuses; `ConfigError` where there is no template.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -178,7 +223,12 @@ def _render(
             f"({error}). If the system turn is the reason, leave it out."
         ) from error
     assert isinstance(text, str)
-    return text
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise PromptError(
+            f"the prompt is no text: {error}. Write it in whole characters."
+        ) from error
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from kangaroo.errors import DataError
-from kangaroo.prompts import Message
+from kangaroo.prompts import Message, mended
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
@@ -217,7 +217,5 @@ def _messages(turns: list[Any]) -> list[Message]:
             raise ValueError(
                 f"turn {number} has no text in 'content' or 'value' but {type(content).__name__}"
             )
-        # half of a surrogate pair, which JSON can hold and no tokenizer takes
-        text = content.encode("utf-8", errors="replace").decode()
-        messages.append(Message(role=ROLES[role], content=text))
+        messages.append(Message(role=ROLES[role], content=mended(content)))
     return messages
