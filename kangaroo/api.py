@@ -31,7 +31,7 @@ from kangaroo.streaming import pieces
 CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
 # Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
 SMALL = ("smollm2-135m", "tiny")
-WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' or 'vanilla' needs none"
+WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
 # whose content is text or a list of text parts, as OpenAI's API has it.
@@ -68,18 +68,13 @@ def load(
     if drafter is None:
         settings["adapter"] = adapter or str(SHIPPED / config.name)
         drafter = made(KangarooConfig, settings)
-    elif isinstance(drafter, str):
-        own = {} if adapter is None else {"adapter": adapter}
-        drafter = drafter_config(drafter, config.name, settings | own)
-    elif adapter is not None or settings:
-        given = ", ".join((["adapter"] if adapter is not None else []) + list(settings))
-        raise ConfigError(f"{given} given beside drafter=; set it in the drafter's config instead.")
-    if not isinstance(drafter, DrafterConfig):
-        raise ConfigError(f"drafter={drafter!r} is no drafter; pass its name, such as 'hybrid'.")
+    else:
+        given = ({} if adapter is None else {"adapter": adapter}) | settings
+        drafter = drafter_config(drafter, config.name, given)
     try:
         drafter.settings()  # what is not there is told before gigabytes are fetched
     except AdapterNotFound as error:
-        raise AdapterNotFound(f"{error} In Python that is adapter=; {WITHOUT_ADAPTER}.") from error
+        raise AdapterNotFound(f"{error} In kangaroo.load {WITHOUT_ADAPTER}.") from error
     lm, tokenizer = load_target(config)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
@@ -114,18 +109,26 @@ def model_config(model: str) -> ModelConfig:
     )
 
 
-def drafter_config(drafter: str, model: str, settings: dict[str, Any]) -> DrafterConfig:
+def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
     """What a name of `configs/drafter` stands for, as on the command line.
 
     Args:
+        drafter: the name, or a config, to which nothing is set.
         model: the target's name.
         settings: fields of the drafter's config; those of a cascade that are drafters, by name.
 
     Errors: `ConfigError` for a name or a setting that is not known.
     """
+    if isinstance(drafter, DrafterConfig):
+        if settings:
+            raise ConfigError(
+                f"{', '.join(settings)} given beside drafter=; set it in the drafter's config "
+                "instead."
+            )
+        return drafter
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
     if drafter not in names:
-        raise ConfigError(f"there is no drafter '{drafter}'. Pass one of: {', '.join(names)}.")
+        raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
     values = _written(CONFIGS / "drafter" / f"{drafter}.yaml")
     schema, *others = values.pop("defaults")  # Hydra's
     sizes = _written(CONFIGS / "hardware" / f"{hardware_of(model)}.yaml")
@@ -140,8 +143,7 @@ def drafter_config(drafter: str, model: str, settings: dict[str, Any]) -> Drafte
         if isinstance(other, dict):  # a part of a cascade
             ((group, part),) = other.items()
             name = group.partition("@")[2]
-            part = values.get(name, part)
-            values[name] = drafter_config(part, model, {}) if isinstance(part, str) else part
+            values[name] = drafter_config(values.get(name, part), model, {})
     kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
     return made(kind, values)
 
@@ -192,10 +194,10 @@ class Model:
         `ConfigError` for a setting that is not known or cannot be.
         """
         batch, single = _listed(prompts)
-        settings = _sampling(sampling)
+        settings, stops = _sampling(sampling), _stops(stop)
         batch_size = typed("batch_size", batch_size, int | None)
         requests = [
-            self._request(prompt, max_new_tokens, stop, settings.seed + i)
+            self._request(prompt, max_new_tokens, stops, settings.seed + i)
             for i, prompt in enumerate(batch)
         ]
         rows = max(len(requests), 1) if batch_size is None else batch_size
@@ -212,22 +214,18 @@ class Model:
     ) -> Iterator[str]:
         """The answer of `generate`, in pieces of whole characters as they are written."""
         settings = _sampling(sampling)
-        request = self._request(prompt, max_new_tokens, stop, settings.seed)
+        request = self._request(prompt, max_new_tokens, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(iter(tokens), self.tokenizer))
 
     def _request(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None,
-        stop: str | Iterable[str] | None,
-        seed: int,
+        self, prompt: Prompt, max_new_tokens: int | None, stop: list[str], seed: int
     ) -> Request:
         limit = typed("max_new_tokens", max_new_tokens, int | None)
         ids = prompt_ids(self.tokenizer, _conversation(prompt))
         if limit is None:
             limit = max(1, self.engine.lm.context - len(ids))
-        return Request(ids, limit, seed, _stops(stop))
+        return Request(ids, limit, seed, stop)
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:

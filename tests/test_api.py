@@ -131,6 +131,7 @@ def test_a_stop_string_is_a_list_of_one_and_none_is_no_stop(model):
     ended = whole[: whole.index(letter) + 1]
     assert model.generate("Why?", 48, stop=letter) == ended
     assert model.generate("Why?", 48, stop={letter, absent}) == ended
+    assert model.generate(["Why?"] * 2, 48, stop=iter([letter])) == [ended] * 2
 
 
 def test_no_seed_is_a_random_one(model, monkeypatch):
@@ -218,7 +219,8 @@ def test_a_missing_adapter_is_told_before_the_model_is_looked_for(tmp_path, monk
         {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
         {"drafter": "lookahead"},
         {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
-        {"drafter": "cascade", "second": "lookahead"},
+        {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
+        {"drafter": "draft_verify", "skip": [1, 2]},
     ],
     ids=str,
 )
@@ -227,8 +229,9 @@ def test_another_drafter_writes_the_same(model, settings):
     assert other.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)
 
 
-@pytest.mark.parametrize("target", ["smollm2-135m", "vicuna-7b"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name, target", [*((name, "smollm2-135m") for name in DRAFTERS), ("kangaroo_tree", "vicuna-7b")]
+)
 def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for(name, target):
     command = composed("chat", f"model={target}", f"drafter={name}")
     assert drafter_config(name, target, {}) == OmegaConf.to_object(command.drafter)
@@ -283,7 +286,13 @@ REFUSED = {
         ConfigError,
         "no drafter 'hybird'. Pass one of: cascade, .*hybrid",
     ),
-    "no drafter": ("tiny", {"drafter": 3}, ConfigError, "drafter=3 is no drafter; pass its name"),
+    "no drafter": ("tiny", {"drafter": 3}, ConfigError, "no drafter 3. Pass one of: cascade"),
+    "no part of a cascade": (
+        "tiny",
+        {"drafter": "cascade", "first": 3},
+        ConfigError,
+        "no drafter 3. Pass one of: cascade",
+    ),
     "a setting of another drafter": (
         "tiny",
         {"drafter": "prompt_lookup", "steps": 2},
