@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
+
+
+def whole(text: str) -> str:
+    """The text, if it is one.
+
+    Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a terminal's bytes can
+    hold, and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = error.start
+        raise ValueError(
+            "it holds half of a surrogate pair, which is no character: "
+            f"{text[max(0, start - 20) : start + 1]!a}"
+        ) from error
+    return text
+
+
+def mended(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair (`whole`)."""
+    return text.encode(errors="replace").decode()
 
 
 class Message(TypedDict):
@@ -32,12 +55,12 @@ def content_text(content: Any) -> str:
     """
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not isinstance(content, list | tuple):
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"is {kind}, neither text nor a list of text parts")
     texts = []
     for number, part in enumerate(content, start=1):
-        fields = part if isinstance(part, dict) else {}
+        fields = part if isinstance(part, Mapping) else {}
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = f"of type {fields['type']!r}" if "type" in fields else type(part).__name__
             raise ValueError(f"has a part that is no text (part {number}, {kind})")
@@ -64,8 +87,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     The template writes BOS itself where the model needs one, so none is added.
 
-    Errors: `PromptError` for an empty user turn, or one that the template refuses; `ConfigError`
-    where there is no template.
+    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
+    template refuses; `ConfigError` where there is no template.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -198,7 +221,12 @@ def _render(
             f"({error}). If the system turn is the reason, leave it out."
         ) from error
     assert isinstance(text, str)
-    return text
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise PromptError(
+            f"the prompt is no text: {error}. Write it in whole characters."
+        ) from error
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:

@@ -174,7 +174,7 @@ std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
       sort_until(i + 1);
       float chance = std::exp(warped(places[i]) - most) / total;
       sum += chance;
-      if (float(sum) - chance >= limit) left = i;
+      if (i && float(sum) - chance >= limit) left = i;
     }
   }
   places.resize(left);

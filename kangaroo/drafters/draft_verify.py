@@ -26,7 +26,7 @@ class DraftVerifyConfig(DrafterConfig):
 
     Args:
         subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
-        skip: these layers instead, counted from 0.
+        skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
     """
@@ -36,6 +36,10 @@ class DraftVerifyConfig(DrafterConfig):
     skip: list[int] | None = None
     steps: int = 6
     threshold: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.skip is not None:
+            self.subset = None
 
     def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
