@@ -338,7 +338,7 @@ def test_loading_refuses(case):
         ([{"role": "user", "content": None}], {}, "message of 'user' is no text.*null"),
         ([{"role": None, "content": "Why?"}], {}, "is no message"),
         ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
-        ({"role": "user", "content": ["Why?"]}, {}, "has the part 'Why\\?'"),
+        ({"role": "user", "content": ["Why?"]}, {}, "has a part that is no text"),
         ({"role": "user", "content": []}, {}, "the prompt is empty"),
         ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
         (asked("\ud83e?"), {}, "half of a surrogate pair"),
