@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
 MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-SHARED = ["-fopenmp", "-shared", "-fPIC"]
+SHARED = ["-shared", "-fPIC"]
+OPENMP, STANDARD = ["-fopenmp", "-include", "omp.h"], ["-pthread"]  # threads: see `threads.h`
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
@@ -349,17 +350,22 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 
     For bfloat16 it has none on x86 without AVX-512: there they take 5 times as long as here.
     """
-    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype != torch.bfloat16:
+        return True
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
 def library() -> CDLL | None:
     """The native code; None, with a warning that says why, where it can't be built."""
     try:
-        return CDLL(str(build(compiler(), ["-march=native"])))
+        name = compiler()
+        target, _ = supported(name, ["-march=native"], ["-mcpu=native"])
+        return CDLL(str(build(name, target)))
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("decoding stays eager, which is slower: %s", said.strip().splitlines()[0])
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        log.warning("decoding stays eager, which is slower: %s", reason)
         return None
 
 
@@ -377,22 +383,30 @@ def build_name() -> str:
     return "" if found is None else Path(found._name).stem
 
 
+def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:
+    """The first of these sets of flags that the compiler can work with, and what it defines then.
+
+    Errors: `CalledProcessError` where it can work with none.
+    """
+    for flags in choices:
+        command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            return flags, done.stdout
+    raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+
+
 def build(compiler: str, target: list[str]) -> Path:
     """Compile `decode.cpp`, once for each compiler, processor and version of the sources."""
-    predefined = subprocess.run(
-        [compiler, *target, "-dM", "-E", "-x", "c++", os.devnull],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    flags = " ".join(FLAGS + target)
+    machine, predefined = supported(compiler, target + OPENMP, target + STANDARD)
+    flags = " ".join(FLAGS + machine)
     text = "".join(source.read_text("utf-8") for source in SOURCES)
     key = hashlib.sha256((text + flags + predefined).encode()).hexdigest()[:16]
     file = cache_folder() / "native" / f"decode-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole: others may build too
-        command = [compiler, *FLAGS, *target, *SHARED, str(MAIN), "-o", str(partial)]
+        command = [compiler, *FLAGS, *machine, *SHARED, str(MAIN), "-o", str(partial)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(partial, file)
     return file
