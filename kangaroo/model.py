@@ -16,47 +16,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from kangaroo import native
 from kangaroo.acceleration import Acceleration
 from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
-from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.huge_pages import settle
 from kangaroo.native import LayerWeights, Sizes
+from kangaroo.supported import check_supported
 from kangaroo.tree import Tree
 
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 AttentionInterface.register(ATTENTION, attention)
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` for a model whose layers or positions this engine cannot drive."""
-    name = config.name_or_path or config.model_type
-    if config.model_type not in SUPPORTED:
-        raise UnsupportedModel(
-            f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}."
-        )
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    windowed = "sliding_attention" in layer_types or (
-        config.model_type == "mistral" and config.sliding_window is not None
-    )
-    if windowed:
-        raise UnsupportedModel(
-            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is "
-            "not supported. A model trained with full attention is needed, or one whose config "
-            "sets sliding_window to null."
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type in ("dynamic", "longrope"):
-        raise UnsupportedModel(
-            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the "
-            "text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
-        )
 
 
 class LM(nn.Module):

@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
+from kangaroo.checkpoints import read_checkpoint, read_tokenizer
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
-from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.errors import ConfigError
 from kangaroo.placement import check_placed
 from kangaroo.shapes import SHAPES, shape_of
 
@@ -117,7 +115,7 @@ def load(
         model.set_attn_implementation(attn_implementation)
         tokenizer = byte_tokenizer()
     else:
-        model, tokenizer = _load_checkpoint(
+        model, tokenizer = read_checkpoint(
             _source(config.path),
             config.revision,
             dtype=config.dtype.torch,
@@ -135,22 +133,13 @@ def load(
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
 
-    Errors: `ModelNotFound`.
+    Errors: `ModelNotFound`, `CorruptFile`.
     """
     if path == TINY:
         return byte_tokenizer()
     if path.startswith(RANDOM):
         return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            _source(path), revision=revision
-        )
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"'{path}' has no tokenizer that can be read: {str(error).splitlines()[0]} Save the "
-            "model's tokenizer there."
-        ) from error
-    return tokenizer
+    return read_tokenizer(_source(path), revision)
 
 
 def _source(path: str) -> str:
@@ -166,67 +155,6 @@ def chat_template(name: str) -> str:
             f"there is no chat template '{name}'. Pass model.chat_template={shipped}."
         )
     return file.read_text(encoding="utf-8")
-
-
-def _load_checkpoint(
-    source: str, revision: str | None, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    is_folder = os.path.isdir(source)
-    if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
-        raise ModelNotFound(
-            f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
-        )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except SafetensorError as error:
-        raise CorruptFile(
-            f"'{_unreadable(source, revision)}' is truncated or corrupt ({error}). "
-            "Delete it, then fetch or save it again."
-        ) from error
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        if is_folder:
-            raise ModelNotFound(
-                f"the folder '{source}' holds no complete checkpoint: {reason} "
-                "Pass model.path= another folder, or save this one again."
-            ) from error
-        raise ModelNotFound(
-            f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
-            f"hold it, and the hub did not give it: {reason} Go online once (a gated model also "
-            "needs its licence accepted and `hf auth login`), pass model.path= a local folder, or "
-            "choose model=smollm2-135m, which comes from PyPI."
-        ) from error
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedModel(
-            f"'{source}' cannot be a target: {reason} Choose another model.path."
-        ) from error
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
-        raise CorruptFile(
-            f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
-            "Fetch or save it again."
-        )
-    return model, tokenizer
-
-
-def _unreadable(source: str, revision: str | None) -> str:
-    """The file of a checkpoint that safetensors refuses, since its errors do not name it.
-
-    Links are followed: the hub's cache would link the same bad file again.
-    """
-    if not os.path.isdir(source):
-        source = snapshot_download(source, revision=revision, local_files_only=True)
-    for file in sorted(Path(source).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return str(file.resolve())
-    return source
 
 
 def random_model(

@@ -1,4 +1,4 @@
-"""Decoder layers in native code, for a CPU: builds `cpp/decode.cpp` and calls it.
+"""Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
 
 A step of decoding has few tokens, and its time is that of reading the weights once. PyTorch's
 modules take several times as long: matrix products of one row do not stream, and between them the
@@ -12,10 +12,7 @@ Shapes: R rows, T tokens a row, D hidden size, N outputs, S slots, E occupied sl
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -30,16 +27,11 @@ import torch
 from torch import Tensor
 
 from kangaroo.cache import Block, KVCache
-from kangaroo.folders import cache_folder
+from kangaroo.compiling import build, compiler, supported
 from kangaroo.last_level import staying_bytes
 
 log = logging.getLogger(__name__)
 
-SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
-MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-SHARED = ["-shared", "-fPIC"]
-OPENMP, STANDARD = ["-fopenmp", "-include", "omp.h"], ["-pthread"]  # threads: see `threads.h`
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
@@ -369,44 +361,7 @@ def library() -> CDLL | None:
         return None
 
 
-def compiler() -> str:
-    """Errors: `OSError` where there is none."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not found:
-        raise OSError("there is no C++ compiler; install g++, or name one in CXX")
-    return found
-
-
 def build_name() -> str:
     """Tells the native code of this version, compiler and processor from any other."""
     found = library()
     return "" if found is None else Path(found._name).stem
-
-
-def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:
-    """The first of these sets of flags that the compiler can work with, and what it defines then.
-
-    Errors: `CalledProcessError` where it can work with none.
-    """
-    for flags in choices:
-        command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return flags, done.stdout
-    raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-
-
-def build(compiler: str, target: list[str]) -> Path:
-    """Compile `decode.cpp`, once for each compiler, processor and version of the sources."""
-    machine, predefined = supported(compiler, target + OPENMP, target + STANDARD)
-    flags = " ".join(FLAGS + machine)
-    text = "".join(source.read_text("utf-8") for source in SOURCES)
-    key = hashlib.sha256((text + flags + predefined).encode()).hexdigest()[:16]
-    file = cache_folder() / "native" / f"decode-{key}.so"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole: others may build too
-        command = [compiler, *FLAGS, *machine, *SHARED, str(MAIN), "-o", str(partial)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        os.replace(partial, file)
-    return file

@@ -18,7 +18,7 @@ import torch
 from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
-from kangaroo import last_level, native
+from kangaroo import compiling, last_level, native
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.model import LM
@@ -156,7 +156,7 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
 
 def built_fast(monkeypatch):
     """Builds from now on take few seconds; what they compute is the same."""
-    monkeypatch.setattr(native, "FLAGS", ["-O1" if f == "-O3" else f for f in native.FLAGS])
+    monkeypatch.setattr(compiling, "FLAGS", ["-O1" if f == "-O3" else f for f in compiling.FLAGS])
 
 
 OTHERS = {"any": [], "AVX2": ["-march=haswell"], "AVX-512": ["-march=skylake-avx512"]}
@@ -170,7 +170,7 @@ def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
     hf = tiny_model("qwen3", dtype=torch.bfloat16)
     expected, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     built_fast(monkeypatch)
-    other = ctypes.CDLL(str(native.build(native.compiler(), target)))
+    other = ctypes.CDLL(str(compiling.build(compiling.compiler(), target)))
     monkeypatch.setattr(native, "library", lambda: other)
     found, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
@@ -200,12 +200,12 @@ def computed_in_two_threads() -> list[torch.Tensor]:
 
 def test_the_standard_librarys_threads_compute_what_openmps_do(monkeypatch):
     """Bit by bit: a compiler without OpenMP, such as a Mac's, builds the same code."""
-    unoptimised = ["-O0" if flag == "-O3" else flag for flag in native.FLAGS]
-    monkeypatch.setattr(native, "FLAGS", unoptimised)  # built in two seconds
+    unoptimised = ["-O0" if flag == "-O3" else flag for flag in compiling.FLAGS]
+    monkeypatch.setattr(compiling, "FLAGS", unoptimised)  # built in two seconds
     results = []
-    for openmp in (native.OPENMP, ["-include", "no-such-header.h"]):
-        monkeypatch.setattr(native, "OPENMP", openmp)
-        library = ctypes.CDLL(str(native.build(native.compiler(), ["-march=native"])))
+    for openmp in (compiling.OPENMP, ["-include", "no-such-header.h"]):
+        monkeypatch.setattr(compiling, "OPENMP", openmp)
+        library = ctypes.CDLL(str(compiling.build(compiling.compiler(), ["-march=native"])))
         monkeypatch.setattr(native, "library", lambda library=library: library)
         results.append(computed_in_two_threads())
     assert not hasattr(library, "omp_get_thread_num")
@@ -217,9 +217,9 @@ def test_the_sources_compile_for_arm64(tmp_path):
     cross = shutil.which("aarch64-linux-gnu-g++")
     if cross is None:
         pytest.skip("there is no cross compiler for arm64")
-    for threads in (native.OPENMP, native.STANDARD):
-        output = ["-O0", "-S", str(native.MAIN), "-o", str(tmp_path / "decode.s")]
-        command = [cross, *native.FLAGS, *threads, *output]
+    for threads in (compiling.OPENMP, compiling.STANDARD):
+        output = ["-O0", "-S", str(compiling.MAIN), "-o", str(tmp_path / "decode.s")]
+        command = [cross, *compiling.FLAGS, *threads, *output]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
@@ -229,7 +229,7 @@ def test_a_compiler_is_asked_only_for_what_it_knows(tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *march*|*openmp*) exit 1;; esac\necho macros\n')
     compiler.chmod(0o755)
-    flags, macros = native.supported(str(compiler), ["-march=native"], ["-mcpu=native"])
+    flags, macros = compiling.supported(str(compiler), ["-march=native"], ["-mcpu=native"])
     assert flags == ["-mcpu=native"] and macros == "macros\n"
 
 
@@ -420,7 +420,7 @@ def test_without_a_compiler_decoding_stays_eager(
     fresh_library, monkeypatch, caplog, compiler, reason
 ):
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         lm = tiny().compile_for_decoding()
     assert lm.native_layers is None
@@ -430,7 +430,7 @@ def test_without_a_compiler_decoding_stays_eager(
 def test_the_warning_is_the_compilers_first_error(fresh_library, monkeypatch, caplog):
     (fresh_library / "bad.cpp").write_text('#include "bad.h"\nint x;\n')
     (fresh_library / "bad.h").write_text("// nothing here is known\nunknown y;\n")
-    monkeypatch.setattr(native, "MAIN", fresh_library / "bad.cpp")
+    monkeypatch.setattr(compiling, "MAIN", fresh_library / "bad.cpp")
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
     assert "bad.h:2" in caplog.text and "unknown" in caplog.text
