@@ -28,6 +28,7 @@ from transformers import (
 from kangaroo.checkpoints import read_checkpoint, read_tokenizer
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError
+from kangaroo.model import eos_ids
 from kangaroo.placement import check_placed
 from kangaroo.shapes import SHAPES, shape_of
 
@@ -66,6 +67,8 @@ class ModelConfig:
             fills one GPU before the next; None uses one device.
         tp_plan: transformers' tensor parallelism; refused, since the KV cache has all the heads.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
+        eos_token: a token that ends a text as well as those that the checkpoint names, such as
+            `<|im_end|>`; None is no further one.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
 
@@ -77,6 +80,7 @@ class ModelConfig:
     device_map: str | None = None
     tp_plan: str | None = None
     chat_template: str | None = None
+    eos_token: str | None = None
     compiled: bool = True
 
 
@@ -86,7 +90,7 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template that is not there, and for tensor parallelism.
+    template or an `eos_token` that is not there, and for tensor parallelism.
     """
     if config.tp_plan is not None:
         raise ConfigError(
@@ -124,6 +128,14 @@ def load(
         )
     if template is not None:
         tokenizer.chat_template = template
+    if config.eos_token is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
+                f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
+            )
+        further = tokenizer.get_vocab()[config.eos_token]
+        model.generation_config.eos_token_id = [*eos_ids(model), further]
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)

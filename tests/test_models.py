@@ -189,6 +189,22 @@ def test_unknown_architecture_is_refused(folder):
         load(config(folder))
 
 
+def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, caplog):
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 258}))  # <|pad|>; a turn ends with <|im_end|>
+    lm, _ = load_target(config(folder))
+    assert lm.eos_ids() == [258]
+    assert "ends a turn with <|im_end|>, but its generation config ends a text at <|pad|>" in (
+        caplog.text
+    )
+    assert "\"model.eos_token='<|im_end|>'\"" in caplog.text
+    caplog.clear()
+    lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
+    assert lm.eos_ids() == [258, 257] and not caplog.messages
+    with pytest.raises(ConfigError, match=r"eos_token=</s> is no token.*<\|im_end\|>"):
+        load(config(folder, eos_token="</s>"))
+
+
 # ---- templates ---------------------------------------------------------------------------------
 
 
