@@ -130,6 +130,8 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
     for file in sorted(Path(source).iterdir()):
         try:
             _open(file)
+        except OSError:  # not there, or not to be read: transformers says so
+            continue
         except Exception as error:  # of a cut pickle torch raises what comes of its last opcode
             with file.open("rb") as stream:
                 beginning = stream.read(64)
@@ -148,5 +150,5 @@ def _open(file: Path) -> None:
     elif file.suffix == ".safetensors":
         with safe_open(file, framework="pt"):
             pass
-    elif file.suffix == ".bin":
+    elif file.match("pytorch_model*.bin"):  # others, as training_args.bin, are no weights
         torch.load(file, map_location="meta", weights_only=True)

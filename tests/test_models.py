@@ -138,6 +138,8 @@ def test_a_damaged_file_is_named(folder, name, content, reason):
         (folder / "model.safetensors").unlink()
         torch.save(random_model().state_dict(), file)
         assert load(config(folder))[0].dtype == torch.bfloat16
+    (folder / "training_args.bin").write_bytes(b"no weights")
+    (folder / "a.json").symlink_to("nowhere")
     file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
     said = rf"{re.escape(name)}' is truncated or corrupt \(.*{reason}.*\).*Delete it"
     with pytest.raises(CorruptFile, match=said):
