@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from kangaroo.folders import SHIPPED, of_project
 from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.models import RANDOM, Dtype, ModelConfig
-from kangaroo.prompts import Message, content_text, plain_text, prompt_ids, whole
+from kangaroo.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
 from kangaroo.sampling import Sampling
 from kangaroo.settings import made, typed
 from kangaroo.streaming import pieces
+
+log = logging.getLogger(__name__)
 
 CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
 # Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
@@ -83,7 +86,23 @@ def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
     """The target as the engine drives it, and its tokenizer. Errors: those of `models.load`."""
     hf, tokenizer = models.load(config)
     lm = LM(hf)
+    if not config.path.startswith(RANDOM):
+        warn_of_ends(lm, tokenizer)
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
+
+
+def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where the token that ends a turn in the chat template does not end a text."""
+    end = turn_end(tokenizer)
+    if end is None or end in lm.eos_ids():
+        return
+    ends, token = (tokenizer.convert_ids_to_tokens(ids) for ids in (lm.eos_ids(), end))
+    log.warning(
+        "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
+        "answers may run on into a user turn of the model's own. To end them there, pass "
+        "\"model.eos_token='%s'\".",
+        *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
+    )
 
 
 def model_config(model: str) -> ModelConfig:

@@ -113,11 +113,35 @@ def user_header(
 
     Args:
         history: the conversation so far, which ends with the assistant; None at its start.
+
+    Errors: `ConfigError` for a template by which nothing ends a user turn.
     """
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
+    if not after.strip():
+        raise ConfigError(
+            f"the chat template of '{tokenizer.name_or_path}' writes nothing after a user's turn, "
+            "so it cannot be seen where a question that the model writes is to end. Pass "
+            "model.chat_template= another one, or take questions from elsewhere "
+            "(data=conversations)."
+        )
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the template ends an assistant's turn with; None where it is none."""
+    if tokenizer.chat_template is None:
+        return None
+    roles = ("user", "assistant")
+    try:
+        turns = [Message(role=role, content=_SENTINEL) for role in roles]
+        text = _render(tokenizer, turns, add_generation_prompt=False)
+    except PromptError:
+        return None
+    after = text.rpartition(_SENTINEL)[2].strip()
+    first = next(iter(tokenizer.encode(after, add_special_tokens=False)), None)
+    return first if first in tokenizer.added_tokens_decoder else None
 
 
 def masked_ids(

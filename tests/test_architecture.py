@@ -20,13 +20,14 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 ORDER = [
     {"errors", "discovery", "huge_pages", "last_level"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
-    | {"tables", "memory", "settings"},
+    | {"tables", "memory", "settings", "supported"},
+    {"compiling"},
     {"tree", "graphs", "native", "prompts", "teacher", "generation"},
     {"verify", "clock", "acceleration"},
     {"model", "batch"},
     {"costs"},
     {"rounds"},
-    {"embedded", "shapes", "models", "blueprint"},
+    {"embedded", "shapes", "checkpoints", "models", "blueprint"},
     {"trained"},
     {"drafters"},
     {"engine"},
