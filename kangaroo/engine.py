@@ -19,7 +19,7 @@ from kangaroo.cache import BUCKET, Block, KVCache
 from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.generation import Generation, Request, StepRecord, Stream, Token
+from kangaroo.generation import SEEDS, Generation, Request, StepRecord, Stream, Token
 from kangaroo.model import LM
 from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
@@ -118,11 +118,12 @@ class Engine:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        lm, end = self.lm, len(request.prompt)
+        lm, text = self.lm, request.text
+        end = len(text)
         begun, seconds = now(lm.device), 0.0
-        prompt_T = torch.tensor(request.prompt, device=lm.device)
+        prompt_T = torch.tensor(text, device=lm.device)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        source, known = self.known(batch, row, request.prompt)
+        source, known = self.known(batch, row, text)
         if known and source != row:
             batch.cache.copy(source, row, known)
             self.drafter.adopt(source, row, known)
@@ -145,7 +146,8 @@ class Engine:
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun, reused=known)
+        seconds += now(lm.device) - begun
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
@@ -232,7 +234,8 @@ class Engine:
         return rows, kept, clock.between(started, proposed), clock.between(proposed, verified)
 
     def check(self, request: Request) -> None:
-        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
+        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context;
+        `ConfigError` for a seed that is too large."""
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
         vocabulary = self.lm.config.vocab_size
@@ -244,6 +247,11 @@ class Engine:
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         request.check_fits("the model's context is", self.lm.context)
+        if not -SEEDS <= request.seed < SEEDS:
+            raise ConfigError(
+                f"seed={request.seed} must be {-SEEDS} to {SEEDS - 1}; of several texts each has "
+                "the next one."
+            )
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 

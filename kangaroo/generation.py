@@ -10,6 +10,8 @@ import numpy as np
 from kangaroo.errors import PromptError
 from kangaroo.sampling import Sampling
 
+SEEDS = 1 << 63  # seeds lie in [-SEEDS, SEEDS): what tensors and native code hold
+
 
 @dataclass
 class Request:
@@ -18,10 +20,12 @@ class Request:
     Args:
         prompt: token ids.
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
-        seed: with the sampling settings it fixes the text.
+        seed: with the sampling settings it fixes the text; a signed number of 64 bits.
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
         sampling: this text's own; None is the batch's. The rule of acceptance is always that.
+        written: the first of the new tokens, which another batch has written: they enter with the
+            prompt, and the text goes on from them as it would have there.
     """
 
     prompt: Sequence[int]
@@ -30,6 +34,12 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     sampling: Sampling | None = None
+    written: Sequence[int] = ()
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The tokens that enter: the prompt, and what was written."""
+        return [*self.prompt, *self.written] if self.written else self.prompt
 
     def check_fits(self, limit: str, tokens: int) -> None:
         """Errors: `PromptError` where prompt and new tokens are more than `tokens`, which is what

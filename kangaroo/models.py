@@ -31,12 +31,11 @@ from transformers import (
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 from kangaroo.placement import check_placed
+from kangaroo.prompts import TEMPLATES, check_template, shipped_templates
 from kangaroo.shapes import SHAPES, shape_of
 
 TINY = "random:tiny"
 RANDOM = "random:"
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Dtype(Enum):
@@ -88,7 +87,7 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template that is not there, and for tensor parallelism.
+    template that is not there or fails, and for tensor parallelism.
     """
     if config.tp_plan is not None:
         raise ConfigError(
@@ -126,6 +125,7 @@ def load(
         )
     if template is not None:
         tokenizer.chat_template = template
+    check_template(tokenizer)
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
@@ -161,9 +161,8 @@ def chat_template(name: str) -> str:
     """The Jinja text of that template in `kangaroo/templates`; `ConfigError` if there is none."""
     file = TEMPLATES / f"{name}.jinja"
     if not file.is_file():
-        shipped = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
         raise ConfigError(
-            f"there is no chat template '{name}'. Pass model.chat_template={shipped}."
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
         )
     return file.read_text(encoding="utf-8")
 

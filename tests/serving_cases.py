@@ -24,11 +24,8 @@ from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.sampling import Sampling
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.scheduler import (
-    Event,
-    Job,
-    Scheduler,
-)
+from kangaroo.serving.jobs import Event, Job
+from kangaroo.serving.scheduler import Scheduler
 
 LONGEST = 200
 SAMPLINGS = [
