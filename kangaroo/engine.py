@@ -19,7 +19,7 @@ from kangaroo.cache import BUCKET, Block, KVCache
 from kangaroo.clock import Clock, now, running
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.generation import SEEDS, Generation, Request, StepRecord, Stream, Token
+from kangaroo.generation import Generation, Request, StepRecord, Stream, Token
 from kangaroo.model import LM
 from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
@@ -119,9 +119,8 @@ class Engine:
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         lm, text = self.lm, request.text
-        end = len(text)
         begun, seconds = now(lm.device), 0.0
-        prompt_T = torch.tensor(text, device=lm.device)
+        prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
         source, known = self.known(batch, row, text)
         if known and source != row:
@@ -234,8 +233,7 @@ class Engine:
         return rows, kept, clock.between(started, proposed), clock.between(proposed, verified)
 
     def check(self, request: Request) -> None:
-        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context;
-        `ConfigError` for a seed that is too large."""
+        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
         vocabulary = self.lm.config.vocab_size
@@ -247,11 +245,6 @@ class Engine:
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         request.check_fits("the model's context is", self.lm.context)
-        if not -SEEDS <= request.seed < SEEDS:
-            raise ConfigError(
-                f"seed={request.seed} must be {-SEEDS} to {SEEDS - 1}; of several texts each has "
-                "the next one."
-            )
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 

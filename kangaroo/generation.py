@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kangaroo.errors import PromptError
+from kangaroo.errors import ConfigError, PromptError
 from kangaroo.sampling import Sampling
 
-SEEDS = 1 << 63  # seeds lie in [-SEEDS, SEEDS): what tensors and native code hold
+SEEDS = 1 << 63  # seeds lie in [-SEEDS, SEEDS), which tensors and native code hold
 
 
 @dataclass
@@ -20,12 +20,14 @@ class Request:
     Args:
         prompt: token ids.
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
-        seed: with the sampling settings it fixes the text; a signed number of 64 bits.
+        seed: with the sampling settings it fixes the text.
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
         sampling: this text's own; None is the batch's. The rule of acceptance is always that.
         written: the first of the new tokens, which another batch has written: they enter with the
             prompt, and the text goes on from them as it would have there.
+
+    Errors: `ConfigError` for a seed that is no signed number of 64 bits.
     """
 
     prompt: Sequence[int]
@@ -35,6 +37,13 @@ class Request:
     ignore_eos: bool = False
     sampling: Sampling | None = None
     written: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not -SEEDS <= self.seed < SEEDS:
+            raise ConfigError(
+                f"seed={self.seed} must be {-SEEDS} to {SEEDS - 1}; several texts have seeds one "
+                "after another."
+            )
 
     @property
     def text(self) -> Sequence[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from serving_cases import (
@@ -303,26 +303,6 @@ def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
     return failed
 
 
-def failing_parts(monkeypatch, engine: Engine, fails: Callable[[int, Request], bool]) -> list[int]:
-    """The parts of prompts that fail as told, by their number in the prompt."""
-    admitting, failed = engine.admitting, []
-
-    def parts(batch: Batch, row: int, request: Request):
-        its_parts = admitting(batch, row, request)
-        for number in itertools.count():
-            if fails(number, request):
-                failed.append(number)
-                raise Fault(f"part {number}")
-            try:
-                next(its_parts)
-            except StopIteration as entered:
-                return entered.value
-            yield
-
-    monkeypatch.setattr(engine, "admitting", parts)
-    return failed
-
-
 GUILTY = [250, 251, 252, *range(3, 17)]  # two parts and more, each of eight tokens
 
 
@@ -355,55 +335,67 @@ def check_crowd(scheduler: Scheduler, jobs: list[tuple[Job, Heard]], guilty: str
     assert scheduler.alive
     said(scheduler, [9, 8, 7])
     assert scheduler.load == Load(0, 0, 0) and sorted(scheduler.idle) == [0, 1, 2]
+    assert scheduler.engine.batch.done == [True] * 3
 
 
-def of_guilty(engine: Engine) -> Callable[[], int | None]:
-    """The row of the guilty one's text in the engine's batch; None where it has none."""
-
-    def row() -> int | None:
-        assert engine.batch is not None
-        texts = zip(engine.batch.texts, engine.batch.done, strict=True)
-        rows = (i for i, (text, done) in enumerate(texts) if text[:17] == GUILTY and not done)
-        return next(rows, None)
-
-    return row
+def steps_guilty(engine: Engine) -> bool:
+    """Whether a step writes on at the guilty one's text, of which there is something already."""
+    assert engine.batch is not None
+    texts = zip(engine.batch.texts, engine.batch.done, strict=True)
+    return any(text[:17] == GUILTY and len(text) > 20 and not done for text, done in texts)
 
 
-@pytest.mark.parametrize("method", ["known", "shared", "part 0", "part 1", "step", "record"])
+CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
+    "known": lambda engine, number, given: given[2] == GUILTY,
+    "shared": lambda engine, number, given: given[1] == GUILTY,
+    # when the row takes part in steps already
+    "first": lambda engine, number, given: engine.batch.texts[given[0]] == GUILTY,
+    "step": lambda engine, number, given: steps_guilty(engine),
+    "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
 def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     engine, jobs = engine_of(target()), crowd()
-    row = of_guilty(engine)
     with scheduling(engine=engine) as scheduler:
         said(scheduler, [3, 4])  # the batch is open
-        if method == "known":
-            failed = failing(monkeypatch, engine, method, lambda n, given: given[2] == GUILTY)
-        elif method == "shared":
-            failed = failing(monkeypatch, engine.batch, method, lambda n, given: given[1] == GUILTY)
-        elif method == "step":  # for ever, once the third of its tokens is there
-            failed = failing(
-                monkeypatch,
-                engine,
-                method,
-                lambda n, given: (i := row()) is not None and len(engine.batch.texts[i]) > 20,
-            )
-        elif method == "record":
-            failed = failing(
-                monkeypatch, engine, method, lambda n, given: n > 6 and given[3].prompt == GUILTY
-            )
-        else:
-            part = int(method[-1])
-            failed = failing_parts(
-                monkeypatch, engine, lambda n, request: (n, request.prompt) == (part, GUILTY)
-            )
+        owner = engine.batch if hasattr(Batch, method) else engine
+        failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
         scheduler.submit(*(one for one, _ in jobs))
         check_crowd(scheduler, jobs, FAILED)
     assert len(failed) == (2 if method == "step" else 1)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
+    engine, jobs = engine_of(target()), crowd()
+    admitting, failed = engine.admitting, []
+
+    def parts(batch: Batch, row: int, request: Request):
+        its_parts = admitting(batch, row, request)
+        for number in itertools.count():
+            if request.prompt == GUILTY and number == part:
+                failed.append(number)
+                raise Fault(f"part {number}")
+            try:
+                next(its_parts)
+            except StopIteration as entered:
+                return entered.value
+            yield
+
+    monkeypatch.setattr(engine, "admitting", parts)
+    with scheduling(engine=engine) as scheduler:
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, jobs, FAILED)
+    assert failed == [part]
 
 
 @pytest.mark.parametrize("number", [0, 1, 6])
 @pytest.mark.parametrize("faults", [1, 2])
 def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults):
     """Once, or once more at the next chance: that ends whom it hits alone."""
+    monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)
     engine, jobs = engine_of(target()), crowd()
     with scheduling(engine=engine) as scheduler:
         failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
@@ -416,54 +408,52 @@ def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults
 
 
 def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
-    """As where memory does not hold two texts at a time."""
+    """As where memory does not hold what two texts at a time take."""
     engine, jobs = engine_of(target()), crowd()
     with scheduling(engine=engine) as scheduler:
-        said(scheduler, [3, 4])
-        together = lambda n, given: given[0].done.count(False) > 1  # noqa: E731
-        failed = failing(monkeypatch, engine, "step", together)
+        failed = failing(monkeypatch, engine, "step", lambda _, given: sum(given[0].done) < 2)
         scheduler.submit(*(one for one, _ in jobs))
         check_crowd(scheduler, jobs, None)
     assert failed
 
 
 def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
-    engine, jobs = engine_of(target()), crowd()
-    with scheduling(engine=engine) as scheduler:
-        said(scheduler, [3, 4])
-        failed = failing(monkeypatch, Batch, "stop", lambda n, _: n < 1)
-        for one, heard in jobs:
-            scheduler.submit(one)
-            if one.request.prompt == GUILTY:
-                assert heard.begun.wait(60)
-                scheduler.cancel(one)
+    jobs = crowd()
+    with scheduling() as scheduler:
+        (left, heard), *_ = (pair for pair in jobs if pair[0].request.prompt == GUILTY)
+        left.tell = lambda event: (heard(event), scheduler.cancel(left))
+        failed = failing(
+            monkeypatch, Batch, "stop", lambda _, given: given[0].texts[given[1]][:17] == GUILTY
+        )
+        scheduler.submit(*(one for one, _ in jobs))
         check_crowd(scheduler, jobs, CANCELLED)
-    assert failed
+    assert len(failed) == 1
 
 
 def test_who_cannot_be_told_holds_up_nobody():
-    with scheduling(rows=3) as scheduler:
-        jobs, told = crowd(), threading.Event()
+    def gone(event: Event) -> None:
+        raise RuntimeError("Event loop is closed")
 
-        def gone(event: Event) -> None:
-            told.set()
-            raise RuntimeError("Event loop is closed")
-
-        guilty, _ = next(pair for pair in jobs if pair[0].request.prompt == GUILTY)
-        guilty.tell = gone
+    jobs = crowd()
+    deaf = next(one for one, _ in jobs if one.request.prompt == GUILTY)
+    deaf.tell = gone
+    with scheduling() as scheduler:
         scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, [pair for pair in jobs if pair[0] is not guilty], None)
-        assert told.is_set()
+        check_crowd(scheduler, [pair for pair in jobs if pair[0] is not deaf], None)
+    assert 0 < len(deaf.written) < 25
 
 
-def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch):
-    """At the beginning, or after a step that failed; nobody waits for it."""
-    engine = engine_of(target())
+@pytest.mark.parametrize("begun", [True, False])
+def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
+    """After a step that failed, or at the beginning; nobody waits for it."""
+    monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0.05)
+    engine, jobs = engine_of(target()), [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+    opened = [] if begun else failing(monkeypatch, engine, "open", lambda *_: True)
     with scheduling(engine=engine) as scheduler:
-        said(scheduler, [3, 4])
-        failing(monkeypatch, engine, "step", lambda *_: True)
-        opened = failing(monkeypatch, engine, "open", lambda *_: True)
-        jobs = [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+        if begun:
+            said(scheduler, [3, 4])
+            failing(monkeypatch, engine, "step", lambda *_: True)
+            opened = failing(monkeypatch, engine, "open", lambda *_: True)
         scheduler.submit(*(one for one, _ in jobs))
         assert all(heard.ended.wait(60) for _, heard in jobs)
         assert {heard.finish for _, heard in jobs} == {STOPPED} and opened == [0, 1, 2]

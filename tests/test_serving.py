@@ -254,6 +254,16 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
         assert status(open_to_all, "any.example") == 200
 
 
+@pytest.mark.parametrize("template", [{"rag": "a"}, "{{ 1 + 'a' }}", "{% if %}", None])
+def test_a_template_that_fails_is_told_as_any_other_refusal(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with serving(tokenizer=tokenizer) as address:
+        told = ask(address, "chat/completions", messages=TALK)
+        assert told.status_code == 400 and "chat template" in told.json()["error"]["message"]
+        assert ask(address, prompt="a", max_tokens=2).status_code == 200
+
+
 def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch, caplog):
     """In a route, which knows of it at once, and in the thread that decodes: whole and streamed."""
 

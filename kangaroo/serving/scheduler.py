@@ -78,7 +78,7 @@ class Scheduler:
         return Load(len(self.running), len(self.entering), len(self.waiting))
 
     def check(self, request: Request) -> None:
-        """Errors: `PromptError` and `ConfigError` for a request that can never be served."""
+        """Errors: `PromptError` for a request that can never be served."""
         self.engine.check(request)
         request.check_fits("this server's limit for both together is", self.longest)
 
@@ -254,13 +254,15 @@ class Scheduler:
             assert job.parts is not None
             try:
                 next(job.parts)
+                return
             except StopIteration as entered:
-                job.parts, job.generation = None, entered.value
-                self.entering.remove(job)
-                self.running.append(job)
-                self.read_tokens += len(job.text) - job.generation.reused
-                self.read_seconds += job.generation.prefill_seconds
-                self._told(job, job.generation.steps[0])
+                generation = job.generation = entered.value
+            job.parts = None
+            self.entering.remove(job)
+            self.running.append(job)
+            self.read_tokens += len(job.text) - generation.reused
+            self.read_seconds += generation.prefill_seconds
+            self._told(job, generation.steps[0])
 
     def _due(self, batch: Batch, job: Job) -> float:
         """When a job's first token is due, by what prompts have taken so far."""
