@@ -294,7 +294,7 @@ def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
     def call(*given: object, **options: object) -> object:
-        if fails(number := next(calls), given):
+        if fails(number := next(calls), (*given, *options.values())):
             failed.append(number)
             raise Fault(f"{name}, call {number}")
         return method(*given, **options)
@@ -315,7 +315,7 @@ def crowd() -> list[tuple[Job, Heard]]:
         request.max_new_tokens = 40
         written = plain_text(byte_tokenizer(), alone(engine, request))
         request.stop = [re.findall("[ -~]{2}", written)[-1]]
-    guilty = Request(GUILTY, 25, 3, sampling=SAMPLINGS[1], ignore_eos=True)
+    guilty = Request(GUILTY, 40, 3, sampling=SAMPLINGS[1], ignore_eos=True)
     return [job(request) for request in (*requests[:2], guilty, *requests[2:])]
 
 
@@ -350,7 +350,7 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "shared": lambda engine, number, given: given[1] == GUILTY,
     # when the row takes part in steps already
     "first": lambda engine, number, given: engine.batch.texts[given[0]] == GUILTY,
-    "step": lambda engine, number, given: steps_guilty(engine),
+    "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
     "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
 }
 
@@ -440,7 +440,7 @@ def test_who_cannot_be_told_holds_up_nobody():
     with scheduling() as scheduler:
         scheduler.submit(*(one for one, _ in jobs))
         check_crowd(scheduler, [pair for pair in jobs if pair[0] is not deaf], None)
-    assert 0 < len(deaf.written) < 25
+    assert 0 < len(deaf.written) < 40
 
 
 @pytest.mark.parametrize("begun", [True, False])
