@@ -122,7 +122,7 @@ class Batch:
         self.length_B[row] = len(prompt) + 1
 
     def place(self, row: int, prompt: Tensor, request: Request) -> None:
-        """A request's whole prompt has entered a row.
+        """A request's whole prompt has entered a row, with what it has written before.
 
         Errors: `ConfigError` for sampling of its own under acceptance by rejection.
         """
@@ -135,7 +135,7 @@ class Batch:
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
-        limit = len(prompt) + request.max_new_tokens
+        limit = len(request.prompt) + request.max_new_tokens
         self.limit_B[row], self.limits[row] = limit, limit
         self.seeds_B[row], self.seeds[row] = request.seed, request.seed
         self.heeds_eos_B[row] = not request.ignore_eos

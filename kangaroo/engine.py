@@ -118,11 +118,11 @@ class Engine:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        lm, end = self.lm, len(request.prompt)
+        lm, text = self.lm, request.text
         begun, seconds = now(lm.device), 0.0
-        prompt_T = torch.tensor(request.prompt, device=lm.device)
+        prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        source, known = self.known(batch, row, request.prompt)
+        source, known = self.known(batch, row, text)
         if known and source != row:
             batch.cache.copy(source, row, known)
             self.drafter.adopt(source, row, known)
@@ -145,7 +145,8 @@ class Engine:
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun, reused=known)
+        seconds += now(lm.device) - begun
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
