@@ -21,7 +21,6 @@ from kangaroo.batch import Batch
 from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
 from kangaroo.generation import Request, StepRecord
-from kangaroo.rounds import Rounds
 from kangaroo.serving.scheduler import (
     CANCELLED,
     FAILED,
@@ -89,7 +88,6 @@ def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
     """Of each step from now on: texts, whether they might draft, and how much they did."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
     step, seen = engine.step, []
 
     def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
