@@ -32,8 +32,13 @@ def steady_budget(request, monkeypatch):
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
     monkeypatch.setattr(engine, "measured", lambda lm: costs)
+
+    def no_limits(self, rows, nodes, drafting=0.0):
+        """Whatever the batch."""
+        return [0.0] * nodes
+
     for limits in ("min_chain_chances", "min_node_chances"):
-        monkeypatch.setattr(Budget, limits, lambda self, rows, nodes, *_: [0.0] * nodes)
+        monkeypatch.setattr(Budget, limits, no_limits)
 
 
 def pytest_collection_modifyitems(items):
