@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kangaroo.budget import Budget
 from kangaroo.cache import KVCache
 from kangaroo.errors import ConfigError
 from kangaroo.generation import Request
@@ -52,6 +53,7 @@ class Batch:
     Args:
         longest: tokens of the longest text that there is room for, prompt included.
         sampling: of texts that have none of their own.
+        budget: what may be drafted in a round.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Batch:
         sampling: Sampling,
         eos_ids: frozenset[int],
         device: torch.device,
+        budget: Budget,
     ):
         size, self.n_slots = cache.batch_size, cache.n_slots
-        self.cache, self.longest = cache, longest
+        self.cache, self.longest, self.budget = cache, longest, budget
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)
@@ -85,6 +88,11 @@ class Batch:
     def size(self) -> int:
         """Rows."""
         return self.cache.batch_size
+
+    @property
+    def active(self) -> int:
+        """Rows whose text is being written."""
+        return self.done.count(False)
 
     @property
     def lengths(self) -> list[int]:

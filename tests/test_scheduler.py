@@ -28,7 +28,6 @@ from kangaroo.errors import PromptError
 from kangaroo.generation import Request, StepRecord
 from kangaroo.models import byte_tokenizer
 from kangaroo.prompts import plain_text
-from kangaroo.rounds import Rounds
 from kangaroo.serving.jobs import (
     CANCELLED,
     FAILED,
@@ -100,7 +99,6 @@ def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
     """Of each step from now on: texts, whether they might draft, and how much they did."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
     step, seen = engine.step, []
 
     def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
