@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
@@ -46,8 +47,6 @@ from kangaroo.under_load.config import LoadConfig
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
 # configs/hardware.
 Sizes = dict[str, dict[str, Any]]
-# Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
-SMALL = ("smollm2-135m", "tiny")
 # Of which families there is a draft model (configs/drafter).
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
@@ -317,13 +316,13 @@ def register() -> None:
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
-    OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
+    OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
 
 
-def hardware_of(model: str) -> str:
-    """The file of configs/hardware that a model's drafters take if none is asked for."""
-    return "cpu" if model in SMALL else "gpu"
+def hardware_here() -> str:
+    """The file of configs/hardware that drafters take if none is asked for."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
 
 
 def draft_model_of(model: str, option: str) -> str | None:
