@@ -35,6 +35,8 @@ class Engine:
             the memory of a prefill whatever the prompt's length; None is as many as are quick.
         reuse: a prompt that begins like the text before it in its row is read from where it
             differs. Off, every prompt is read whole, as whoever measures wants it.
+        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
+            acceptance. Off, native rounds draft what pays in that batch.
     """
 
     def __init__(
@@ -44,11 +46,12 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int | None = None,
         reuse: bool = False,
+        always_drafts: bool = False,
     ):
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.reuse = prefill_chunk, reuse
+        self.prefill_chunk, self.reuse, self.always_drafts = prefill_chunk, reuse, always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.rounds: Rounds | None = None  # of the batch, where these are native
@@ -86,7 +89,7 @@ class Engine:
         self.batch, self.rounds = batch, None
         if Rounds.can_run(self.lm, self.drafter, sampling):
             assert isinstance(self.drafter, NativeDrafter)
-            self.rounds = Rounds(self.lm, self.drafter, batch, self.keep)
+            self.rounds = Rounds(self.lm, self.drafter, batch, self.keep, self.always_drafts)
         return batch
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:

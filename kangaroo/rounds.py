@@ -204,17 +204,25 @@ class Rounds(Nodes):
 
     Args:
         keep: as of `Nodes`.
+        always_drafts: as of `Engine`.
     """
 
-    def __init__(self, lm: LM, drafter: NativeDrafter, batch: Batch, keep: int = 0):
+    def __init__(
+        self,
+        lm: LM,
+        drafter: NativeDrafter,
+        batch: Batch,
+        keep: int = 0,
+        always_drafts: bool = False,
+    ):
         exit_layer, drafting = drafter.native_exit, drafter.native_drafting()
         super().__init__(lm, batch.cache, 1 + drafter.native_nodes, exit_layer, drafting, keep)
         self.lm, self.batch, self.drafter, self.keep = lm, batch, drafter, keep
-        self.exit = exit_layer
+        self.exit, self.always_drafts = exit_layer, always_drafts
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         self.texts: list[list[int] | None] = [None] * batch.size
         self.curves: dict[tuple[int, int], list[float]] = {}
-        if drafter.needs_costs or (batch.size > 1 and drafter.max_nodes):
+        if drafter.needs_costs or (batch.size > 1 and drafter.max_nodes and not always_drafts):
             measured(lm)  # now, since it may take a second
 
     @staticmethod
@@ -299,6 +307,7 @@ class Rounds(Nodes):
 
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        rows = 1 if self.always_drafts else rows
         if (rows, nodes) not in self.curves:  # asked for in every round
             self.curves[rows, nodes] = measured(self.lm).curve(rows, nodes)
         return self.curves[rows, nodes]
@@ -311,7 +320,7 @@ class Rounds(Nodes):
             rows: that take part.
             drafting: the time of a token of the chain, in vanilla steps.
         """
-        if rows <= 1:
+        if rows <= 1 or self.always_drafts:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
@@ -324,7 +333,7 @@ class Rounds(Nodes):
         Args:
             rows: that take part.
         """
-        if rows <= 1:
+        if rows <= 1 or self.always_drafts:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         return [PACE * (costs[n + 1] - costs[n]) for n in range(nodes)]
