@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
+from kangaroo.ranges import CountOrZero, NotNegative, Ranged, Seed, Share
 
 _MASK = 0xFFFFFFFF
 
@@ -38,7 +38,7 @@ class Stream(Enum):
 
 
 @dataclass
-class Sampling:
+class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
@@ -49,19 +49,11 @@ class Sampling:
         rule: how a sampled draft is accepted; greedy decoding is the same under both.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    temperature: NotNegative = 0.0
+    top_p: Share = 1.0
+    top_k: CountOrZero = 0
+    seed: Seed = 0
     rule: Rule = Rule.match
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], not {self.top_p}; 1 keeps every token.")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (keep every token) or more, not {self.top_k}.")
 
     @property
     def greedy(self) -> bool:

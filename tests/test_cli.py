@@ -385,7 +385,9 @@ def test_a_folder_may_be_named_by_many_settings(tmp_path):
     for name in (f"variant_{i}" for i in range(10)):
         asked += [f"+drafter@more.{name}=prompt_lookup", f"more.{name}.num_pred_tokens=3"]
     result = run("evaluate.py", *asked, cwd=tmp_path)
-    assert "ConfigError: question_every must be 1 or more, not 0" in result.stderr, result.stderr
+    assert "ConfigError: question_every=0 must be a whole number, 1 or more" in result.stderr, (
+        result.stderr
+    )
     (folder,) = (tmp_path / "outputs/evaluate/tiny/prompt_lookup-demo").iterdir()
     assert folder.name.startswith("more.variant_0.num_pred_tokens=3,")
     sweep = composed("evaluate", *asked).hydra.sweep.dir

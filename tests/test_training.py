@@ -127,8 +127,6 @@ def test_a_draft_vocabulary_larger_than_the_data_is_all_of_it_and_loads_again(tm
     (folder,) = train(tiny(), samples(6), config(vocabulary=10**6), tmp_path)
     _, (head,) = load(str(folder), tiny(), Adapter)
     assert head.size == read_config(str(folder)).vocabulary < 64
-    with pytest.raises(ConfigError, match="vocabulary=0 must be 1 or more"):
-        train(tiny(), samples(6), config(vocabulary=0), tmp_path / "none")
 
 
 def test_two_adapters_of_one_name_are_refused(tmp_path):
@@ -193,9 +191,9 @@ def test_only_the_first_samples_with_so_many_tokens_are_learnt(tmp_path):
     assert some.held_out == whole.held_out == data[-2:]
     assert Work.of(data, config(tokens=sum(written[:3]) + 1)).kept == data[:4]
     assert Work.of(data, config(tokens=sum(written[:10]))).kept == whole.kept
-    for wrong in (0, sum(written[:10]) + 1):
-        with pytest.raises(ConfigError, match=rf"trainer\.tokens={wrong} must be 1 to the"):
-            Work.of(data, config(tokens=wrong))
+    most = sum(written[:10])
+    with pytest.raises(ConfigError, match=rf"trainer\.tokens={most + 1} is more than the {most}"):
+        Work.of(data, config(tokens=most + 1))
     assert config().identity() == config(tokens=None).identity() != config(tokens=9).identity()
 
 
@@ -230,8 +228,6 @@ def test_averaged_weights_are_measured_saved_and_resumed(tmp_path, monkeypatch):
         train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped", KillsAt(3))
     (stopped,) = train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped")
     assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
-    with pytest.raises(ConfigError, match=r"trainer\.average=1 must lie between 0 and 1"):
-        backend.check(config(average=1), Ranks())
 
 
 def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import CountOrZero, DraftSize, Threshold
 
 
 @dataclass
@@ -33,9 +34,9 @@ class DraftVerifyConfig(DrafterConfig):
 
     name: str = "draft_verify"
     subset: str | None = None
-    skip: list[int] | None = None
-    steps: int = 6
-    threshold: float = 0.6
+    skip: list[CountOrZero] | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
 
     def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
