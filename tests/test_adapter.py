@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
+from helpers import EXIT, adapter_for, eagle_for, random_prompts, recipe_of, tiny
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,7 @@ from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, Corru
 from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
-from kangaroo.trained import medusa_heads
+from kangaroo.trained import adapter_files, medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.adapter_files import (
     CONFIG,
@@ -33,6 +33,7 @@ from kangaroo.trained.adapter_files import (
     read_config,
     save,
 )
+from kangaroo.trained.base import Trainable
 from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
@@ -281,6 +282,16 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
     (saved / WEIGHTS).write_bytes(whole[:length])
     with pytest.raises(CorruptFile, match=str(saved)):
         load(str(saved), lm, Adapter)
+
+
+@pytest.mark.parametrize("kind", [adapter_for, eagle_for, MedusaHeads])
+def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
+    made = kind(lm)
+    name, weight = next(iter(made.named_parameters()))
+    weight.data.view(-1)[-1] = torch.inf
+    folder = str(adapter_files.save(made, describe(lm, made, {}), None, tmp_path))
+    with pytest.raises(CorruptFile, match=f"{tmp_path}.*{name} holds numbers that are not finite"):
+        load(folder, lm, Trainable)
 
 
 def test_a_kind_of_adapter_that_is_not_known_is_named(lm, saved):

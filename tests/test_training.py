@@ -20,7 +20,7 @@ from training_cases import (
 )
 
 from kangaroo.cli.training import check_format
-from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.models import Dtype, ModelConfig
 from kangaroo.native import torch_multiplies
 from kangaroo.ranks import Ranks
@@ -134,7 +134,7 @@ def test_two_adapters_of_one_name_are_refused(tmp_path):
         train(tiny(), samples(6), config(), tmp_path, recipes=[recipe(), recipe(loss=Loss.kl)])
 
 
-def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path, caplog):
     def run(name, tracker):
         return train(tiny(), samples(12), config(), tmp_path / name, tracker)
 
@@ -144,7 +144,9 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path):
             run("stopped", KillsAt(step))
     with (tmp_path / "stopped" / METRICS).open("a") as file:
         file.write('{"step": 9, "torn')
+    caplog.set_level("INFO")
     (stopped,) = run("stopped", NoTracker())
+    assert "going on after step 6 of 8" in caplog.text
     one, other = load_file(whole / WEIGHTS), load_file(stopped / WEIGHTS)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -177,9 +179,36 @@ def test_a_truncated_checkpoint_is_named(tmp_path):
         train(tiny(), samples(6), config(), tmp_path)
 
 
-def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holdout=6"):
-        train(tiny(), samples(6), config(holdout=6), tmp_path)
+def test_a_holdout_that_leaves_nothing_is_refused_with_one_that_fits(tmp_path):
+    with pytest.raises(ConfigError, match=r"holdout=20 .* of 20 .*Pass trainer\.holdout=2\."):
+        train(tiny(), samples(20), config(holdout=20), tmp_path)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
+    last, tmp_path, monkeypatch
+):
+    """At a loss that is not finite, or if that comes too late at a weight that is to be saved."""
+    update = backend.TorchBackend._update
+
+    def diverging(self, rates):
+        update(self, rates)
+        if self.steps == (7 if last else 4):  # of 8
+            next(iter(self.parameters.values())).data.fill_(torch.nan)
+
+    monkeypatch.setattr(backend.TorchBackend, "_update", diverging)
+    wrong = "a weight is not finite at step 8 of 8" if last else "loss is not finite at step 6 of 8"
+    with pytest.raises(Diverged, match=f"{wrong}.*lower trainer.learning_rate="):
+        train(tiny(), samples(12), config(), tmp_path)
+    kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    assert kept["progress"]["step"] == (6 if last else 4)
+    assert all(weight.isfinite().all() for weight in kept["backend"]["weights"].values())
+    assert not list(tmp_path.glob(f"*/{WEIGHTS}"))
+
+
+def test_a_learning_rate_that_is_far_too_high_is_noticed(tmp_path):
+    with pytest.raises(Diverged, match="is not finite at step"):
+        train(tiny(), samples(6), config(learning_rate=1e20, warmup_steps=0), tmp_path)
 
 
 def test_only_the_first_samples_with_so_many_tokens_are_learnt(tmp_path):

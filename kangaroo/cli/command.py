@@ -61,7 +61,7 @@ def command(
         def main(config: DictConfig) -> float | None:
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            found, failure, in_sweep = None, None, sweep_folder() is not None
+            found, failure, stopped, in_sweep = None, None, False, sweep_folder() is not None
             try:
                 if not shared:
                     ranks.check_alone()
@@ -69,10 +69,7 @@ def command(
                 with own_folder(config.output) if goes_on else nullcontext():
                     found = run(OmegaConf.to_object(config))
             except KeyboardInterrupt:
-                if int(os.environ.get("RANK", 0)) == 0:
-                    kept = " What is finished is kept: the same command goes on from there."
-                    sys.stderr.write(f"\nStopped.{kept if goes_on or keeps else ''}\n")
-                raise SystemExit(STOPPED) from None
+                stopped = True
             except Exception as error:
                 fixable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
@@ -82,6 +79,11 @@ def command(
                     log.error("this job failed: %s", failure, exc_info=not fixable)
             # beyond the handler, whose traceback holds the target: the next job needs its memory
             gc.collect()
+            if stopped:
+                if int(os.environ.get("RANK", 0)) == 0:
+                    kept = " What is finished is kept: the same command goes on from there."
+                    sys.stderr.write(f"\nStopped.{kept if goes_on or keeps else ''}\n")
+                raise SystemExit(STOPPED)
             if failure is not None and in_sweep:
                 raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
             if failure is not None:
