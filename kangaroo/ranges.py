@@ -57,6 +57,7 @@ Index = Annotated[int, Range(-_INT, _INT)]  # of a list; a negative one counts f
 # As numpy's generators take it. Others are made of `seed * 1_000_003 + i`, a signed number of 64
 # bits.
 Seed = Annotated[int, Range(0, (1 << 32) - 1)]
+NoiseSeed = Annotated[int, Range(-(1 << 63), (1 << 63) - (1 << 31))]  # each row adds its number
 # The nodes of a draft. Each is held against each other one, in every row, and has a slot there.
 MOST_NODES = 1024
 DraftSize = Annotated[int, Range(1, MOST_NODES)]

@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from kangaroo.ranges import CountOrZero, NotNegative, Ranged, Seed, Share
+from kangaroo.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
 _MASK = 0xFFFFFFFF
 
@@ -52,7 +52,7 @@ class Sampling(Ranged):
     temperature: NotNegative = 0.0
     top_p: Share = 1.0
     top_k: CountOrZero = 0
-    seed: Seed = 0
+    seed: NoiseSeed = 0
     rule: Rule = Rule.match
 
     @property
