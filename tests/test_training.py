@@ -146,7 +146,7 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path, cap
         file.write('{"step": 9, "torn')
     caplog.set_level("INFO")
     (stopped,) = run("stopped", NoTracker())
-    assert "going on after step 6 of 8" in caplog.text
+    assert "going on after step 6 of 10" in caplog.text
     one, other = load_file(whole / WEIGHTS), load_file(stopped / WEIGHTS)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -193,15 +193,15 @@ def test_a_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
 
     def diverging(self, rates):
         update(self, rates)
-        if self.steps == (7 if last else 4):  # of 8
+        if self.steps == (9 if last else 4):  # of 10
             next(iter(self.parameters.values())).data.fill_(torch.nan)
 
     monkeypatch.setattr(backend.TorchBackend, "_update", diverging)
-    wrong = "a weight is not finite at step 8 of 8" if last else "loss is not finite at step 6 of 8"
-    with pytest.raises(Diverged, match=f"{wrong}.*lower trainer.learning_rate="):
+    wrong = "a weight is not finite at step 10" if last else "loss is not finite at step 6"
+    with pytest.raises(Diverged, match=f"{wrong} of 10.*lower trainer.learning_rate="):
         train(tiny(), samples(12), config(), tmp_path)
     kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)
-    assert kept["progress"]["step"] == (6 if last else 4)
+    assert kept["progress"]["step"] == (8 if last else 4)
     assert all(weight.isfinite().all() for weight in kept["backend"]["weights"].values())
     assert not list(tmp_path.glob(f"*/{WEIGHTS}"))
 
