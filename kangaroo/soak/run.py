@@ -137,12 +137,12 @@ def decode(part: str, number: int, name: str, setting: Setting, build: Build, se
     draw = Draw(Random(f"{seed}/{part}/{number}/{name}"))
     drafter = build(setting, draw)
     chunk = draw.of("prefill_chunk", *setting.prefill_chunks)
-    always = draw.of("always_drafts", True, False)
-    engine = Engine(setting.lm, drafter, prefill_chunk=chunk, always_drafts=always)
-    engine.eos_ids = setting.eos_ids
     rows = draw.of("batch", *BATCHES)
     count = min(max(FEWEST, 2 * rows), len(setting.requests))
     chosen = draw.rng.sample(range(len(setting.requests)), count)
+    always = draw.of("always_drafts", True, False)
+    engine = Engine(setting.lm, drafter, prefill_chunk=chunk, always_drafts=always)
+    engine.eos_ids = setting.eos_ids
     how, done = SAMPLINGS[setting.sampling], dict[int, Generation]()
     for wave in (chosen[: -(count // 4)], chosen[-(count // 4) :]):
         requests = [setting.requests[index] for index in wave]
