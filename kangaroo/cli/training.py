@@ -29,6 +29,7 @@ from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, Tracker, finished
 from kangaroo.trained import adapter_files
 from kangaroo.training import backend, curves, loop
+from kangaroo.training.work import check_holdout
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +137,13 @@ def _report(folders: list[Path], model_name: str, tracker: Tracker) -> float:
 
 @command("estimate")
 def estimate(config: EstimateCommand) -> None:
-    """Say what a training takes, or serving the target, without weights or data."""
+    """Say what a training takes, or serving the target, without weights; a local source is read."""
     if config.serving is not None:
         _plan_serving(config, config.serving)
         return
     assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
     text, _ = assumed.text(config.data, trainer)
+    check_holdout(trainer.holdout, text.conversations)
     recipes = [config.adapter, *config.more.values()]
     expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
     Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
