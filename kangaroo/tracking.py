@@ -148,7 +148,7 @@ class Wandb:
         self.wandb = wandb
         # A run on disk is not told how far its earlier parts came.
         self.last = output / LAST_STEP
-        logged = int(self.last.read_text()) if self.last.exists() else -1
+        logged = int((self.last.exists() and self.last.read_text()) or -1)
         self.run = wandb.init(
             name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
             **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),

@@ -86,8 +86,7 @@ def _target_with_data(
     recipes = [config.adapter, *config.more.values()]
     devices, expected, lines = foresee(
         *(blueprint(config.model), recipes, config.model, config.data, config.trainer),
-        processes=own.world,
-        holds_out=holds_out,
+        *(own.world, holds_out),
     )
     for line in lines:
         log.info("%s", line)

@@ -89,7 +89,7 @@ def foresee(
     writing, devices = Writing.of(lm, data), found(trains)
     check_writing(writing, found(reads))
     text, source = _text(data, trainer)
-    if holds_out:
+    if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
     expected = expect(lm, recipes, trainer, text, processes)
     check_training(
@@ -194,7 +194,8 @@ def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
     else:
         if not there:
             return EstimateConfig().text(data, trainer)
-        folders, longest = [data.path], trainer.max_length
+        longest = EstimateConfig(conversations=1).text(data, trainer)[0].longest
+        folders = [data.path]
     parts = [store.about(Path(folder)) for folder in folders]
     kept = [(part.get("teacher") or {}).get("likeliest", 0) for part in parts]
     conversations, tokens, learnt = (
