@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
 
+from kangaroo.budget import Budget
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.evaluation import metrics as evaluation
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.tracking import NoTracker, WandbConfig, forget
 from kangaroo.trained import eagle_head
@@ -183,7 +183,7 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
 
 def test_what_is_decoded_in_a_batch_is_what_one_text_at_a_time_gives(monkeypatch):
     """Though a batch would not draft where that costs more than it brings."""
-    monkeypatch.setattr(Rounds, "cost", lambda self, rows, nodes: [1.0 + n for n in range(nodes)])
+    monkeypatch.setattr(Budget, "cost", lambda self, rows, nodes: [1.0 + n for n in range(nodes)])
     lm = tiny(deep_scale=0.5).compile_for_decoding()
     trainee, prompts = trained(lm), random_prompts(5, 6, 7, 8)
     together = decode(lm, [trainee], prompts, 12)

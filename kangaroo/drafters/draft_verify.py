@@ -27,7 +27,7 @@ class DraftVerifyConfig(DrafterConfig):
 
     Args:
         subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
-        skip: these layers instead, counted from 0.
+        skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
     """
@@ -37,6 +37,11 @@ class DraftVerifyConfig(DrafterConfig):
     skip: list[CountOrZero] | None = None
     steps: DraftSize = 6
     threshold: Threshold = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.skip is not None:
+            self.subset = None
 
     def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
@@ -77,6 +82,7 @@ class DraftVerify(Stateless, Autoregressive):
             )
         super().__init__(lm, steps, threshold, window=0)
         self.runs = layer_subset.runs(skip, lm.n_layers)
+        self.draft_cost = layer_subset.draft_cost(lm, skip)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         x_BND = self.lm.embed(tokens_BN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def text_of_source(data: ConversationsConfig, longest: int) -> Text | None:
     source = Source(data.source, data.subset, data.split, data.revision, data.column)
     learnt_role = "user" if data.regenerate else "assistant"
     sizes, learnt = [], 0.0
-    for turns in map(regular, read(source, data.limit)):
+    for messages in read(source, data.limit, Counter() if data.skip_bad else None):
+        turns, _ = regular(messages)
         answers = [turn for turn in turns if turn["role"] == learnt_role]
         asked = sum(len(turn["content"]) for turn in turns if turn["role"] != "assistant")
         written = sum(len(turn["content"]) for turn in turns if turn["role"] == "assistant")

@@ -15,6 +15,7 @@ from typing import Any
 
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.folders import cache_folder
+from kangaroo.prompts import whole
 from kangaroo.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ def parse(content: bytes, where: str) -> list[Question]:
 def _question(fields: Any) -> Question:
     if not isinstance(fields, dict):
         raise ValueError("a question is a JSON object")
+    whole(json.dumps(fields, ensure_ascii=False))
     if type(fields.get("question_id")) is not int:
         raise ValueError("question_id must be an integer")
     if not isinstance(fields.get("category"), str):

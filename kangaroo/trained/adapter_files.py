@@ -53,6 +53,7 @@ class AdapterConfig:
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
         training: provenance: data, schedule, held-out results, versions, command.
+        target_weights: `LM.fingerprint` of the target; None where it is not known.
     """
 
     target: str
@@ -65,6 +66,7 @@ class AdapterConfig:
     vocabulary: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    target_weights: str | None = None
 
 
 def target_hash(lm: LM) -> str:
@@ -93,6 +95,7 @@ def describe(
         vocabulary=vocabulary,
         facts=facts or {},
         training=training,
+        target_weights=lm.fingerprint,
     )
 
 
@@ -283,6 +286,7 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
             f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
             "python train.py model=..."
         )
+    warn_of_weights(path, config, lm)
     size = config.vocabulary or 0 if vocabulary is None else vocabulary
     with torch.device("meta"):
         own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
@@ -318,6 +322,22 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def not_finite(state: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a number that is not finite; None where there is none."""
     return next((name for name, x in state.items() if not x.isfinite().all()), None)
+
+
+def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
+    """Warn where the target has the right shape, but other weights than the adapter learnt from.
+
+    An adapter that does not say which these were is judged by the target's name.
+    """
+    before, now = config.target_weights, lm.fingerprint
+    if now is None or (before == now if before else config.target == lm.name):
+        return
+    log.warning(
+        "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts stay "
+        "the same, but it may draft worse: drafter.adapter= one trained for it, or train one "
+        "(python train.py model=...).",
+        *(path, config.target, before or "not recorded", lm.name, now),
+    )
 
 
 def read_config(path: str) -> AdapterConfig:
