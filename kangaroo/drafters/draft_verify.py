@@ -18,6 +18,7 @@ from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import CountOrZero, DraftSize, Threshold
 
 
 @dataclass
@@ -33,11 +34,12 @@ class DraftVerifyConfig(DrafterConfig):
 
     name: str = "draft_verify"
     subset: str | None = None
-    skip: list[int] | None = None
-    steps: int = 6
-    threshold: float = 0.6
+    skip: list[CountOrZero] | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.skip is not None:
             self.subset = None
 

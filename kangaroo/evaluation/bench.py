@@ -16,6 +16,7 @@ from typing import Any
 from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.folders import cache_folder
 from kangaroo.prompts import whole
+from kangaroo.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Ranged):
     """Where questions come from: `path` where it is given, else `url`, else the package itself.
 
     Args:
@@ -38,7 +39,7 @@ class BenchConfig:
     path: str | None = None
     url: str | None = None
     sha256: str | None = None
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
 
 
 @dataclass
