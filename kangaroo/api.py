@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import models
@@ -16,14 +15,12 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.embedded import EMBEDDED
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.folders import SHIPPED, of_project
+from kangaroo.folders import SHIPPED
 from kangaroo.model import LM
-from kangaroo.models import RANDOM, Dtype, ModelConfig
+from kangaroo.models import RANDOM, Dtype, ModelConfig, known_models
 from kangaroo.prompts import Message, plain_text, prompt_ids
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
-
-MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 Prompt = str | Sequence[Message]  # what the user says, or a conversation that ends with the user
 Settings = TypeVar("Settings", KangarooConfig, Sampling)
@@ -79,7 +76,7 @@ def model_config(model: str) -> ModelConfig:
 
     Errors: `ConfigError` for what is none of these.
     """
-    known = [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+    known = known_models()
     for found in known:
         if model in (found["name"], found["path"]):
             del found["defaults"]  # Hydra's

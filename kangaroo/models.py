@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from tokenizers.models import BPE
@@ -30,6 +31,7 @@ from transformers import (
 
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.folders import TORCHRUN, of_project, typed
 from kangaroo.placement import check_placed
 from kangaroo.shapes import SHAPES, shape_of
 
@@ -37,6 +39,7 @@ TINY = "random:tiny"
 RANDOM = "random:"
 
 TEMPLATES = Path(__file__).parent / "templates"
+MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 
 class Dtype(Enum):
@@ -82,6 +85,27 @@ class ModelConfig:
     compiled: bool = True
 
 
+def known_models() -> list[dict[str, Any]]:
+    """What the files of configs/model say, one each."""
+    return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+
+
+def options_of(model: str, name: str | None = None) -> dict[str, str]:
+    """How a command is told of a target, for `folders.typed`.
+
+    Args:
+        model: its name in configs/model, or its path: a hub id or folder.
+        name: what it is called if it is none of configs/model.
+    """
+    for known in known_models():
+        if model in (known["name"], known["path"]):
+            return {"model": known["name"]}
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or "/" in model or model.startswith(RANDOM)
+    called = name or path.resolve().name.rpartition(":")[2]
+    return {"model__path": model if is_path else "FOLDER", "model__name": called}
+
+
 def load(
     config: ModelConfig, attn_implementation: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -95,8 +119,8 @@ def load(
             f"model.tp_plan={config.tp_plan} is not supported: tensor parallelism gives each "
             "process some of the attention heads, but the KV cache and the native code need all of "
             "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
-            "its layers over the GPUs of one process; to train, torchrun --nproc-per-node=N "
-            "train.py trainer.shard_target=true. See docs/scale.md."
+            "its layers over the GPUs of one process; to train, "
+            f"{typed('train', launcher=TORCHRUN, trainer__shard_target=True)}. See docs/scale.md."
         )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device

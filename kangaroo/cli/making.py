@@ -30,8 +30,10 @@ from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError
+from kangaroo.folders import typed
 from kangaroo.hub import transfer
-from kangaroo.hub.card import measure, short_name
+from kangaroo.hub.card import measure
+from kangaroo.models import options_of
 from kangaroo.provenance import provenance
 from kangaroo.trained import adapter_files, for_vllm, official
 from kangaroo.trained import export as export_model
@@ -104,7 +106,9 @@ def datastore(config: DatastoreCommand) -> None:
     folder = datastores.save(made, lm, Path(config.output), origin | provenance())
     counts = made.about["tokens"], made.about["documents"], made.about["build_seconds"]
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    log.info("use them: python evaluate.py drafter=rest 'drafter.datastore=\"%s\"'", folder)
+    target = options_of(lm.name, config.model.name)
+    use = typed("evaluate", **target, drafter="rest", drafter__datastore=folder)
+    log.info("use them: %s", use)
 
 
 @command("import_adapter")
@@ -118,8 +122,9 @@ def import_adapter(config: ImportAdapterCommand) -> None:
     adapter = official.to_adapter(checkpoint, lm, exit_layer)
     told = {"imported": checkpoint.origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
-    measure = f"python evaluate.py model={config.model.name} 'drafter.adapter=\"{folder}\"'"
-    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, measure)
+    target = options_of(lm.name, config.model.name)
+    use = typed("evaluate", **target, drafter__adapter=folder)
+    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
 @command("export")
@@ -155,5 +160,4 @@ def pull(config: PullCommand) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     found, folder = transfer.pull(config), config.output
     log.info("%s: exit layer %d of %s", folder, found.exit_layer, found.target)
-    known = short_name(found.target)
-    log.info("measure it: %s", measure(found.target, known, found.architecture.drafter, folder))
+    log.info("measure it: %s", measure(found.target, found.architecture.drafter, folder))

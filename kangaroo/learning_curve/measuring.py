@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError, CorruptFile
-from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.speedup import interval
 from kangaroo.model import LM
 from kangaroo.trained import adapter_files
@@ -163,7 +163,7 @@ def result(reader: Reader, traced: Sequence[TracedQuestion], steps: int) -> Resu
             for question in traced
         ]
     )
-    tasks = np.array([task_of(question.category) for question in traced])
+    tasks = np.array([question.task for question in traced])
     return Result(
         reader,
         values(counts_Q6),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import TORCHRUN, typed
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
@@ -73,7 +74,7 @@ def check(config: Options, ranks: Ranks) -> None:
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
             "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            "more (torchrun --nproc-per-node=N train.py ...), or leave it out."
+            f"more ({typed('train', launcher=TORCHRUN)} ...), or leave it out."
         )
     if config.shard_target and config.remember:
         raise ConfigError(

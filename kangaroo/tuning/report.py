@@ -28,25 +28,25 @@ ALIKE = 0.002  # compression rates that are the same, but for a round
 SHOWN = 8  # of a long table
 
 
-def write(found: Tuned, config: TuneConfig, about: str) -> None:
+def write(found: Tuned, config: TuneConfig, about: str, use: str) -> None:
     """Write all files to the output's folder.
 
     Args:
         about: what was tuned, in words.
+        use: the command that measures the drafter that was found.
     """
     output = Path(config.output)
-    write_settings(found.best.candidate.config, output)
+    write_settings(found.best.candidate.config, output, use)
     (output / NUMBERS).write_text(json.dumps(numbers(found, config), indent=1) + "\n")
     drawn = plots.draw(found, about)
     for name, figure in drawn.items():
         figure.savefig(output / f"{name}.png", dpi=150)
-    text = page(found, config, about, list(drawn))
+    text = page(found, config, about, use, list(drawn))
     (output / PAGE).write_text(text, encoding="utf-8")
 
 
-def write_settings(drafter: DrafterConfig, output: Path) -> None:
-    """The drafter as a file of Hydra's group `drafter`: `evaluate.py --config-dir=OUTPUT
-    drafter=tuned`."""
+def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
+    """The drafter as a file of Hydra's group `drafter`."""
     defaults: list[Any] = [f"{drafter.name}_schema"]
     settings = asdict(drafter)
     if isinstance(drafter, CascadeConfig):
@@ -57,7 +57,7 @@ def write_settings(drafter: DrafterConfig, output: Path) -> None:
     del settings["name"]
     file = output / SETTINGS
     file.parent.mkdir(parents=True, exist_ok=True)
-    head = f"# Written by scripts/tune.py: python evaluate.py --config-dir={output} drafter=tuned\n"
+    head = f"# Found by tuning: {use}\n"
     text = yaml.safe_dump({"defaults": [*defaults, "_self_"]} | settings, sort_keys=False)
     file.write_text(head + text, encoding="utf-8")
 
@@ -70,13 +70,12 @@ def show(found: Tuned, console: Console) -> None:
     console.print(terminal(rows, title="prediction and decoding"))
 
 
-def page(found: Tuned, config: TuneConfig, about: str, drawn: Sequence[str]) -> str:
+def page(found: Tuned, config: TuneConfig, about: str, use: str, drawn: Sequence[str]) -> str:
     """Everything, in Markdown."""
     parts = [
         f"# Tuning {about}",
         verdict(found),
-        f"Use it: `python evaluate.py --config-dir={config.output} drafter=tuned`. "
-        f"{told(found.split, config.seed).capitalize()}.",
+        f"Use it: `{use}`. {told(found.split, config.seed).capitalize()}.",
         "## On questions that nothing was chosen by",
         markdown(reporting_rows(found)),
         "## Prediction and decoding",
