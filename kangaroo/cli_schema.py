@@ -320,6 +320,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
     OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
+    OmegaConf.register_new_resolver("adapter_unless", adapter_unless, replace=True)
 
 
 def hardware_of(model: str) -> str:
@@ -334,3 +335,8 @@ def draft_model_of(model: str, option: str) -> str | None:
     small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
     adapter = None if small else f"adapters/{model}"
     return {"model": small, "adapter": adapter}[option]
+
+
+def adapter_unless(draft_model: str | None, model: str) -> str | None:
+    """A model's adapter, where no draft model was given in its place."""
+    return None if draft_model else f"adapters/{model}"

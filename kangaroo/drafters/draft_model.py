@@ -56,7 +56,8 @@ class DraftModelConfig(DrafterConfig):
         """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
         if (self.model is None) == (self.adapter is None):
             raise ConfigError(
-                f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
+                f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them, "
+                "and null for the other."
             )
         if self.adapter is not None:
             adapter, _ = adapter_files.load(self.adapter, lm, Adapter, vocabulary=0)

@@ -8,7 +8,8 @@ time than at another; tokens/s cannot.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kangaroo import tables
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison_plots as plots
 from kangaroo.evaluation import paired, report
+from kangaroo.evaluation.conclusion import sentences
 from kangaroo.evaluation.metrics import Place, cells, definitions
 from kangaroo.evaluation.records import SUMMARY, write_json
 from kangaroo.provenance import changes
@@ -125,10 +127,29 @@ def write(found: dict[str, Any], folder: Path) -> None:
 
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
-    rows = methods(found, Place.methods_terminal)
-    for row in rows:  # 80 columns have no room for them
-        del row["training"], row["params"]
-    return tables.terminal(rows, title(found), asked(found))
+    rows, names = (
+        methods(found, Place.methods_terminal),
+        labels([m["name"] for m in found["methods"]]),
+    )
+    for row, name in zip(rows, names, strict=True):
+        row["method"] = name
+        del row["training"], row["params"]  # 80 columns have no room for them
+    return tables.terminal(rows, title(found), "\n".join([asked(found), *sentences(found)]))
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Methods by what differs between them. Of a drafter's settings, as `kangaroo,steps=4`, those
+    are left out that all its rows share, and its name where there is no other; where a line is too
+    short for all settings, each gets one.
+    """
+    parts = [re.split(r",(?=[\w.]+=)", name) for name in names]
+    alone = len({drafter for drafter, *_ in parts}) == 1
+    shown = []
+    for drafter, *settings in parts:
+        rows = [others for name, *others in parts if name == drafter]
+        differing = [s for s in settings if not all(s in others for others in rows)]
+        shown.append(" ".join(differing if alone and differing else [drafter, *differing]))
+    return shown
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -145,8 +166,10 @@ def markdown(found: dict[str, Any]) -> str:
         "## Compression rate by task",
         tables.markdown(by_task(found, "compression_rate")),
         "![compression rate by task](cr_by_task.png)",
+        "## Conclusion",
+        *sentences(found),
         "## How to read this",
-        report.listed([ROW, PAIRED, *definitions(), *COST]),
+        report.listed([ROW, PAIRED, *definitions(Place.methods), *COST]),
         "## Provenance",
         report.listed(provenance_lines(found)),
     ]

@@ -193,6 +193,5 @@ def _words(found: Any) -> str | None:
 
 
 def _listed(told: dict[str, Any]) -> list[Row]:
-    """A row for each that is known; a line break or bar would end a cell of the table."""
-    cells = {k: " ".join(str(v).split()).replace("|", "\\|") for k, v in told.items() if v}
-    return [{"": name, " ": text} for name, text in cells.items()]
+    """A row for each that is known."""
+    return [{"": name, " ": str(value)} for name, value in told.items() if value]

@@ -81,13 +81,13 @@ class Result:
     Args:
         values: by measure: `agreement`, the share of positions in the target's text where the
             adapter's likeliest token is the next one; `ctar1` and `compression_rate` of decoding.
-        intervals: of these, 95% over questions.
+        intervals: of these, 95% over questions; None of one question.
         tasks: the values on each task alone.
     """
 
     reader: Reader
     values: dict[str, float]
-    intervals: dict[str, list[float]]
+    intervals: dict[str, list[float] | None]
     tasks: dict[str, dict[str, float]]
 
 

@@ -148,8 +148,8 @@ class Score:
         return speedup(self.pairs_Q2)
 
     @property
-    def interval(self) -> list[float]:
-        """95% interval of the speedup over questions."""
+    def interval(self) -> list[float] | None:
+        """95% interval of the speedup over questions; one question has none."""
         return interval(self.pairs_Q2)
 
     @property

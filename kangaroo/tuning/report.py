@@ -15,8 +15,9 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.evaluation.metrics import ends
 from kangaroo.evaluation.plots import NAMES
-from kangaroo.provenance import provenance
-from kangaroo.tables import Row, markdown, number, share, span, terminal
+from kangaroo.evaluation.report import within
+from kangaroo.provenance import made_by, provenance
+from kangaroo.tables import Row, markdown, number, share, terminal
 from kangaroo.tuning import costs, plots
 from kangaroo.tuning.confirming import Confirmed
 from kangaroo.tuning.player import Score
@@ -101,24 +102,17 @@ def page(found: Tuned, config: TuneConfig, about: str, use: str, drawn: Sequence
     return "\n\n".join(parts) + "\n"
 
 
-def made_by() -> str:
-    """The command and the machine, in a sentence."""
-    about = provenance()
-    machine, versions = about["hardware"], about["versions"]
-    return (
-        f"Made by `{about['command']}` on {machine['cuda'] or machine['cpu']}, "
-        f"{machine['threads']} threads, torch {versions['torch']}, "
-        f"revision {about['git_revision']}."
-    )
-
-
 def verdict(found: Tuned) -> str:
     """What came of it, in a sentence or two."""
     if found.gain is None:
         return "**Today's drafter is the best** of those that were decoded: keep it."
     gain, limits = found.gain
-    times = f"{gain:.2f}x as fast as today's (95% interval {span(limits)})"
-    sure = "" if limits[0] > 1 else " The interval holds 1: on these questions, no sure gain."
+    times = f"{gain:.2f}x as fast as today's{within(limits)}"
+    sure = ""
+    if limits is None:
+        sure = " One question does not show a gain."
+    elif limits[0] <= 1:
+        sure = " The interval holds 1: on these questions, no sure gain."
     if gain <= 1:
         return (
             f"**Today's drafter is best**: `{found.best.name}` seemed faster on the questions for "
@@ -167,8 +161,8 @@ def why_off(one: Confirmed) -> str:
     rates = one.predicted.compression_rate, one.measured["overall"]["compression_rate"]
     if abs(rates[0] / rates[1] - 1) > ALIKE:
         return f"`{one.name}` decoded in other rounds, as its CR shows."
-    low, high = one.measured["overall"]["speedup_ci95"]
-    if low <= one.predicted.speedup <= high:
+    limits = one.measured["overall"]["speedup_ci95"]
+    if limits is not None and limits[0] <= one.predicted.speedup <= limits[1]:
         return f"`{one.name}` is off, but within the interval of what was measured."
     return f"`{one.name}` had the predicted rounds; they took another time than those measured."
 

@@ -92,7 +92,7 @@ class Tuned:
     confirmed: list[Confirmed]
     best: Confirmed
     report: dict[str, dict[str, Any]]
-    gain: tuple[float, list[float]] | None
+    gain: tuple[float, list[float] | None] | None
     seconds: dict[str, float]
 
 
