@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +33,31 @@ CONFIGS = str(of_project("configs"))
 
 log = logging.getLogger(__name__)
 
+HELP = """{program}: every setting, with what it is if nothing is said.
+
+== Groups of settings (GROUP=CHOICE) ==
+
+{groups}
+
+== Settings (NAME=VALUE) ==
+
+$CONFIG"""
+
+
+def help_text() -> str:
+    """What `--help` says: groups and choices are the folders and files of configs/. Hydra's own
+    text would list the types of settings among them.
+    """
+    choices: dict[str, list[str]] = {}
+    for file in sorted(Path(CONFIGS).glob("*/**/*.yaml")):
+        choices.setdefault(file.parent.relative_to(CONFIGS).as_posix(), []).append(file.stem)
+    del choices["sweep"]  # W&B's files
+    lines = [f"{group}: {', '.join(names)}" for group, names in choices.items()]
+    return HELP.format(program=Path(sys.argv[0]).name, groups="\n".join(lines))
+
+
 register()
+OmegaConf.register_new_resolver("help", help_text, replace=True)
 
 # read when `datasets` is imported, which only commands that need it wait for
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from kangaroo import tables
@@ -125,31 +126,39 @@ def write(found: dict[str, Any], folder: Path) -> None:
         plot(found).savefig(folder / f"{name}.png", dpi=150)
 
 
+def show(found: dict[str, Any], console: Console) -> None:
+    """The main table, and what it comes to in lines that can be copied whole."""
+    console.print(terminal_table(found))
+    for sentence in sentences(found):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
-    rows, names = (
-        methods(found, Place.methods_terminal),
-        labels([m["name"] for m in found["methods"]]),
-    )
+    rows = methods(found, Place.methods_terminal)
+    common, names = labels([row["method"] for row in rows])
     for row, name in zip(rows, names, strict=True):
         row["method"] = name
         del row["training"], row["params"]  # 80 columns have no room for them
-    return tables.terminal(rows, title(found), "\n".join([asked(found), *sentences(found)]))
+    told = title(found, common or "methods")
+    return tables.terminal(rows, told, asked(found))
 
 
-def labels(names: Sequence[str]) -> list[str]:
-    """Methods by what differs between them. Of a drafter's settings, as `kangaroo,steps=4`, those
-    are left out that all its rows share, and its name where there is no other; where a line is too
-    short for all settings, each gets one.
+def labels(names: Sequence[str]) -> tuple[str, list[str]]:
+    """What all methods have in common, and what differs. Of a drafter's settings, as in
+    `kangaroo,steps=4`, those are left out that all its rows share, and its name where there is no
+    other. Settings are a space apart: where a line is too short, each gets one.
     """
     parts = [re.split(r",(?=[\w.]+=)", name) for name in names]
-    alone = len({drafter for drafter, *_ in parts}) == 1
     shown = []
     for drafter, *settings in parts:
         rows = [others for name, *others in parts if name == drafter]
-        differing = [s for s in settings if not all(s in others for others in rows)]
-        shown.append(" ".join(differing if alone and differing else [drafter, *differing]))
-    return shown
+        differing = [s for s in settings if any(s not in others for others in rows)]
+        shown.append([drafter, *differing])
+    if len({drafter for drafter, *_ in shown}) > 1 or any(len(label) == 1 for label in shown):
+        return "", [" ".join(label) for label in shown]
+    common = [part for part in parts[0] if part not in shown[0][1:]]
+    return ",".join(common), [" ".join(differing) for _, *differing in shown]
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -176,9 +185,9 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def title(found: dict[str, Any]) -> str:
+def title(found: dict[str, Any], what: str = "methods") -> str:
     """The table's title."""
-    return "{model} on {bench}: methods compared".format(**found)
+    return f"{found['model']} on {found['bench']}: {what} compared"
 
 
 def asked(found: dict[str, Any]) -> str:

@@ -197,9 +197,9 @@ METRICS = [
     Metric(
         "ctar",
         lambda records: ctar(runs(records, METHOD)),
-        meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first w draft tokens were all accepted, up "
-        "to the most that ever were. The compression rate is 1 + their sum, but for rounds that an "
-        "EOS or the limit cut, which have no bonus token.",
+        meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
+        "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
+        "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
     ),
     Metric(
         "acceptance_rate",
