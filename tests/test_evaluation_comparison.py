@@ -209,8 +209,8 @@ def test_a_comparison_ends_with_the_winner_and_a_sentence_to_cite(sweep):
         ),
         (
             {"a": 9.0, "vanilla": 4.0},
-            "a is the fastest drafter and, on these questions, differs from all others, but vanilla "
-            "is faster.",
+            "a is the fastest drafter and, on these questions, differs from all others, but "
+            "vanilla is faster.",
         ),
     ],
 )

@@ -179,7 +179,7 @@ def _trained(missing: Path) -> Path:
         )
     target = options_of(name)
     if drafter == "kangaroo":
-        imported = typed("import_adapter", "source=FOLDER", **target)
+        imported = typed("import_adapter", "source=CHECKPOINT", **target)
         made = f"({typed('train', **target)}), import an official checkpoint ({imported}),"
     else:
         made = f"({typed('train', **target, adapter=drafter)})"

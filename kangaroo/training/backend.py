@@ -74,7 +74,8 @@ def check(config: Options, ranks: Ranks) -> None:
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
             "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            f"more ({typed('train', launcher=TORCHRUN)} ...), or leave it out."
+            f"more ({typed('train', launcher=TORCHRUN, trainer__shard_target=True)}), or leave it "
+            "out."
         )
     if config.shard_target and config.remember:
         raise ConfigError(
