@@ -45,6 +45,15 @@ def typed(command: str, *words: str, launcher: str = "python", **options: str | 
     return " ".join([program, command, *map(shlex.quote, [*words, *assigned])])
 
 
+def install(extra: str) -> str:
+    """The command that installs what only some uses need. PyPI's kangaroo is another project, so
+    the folder of this one's sources is named; only a checkout knows it.
+    """
+    if (PACKAGE / "configs").is_dir():
+        return f'pip install "CHECKOUT[{extra}]"'
+    return f'pip install -e "{PACKAGE.parent}[{extra}]"'
+
+
 def _quoted(value: str | bool | Path) -> str:
     """A value as Hydra reads it; within quotation marks it is a text, whatever it holds."""
     if isinstance(value, bool):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import install
 from kangaroo.provenance import flat
 
 # A table's row: a name and numbers by column.
@@ -133,7 +134,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "logger=wandb needs the package wandb: pip install kangaroo[wandb], or logger=none."
+                f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         self.wandb = wandb

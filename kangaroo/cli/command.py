@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from kangaroo import ranks
 from kangaroo.cli_schema import register
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import of_project, sole_writer
+from kangaroo.folders import install, of_project, sole_writer
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
@@ -56,8 +57,22 @@ def help_text() -> str:
     return HELP.format(program=Path(sys.argv[0]).name, groups="\n".join(lines))
 
 
+def sweeper_of_extra(name: str) -> str:
+    """A sweeper that an extra of the same name brings. Without it, say so and end: Hydra shows no
+    exception of a resolver.
+    """
+    try:
+        find_spec(f"hydra_plugins.hydra_{name}_sweeper.config")
+    except ModuleNotFoundError as error:  # of the package above it
+        raise SystemExit(
+            f"MissingPackage: +search={name} needs its extra: {install(name)}."
+        ) from error
+    return name
+
+
 register()
 OmegaConf.register_new_resolver("help", help_text, replace=True)
+OmegaConf.register_new_resolver("sweeper_of_extra", sweeper_of_extra, replace=True)
 
 # read when `datasets` is imported, which only commands that need it wait for
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"

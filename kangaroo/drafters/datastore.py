@@ -21,7 +21,7 @@ import numpy as np
 
 from kangaroo.clock import running
 from kangaroo.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.folders import located, typed
+from kangaroo.folders import install, located, typed
 from kangaroo.model import LM
 from kangaroo.models import options_of
 
@@ -81,8 +81,8 @@ def check_installed() -> None:
     """
     if find_spec("pydivsufsort") is None:
         raise MissingPackage(
-            "the package pydivsufsort, which makes a datastore, is not installed: pip install "
-            '"kangaroo[datastore]".'
+            "the package pydivsufsort, which makes a datastore, is not installed: "
+            f"{install('datastore')}."
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
-from kangaroo.folders import TORCHRUN, typed
+from kangaroo.folders import TORCHRUN, install, typed
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
@@ -53,7 +53,7 @@ def check(config: Options, ranks: Ranks) -> None:
         )
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
-            "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
+            f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}. "
             "trainer=default needs nothing, and trains the same weights in as many processes."
         )
     if config.muon and config.zero_stage:
