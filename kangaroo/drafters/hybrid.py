@@ -117,7 +117,8 @@ class HybridConfig(EarlyExitConfig):
     def _counted_or_assumed(self) -> Odds:
         if (found := self.counted()) is not None:
             return found
-        say_assumed(self.adapter)
+        if self._untrained() is None:
+            say_assumed(self.adapter)
         return odds.assumed()
 
     def settings(self) -> dict[str, Any]:
