@@ -67,7 +67,12 @@ def known(rounds: int = 3) -> dict[Cell, Measured]:
 
 BEGUN = {
     "settings": {"model.name": "tiny", "requests": 2, "bench": "demo", "new_tokens": 5},
-    "provenance": {"command": "load.py", "git_revision": "abc", "time": "now"},
+    "provenance": {
+        "command": "load.py",
+        "git_revision": "abc",
+        "time": "now",
+        "hardware": {"cpu": "x", "threads": 2, "cuda": None},
+    },
 }
 
 
