@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +37,8 @@ class ChatConfig:
 
 def questions(console: Console) -> Iterator[str]:
     """The lines that the user types, until end of file."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no UTF-8 end no conversation
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             yield console.input("[bold]> [/]")
@@ -64,7 +68,7 @@ def chat(
 ) -> None:
     """Answer each question as a turn of one conversation; an empty question begins a new one.
 
-    Ctrl-C stops an answer. A question that was stopped, or is too long, is not kept.
+    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept.
     """
     messages: list[Message] = _start(config)
     batch: Batch | None = None
@@ -83,7 +87,8 @@ def chat(
                 style = "green" if drafted and config.color else ""
                 console.print(Text(text, style=style), end="", soft_wrap=True)
         except PromptError as error:
-            console.print(f"{error} (an empty line begins a new conversation)", style="red")
+            told = f"{error} (an empty line begins a new conversation)"
+            console.print(told, style="red", markup=False)
             messages.pop()
             continue
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from kangaroo.api import hardware_of
 from kangaroo.benchmark.cost_parts import CostConfig
 from kangaroo.benchmark.speed import SpeedConfig
 from kangaroo.chat import ChatConfig
@@ -46,8 +47,6 @@ from kangaroo.under_load.config import LoadConfig
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
 # configs/hardware.
 Sizes = dict[str, dict[str, Any]]
-# Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
-SMALL = ("smollm2-135m", "tiny")
 # Of which families there is a draft model (configs/drafter).
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
@@ -97,6 +96,7 @@ class EvaluateCommand(EvaluateConfig):
     hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
     study: StudyConfig | None = None  # what the results are a table and a plot of
+    race: bool = False  # before that, the first question by each method, side by side as they write
 
 
 @dataclass
@@ -320,12 +320,6 @@ def register() -> None:
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
     OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
-    OmegaConf.register_new_resolver("adapter_unless", adapter_unless, replace=True)
-
-
-def hardware_of(model: str) -> str:
-    """The file of configs/hardware that a model's drafters take if none is asked for."""
-    return "cpu" if model in SMALL else "gpu"
 
 
 def draft_model_of(model: str, option: str) -> str | None:
@@ -335,8 +329,3 @@ def draft_model_of(model: str, option: str) -> str | None:
     small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
     adapter = None if small else f"adapters/{model}"
     return {"model": small, "adapter": adapter}[option]
-
-
-def adapter_unless(draft_model: str | None, model: str) -> str | None:
-    """A model's adapter, where no draft model was given in its place."""
-    return None if draft_model else f"adapters/{model}"

@@ -344,14 +344,16 @@ class Engine:
             seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
             stop: strings that end a text.
 
-        Errors: `PromptError` for an empty prompt or one too long for the context.
+        Errors: `PromptError` for an empty prompt or one too long for the context; `ConfigError` for
+        a batch of no rows.
         """
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         requests = [
             Request(p, max_new_tokens, s, stop) for p, s in zip(prompts, seeds, strict=True)
         ]
-        done = dict(self.completions(requests, sampling, batch_size or len(prompts) or 1))
+        rows = max(len(prompts), 1) if batch_size is None else batch_size
+        done = dict(self.completions(requests, sampling, rows))
         return [done[index] for index in range(len(prompts))]
 
     def stream(

@@ -28,13 +28,15 @@ def of_project(name: str) -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / name
 
 
-def typed(command: str, *words: str, launcher: str = "python", **options: str | bool | Path) -> str:
+def command_line(
+    command: str, *words: str, launcher: str = "python", **options: str | bool | Path
+) -> str:
     """A command as a user types it: in a checkout by its script, else by the installed program.
 
     Args:
         words: what stands after it, as it is.
         launcher: `TORCHRUN` starts several processes.
-        options: settings by name, `__` for a dot: `typed("evaluate", drafter__adapter=folder)`.
+        options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
     """
     if (PACKAGE / "configs").is_dir():
         program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"

@@ -8,6 +8,7 @@ whose memory the work uses besides its inputs, and a graph never outlives that.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -70,6 +71,9 @@ class Graphs:
         self.dead: list[int] = []  # serials of caches that ended while something was recorded
         self.static = WeakIdKeyDictionary()  # tensors that are rewritten in place, call after call
         self.recording = False
+        # CUDA gives a pool up with the last graph in it, and refuses to record there again. Caches
+        # come and go with all their graphs; this empty one stays.
+        self.keeps_pool = self.record(lambda: None)
 
     def take(self, x_BND: Tensor, block: Block) -> bool:
         """Whether this is a step of decoding, and not a prefill or training."""
@@ -198,6 +202,8 @@ class Recorder:
                     work()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                work()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                with torch.cuda.graph(graph, pool=self.pool):
+                    work()
         return graph.replay

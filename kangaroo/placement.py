@@ -7,7 +7,7 @@ from accelerate.utils import get_max_memory
 from transformers import PreTrainedModel
 
 from kangaroo.errors import ModelTooLarge
-from kangaroo.folders import TORCHRUN, typed
+from kangaroo.folders import TORCHRUN, command_line
 
 
 def check_placed(model: PreTrainedModel) -> None:
@@ -39,5 +39,5 @@ def check_placed(model: PreTrainedModel) -> None:
         f"{had / 1e9:.3g} GB, some of it reserved for what the model computes. Use more or larger "
         "GPUs, model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one "
         "GPU before the next), or a smaller model. Training can spread it: "
-        f"{typed('train', launcher=TORCHRUN, trainer__shard_target=True)}."
+        f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}."
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypedDict, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -18,11 +19,53 @@ _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template arou
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
 
 
+def whole(text: str) -> str:
+    """The text, if it is one.
+
+    Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a terminal's bytes can
+    hold, and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = error.start
+        raise ValueError(
+            "it holds half of a surrogate pair, which is no character: "
+            f"{text[max(0, start - 20) : start + 1]!a}"
+        ) from error
+    return text
+
+
+def mended(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair (`whole`)."""
+    return text.encode(errors="replace").decode()
+
+
 class Message(TypedDict):
     """One turn: role "system", "user" or "assistant"."""
 
     role: str
     content: str
+
+
+def content_text(content: Any) -> str:
+    """What a message says: a string, or the strings of OpenAI's text parts, joined.
+
+    Errors: `ValueError` for other content; says what it is, after a word like "content".
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"is {kind}, neither text nor a list of text parts")
+    texts = []
+    for number, part in enumerate(content, start=1):
+        fields = part if isinstance(part, Mapping) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            kind = f"of type {fields['type']!r}" if "type" in fields else type(part).__name__
+            raise ValueError(f"has a part that is no text (part {number}, {kind})")
+        texts.append(fields["text"])
+    return "".join(texts)
 
 
 class Sample(TypedDict):
@@ -44,8 +87,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     The template writes BOS itself where the model needs one, so none is added.
 
-    Errors: `PromptError` for an empty user turn, or one that the template refuses; `ConfigError`
-    where there is no template.
+    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
+    template refuses; `ConfigError` where there is no template.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -70,11 +113,35 @@ def user_header(
 
     Args:
         history: the conversation so far, which ends with the assistant; None at its start.
+
+    Errors: `ConfigError` for a template by which nothing ends a user turn.
     """
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
+    if not after.strip():
+        raise ConfigError(
+            f"the chat template of '{tokenizer.name_or_path}' writes nothing after a user's turn, "
+            "so it cannot be seen where a question that the model writes is to end. Pass "
+            "model.chat_template= another one, or take questions from elsewhere "
+            "(data=conversations)."
+        )
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the template ends an assistant's turn with; None where it is none."""
+    if tokenizer.chat_template is None:
+        return None
+    roles = ("user", "assistant")
+    try:
+        turns = [Message(role=role, content=_SENTINEL) for role in roles]
+        text = _render(tokenizer, turns, add_generation_prompt=False)
+    except PromptError:
+        return None
+    after = text.rpartition(_SENTINEL)[2].strip()
+    first = next(iter(tokenizer.encode(after, add_special_tokens=False)), None)
+    return first if first in tokenizer.added_tokens_decoder else None
 
 
 def masked_ids(
@@ -178,7 +245,12 @@ def _render(
             f"({error}). If the system turn is the reason, leave it out."
         ) from error
     assert isinstance(text, str)
-    return text
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise PromptError(
+            f"the prompt is no text: {error}. Write it in whole characters."
+        ) from error
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:

@@ -5,13 +5,15 @@ notes the operators that run and the memory that they run on. It keeps alive onl
 allocated itself, as a graph's pool does; a replay runs the operators again on the very same
 addresses, and fails loudly where memory of others has died or moved since. As on a GPU, recording
 computes nothing: what it wrote into memory of others does not happen. After a replay all that the
-work allocated is rubbish, since graphs share one pool and overwrite each other's parts of it. Work
+work allocated is rubbish, since graphs share one pool and overwrite each other's parts of it. A
+pool whose last tape was freed cannot be recorded into again. Work
 that would wait for the device, or read from the host, cannot be recorded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,12 +162,21 @@ def bare_tensor(x: Tensor) -> Tensor:
 
 
 class StrictRecorder:
-    """Stands in for `kangaroo.graphs.Recorder`."""
+    """Stands in for `kangaroo.graphs.Recorder`; its pool is one of CUDA's, which is lost for good
+    with the last tape in it.
+    """
+
+    def __init__(self) -> None:
+        self.tapes = weakref.WeakSet[Tape]()
+        self.begun = False
 
     def __call__(self, work: Callable[[], object]) -> Callable[[], None]:
         for _ in range(WARM_UPS):
             work()
-        tape = Tape()
+        if self.begun and not self.tapes:
+            raise CaptureError("use_count > 0 INTERNAL ASSERT FAILED: this pool's graphs are gone")
+        tape, self.begun = Tape(), True
+        self.tapes.add(tape)
         with tape:
             work()
         tape.spoil()

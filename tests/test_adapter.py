@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -334,6 +334,42 @@ def test_moving_a_checkpoint_or_changing_its_context_keeps_the_adapter(saved):
     other = tiny(max_position_embeddings=100, pad_token_id=3)
     other.config.name_or_path = "/somewhere/else"
     load(str(saved), other, Adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplog, dtype):
+    other = LM(tiny_model(dtype=torch.bfloat16).to(dtype))
+    load(str(saved), other, Adapter)
+    assert not caplog.messages  # the same weights, under another name and in any number format
+    del other.fingerprint
+    other.layers[3].mlp.down_proj.weight.data *= 1.01
+    other.config.name_or_path = "somebody/fine-tuned"
+    load(str(saved), other, Adapter)
+    (said,) = caplog.messages
+    assert "was trained for tiny/llama (weights " in said and "is somebody/fine-tuned (weig" in said
+
+
+def test_an_adapter_that_knows_no_weights_is_judged_by_the_targets_name(saved, caplog):
+    file = saved / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["target_weights"]  # as saved before there was such a field
+    file.write_text(json.dumps(fields))
+    other = tiny(seed=5)
+    other.config.name_or_path = "tiny/llama"
+    load(str(saved), other, Adapter)
+    assert not caplog.messages
+    other.config.name_or_path = "somebody/fine-tuned"
+    load(str(saved), other, Adapter)
+    assert "trained for tiny/llama (weights not recorded)" in caplog.text
+
+
+def test_a_fingerprint_leaves_the_weights_alone_and_needs_some():
+    lm = tiny(dtype=torch.bfloat16)
+    weight = next(lm.hf.parameters())
+    weight.data[0, 0] = 1e-8
+    assert lm.fingerprint is not None and weight[0, 0] != 0
+    with torch.device("meta"):
+        assert LM(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))).fingerprint is None
 
 
 def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):

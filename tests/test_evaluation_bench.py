@@ -102,6 +102,8 @@ def test_a_missing_local_file_is_named(tmp_path):
         (json.dumps(GOOD | {"category": None}), "category must be a string"),
         (json.dumps(GOOD | {"turns": []}), "at least one string"),
         (json.dumps(GOOD | {"turns": ["Why?", " "]}), "not blank"),
+        (json.dumps(GOOD | {"turns": ["half \ud83d pair"]}), "half of a surrogate pair"),
+        (json.dumps(GOOD | {"category": "\udcff"}), "half of a surrogate pair"),
         (json.dumps(GOOD), "question_id 1 again"),
     ],
 )

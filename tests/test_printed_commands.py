@@ -186,19 +186,19 @@ def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypat
     options = {"model": "tiny", "drafter__adapter": "my adapters/x", "trainer__shard_target": True}
     told = """model=tiny 'drafter.adapter="my adapters/x"' trainer.shard_target=true"""
     torchrun = {"launcher": folders.TORCHRUN}
-    assert folders.typed("evaluate", **options) == f"python evaluate.py {told}"
-    assert folders.typed("tune", **options) == f"python scripts/tune.py {told}"
+    assert folders.command_line("evaluate", **options) == f"python evaluate.py {told}"
+    assert folders.command_line("tune", **options) == f"python scripts/tune.py {told}"
     (tmp_path / "configs").mkdir()
     monkeypatch.setattr(folders, "PACKAGE", tmp_path)
-    assert folders.typed("tune", **options) == f"kangaroo tune {told}"
+    assert folders.command_line("tune", **options) == f"kangaroo tune {told}"
     started = f"{folders.TORCHRUN} -m kangaroo train {told}"
-    assert folders.typed("train", **torchrun, **options) == started
+    assert folders.command_line("train", **torchrun, **options) == started
 
 
 @pytest.mark.parametrize(
     "value", ["a/b", "my folder/x", 'say "hi"', "it's", r"a\b", 'q\\"x', "e\\"]
 )
 def test_a_folder_of_any_name_arrives_as_it_is(value):
-    word = shlex.split(folders.typed("evaluate", drafter__adapter=value))[-1]
+    word = shlex.split(folders.command_line("evaluate", drafter__adapter=value))[-1]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         assert compose("evaluate", [word]).drafter.adapter == value

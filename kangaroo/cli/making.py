@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,13 +28,14 @@ from kangaroo.cli_schema import (
 )
 from kangaroo.data import splitting, store
 from kangaroo.data.documents import documents
+from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source
 from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.models import options_of
@@ -110,7 +112,7 @@ def datastore(config: DatastoreCommand) -> None:
     counts = made.about["tokens"], made.about["documents"], made.about["build_seconds"]
     log.info("%d tokens of %d documents in %.1f s", *counts)
     target = options_of(lm.name, config.model.name)
-    use = typed("evaluate", **target, drafter="rest", drafter__datastore=folder)
+    use = command_line("evaluate", **target, drafter="rest", drafter__datastore=folder)
     log.info("use them: %s", use)
 
 
@@ -126,7 +128,7 @@ def import_adapter(config: ImportAdapterCommand) -> None:
     told = {"imported": checkpoint.origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
     target = options_of(lm.name, config.model.name)
-    use = typed("evaluate", **target, drafter__adapter=folder)
+    use = command_line("evaluate", **target, drafter__adapter=folder)
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
@@ -138,7 +140,7 @@ def export(config: ExportCommand) -> None:
         export_model.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         target = options_of(config.model.path, config.model.name)
-        use = typed("evaluate", **target, drafter="draft_model", drafter__model=output)
+        use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
         threshold = KangarooConfig().threshold
@@ -178,9 +180,11 @@ def split() -> None:
     )
     parser.add_argument("--held", type=int, default=64, help="questions to hold out of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the choice and of the order")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read")
     asked = parser.parse_args()
+    unreadable = Counter[str]() if asked.skip_bad else None
     try:
-        made = splitting.split(Source(asked.source), asked.held, asked.seed)
+        made = splitting.split(Source(asked.source), asked.held, asked.seed, unreadable)
         made.write(asked.output)
     except (KangarooError, OSError) as error:
         parser.error(str(error))
@@ -189,3 +193,5 @@ def split() -> None:
         f"{len(made.training)} questions to learn from, {len(made.held_out)} held out ({tasks}); "
         f"{made.left_out} left out, since they share a passage with those. In {asked.output}.\n"
     )
+    if unreadable:
+        sys.stdout.write(f"Left out, since they cannot be read: {list_reasons(unreadable)}.\n")

@@ -21,7 +21,7 @@ from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.estimate.serving_report import Serving
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig, options_of
 from kangaroo.native import torch_multiplies
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 SLOW_BFLOAT16 = (
     "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training takes "
     "some five times as long as with model.dtype=float32. The text can be written in bfloat16 "
-    f"first ({typed('make_data')}), and the adapter serves either format."
+    f"first ({command_line('make_data')}), and the adapter serves either format."
 )
 
 
@@ -119,7 +119,7 @@ def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
         rows.append({"adapter": folder.name} | facts | progress["held_out"] | decoded)
         shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         target, drafter = options_of(model.path, model.name), saved.architecture.drafter
-        use = typed("evaluate", **target, drafter=drafter, drafter__adapter=shown)
+        use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
         log.info("saved %s; measure it: %s", shown, use)
     best = max(rows, key=lambda row: float(row["compression_rate"]))
     plots = {"curves": folders[0].parent / curves.PLOT}

@@ -10,7 +10,7 @@ from rich.console import Console
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, plain
 from kangaroo.cli_schema import LearningCurveCommand, TuneCommand
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.learning_curve import measuring
 from kangaroo.learning_curve import report as curve_report
 from kangaroo.models import options_of
@@ -29,7 +29,7 @@ def tune(config: TuneCommand) -> None:
     bench, dtype = config.bench.name, str(lm.dtype).removeprefix("torch.")
     about = f"{config.model.name} on {bench}, {dtype}, {lm.device.type}"
     target = options_of(config.model.path, config.model.name)
-    use = typed("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
+    use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
     report.write(found, config, about, use)
     report.show(found, Console())
     log.info("%s, %s and plots are in %s", report.PAGE, report.SETTINGS, Path(config.output))

@@ -16,7 +16,7 @@ from typing import Any
 
 from kangaroo.data.reading import Source, named_records
 from kangaroo.errors import DataError
-from kangaroo.prompts import Message
+from kangaroo.prompts import Message, mended
 
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"
 SHARED = 20  # words in a row: passages that questions share, rather than words that ask
@@ -42,16 +42,16 @@ class Split:
         return dict(Counter(question["category"] for question in self.held_out))
 
     def write(self, folder: Path) -> None:
-        """Both as files of JSON lines, whole or not at all."""
+        """Both as files of JSON lines, whole or not at all; `mended`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
             partial = folder / f"{name}.partial"
-            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
             partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(partial, folder / name)
 
 
-def split(source: Source, held: int, seed: int) -> Split:
+def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
     """Shuffle questions and hold some out of each task.
 
     A record's task is its field `task` or `category`, and `all` where it has neither. A question
@@ -60,13 +60,14 @@ def split(source: Source, held: int, seed: int) -> Split:
 
     Args:
         held: questions of each task.
+        left_out: as of `kangaroo.data.reading.read`.
 
     Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
     `held` questions.
     """
     if held < 1:
         raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
-    found = [(record, user_turns(messages)) for record, messages in named_records(source)]
+    found = [(record, user_turns(messages)) for record, messages in named_records(source, left_out)]
     found = [(record, turns) for record, turns in found if turns]
     if not found:
         raise DataError(f"{source.path} holds no questions.")
@@ -101,7 +102,7 @@ def split(source: Source, held: int, seed: int) -> Split:
 
 def task_of(record: dict[str, Any]) -> str:
     """What its source calls a record's task."""
-    return str(record.get("task") or record.get("category") or "all")
+    return mended(str(record.get("task") or record.get("category") or "all"))
 
 
 def user_turns(messages: Sequence[Message]) -> list[str]:

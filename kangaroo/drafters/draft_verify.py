@@ -17,7 +17,7 @@ from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.model import LM
 from kangaroo.models import options_of
 
@@ -28,7 +28,7 @@ class DraftVerifyConfig(DrafterConfig):
 
     Args:
         subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
-        skip: these layers instead, counted from 0.
+        skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
     """
@@ -38,6 +38,10 @@ class DraftVerifyConfig(DrafterConfig):
     skip: list[int] | None = None
     steps: int = 6
     threshold: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.skip is not None:
+            self.subset = None
 
     def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
@@ -49,7 +53,7 @@ class DraftVerifyConfig(DrafterConfig):
         if self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
-                f"{typed('search_layers', **options_of(lm.name))} writes."
+                f"{command_line('search_layers', **options_of(lm.name))} writes."
             )
         return layer_subset.read(self.subset, lm).skip
 

@@ -25,7 +25,7 @@ from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.errors import ConfigError
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.model import LM
 from kangaroo.models import options_of
 from kangaroo.rounds import Rounds
@@ -53,7 +53,7 @@ def say_assumed(adapter: str) -> None:
 def count_again(adapter: str) -> str:
     """The command that counts what an adapter is right at."""
     target = options_of(adapter_files.read_config(adapter).target)
-    return typed("calibrate", **target, drafter__adapter=adapter)
+    return command_line("calibrate", **target, drafter__adapter=adapter)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
-from kangaroo.folders import located, typed
+from kangaroo.folders import command_line, located
 from kangaroo.model import LM
 from kangaroo.models import options_of
 from kangaroo.trained.adapter_files import target_hash
@@ -65,7 +65,7 @@ def found(path: str) -> LayerSubset:
 def _search(path: str) -> str:
     """The command that makes a file."""
     model = Path(path).name.removesuffix("-draft_verify.json")
-    return typed("search_layers", **options_of(model), output=path)
+    return command_line("search_layers", **options_of(model), output=path)
 
 
 def read(path: str, lm: LM) -> LayerSubset:
@@ -75,6 +75,6 @@ def read(path: str, lm: LM) -> LayerSubset:
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
             f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
-            f"{typed('search_layers', **options_of(lm.name))}"
+            f"{command_line('search_layers', **options_of(lm.name))}"
         )
     return subset

@@ -20,9 +20,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
-from kangaroo.folders import cache_folder, typed
+from kangaroo.folders import cache_folder, command_line
 from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids
+from kangaroo.prompts import Message, prompt_ids, whole
 
 log = logging.getLogger(__name__)
 
@@ -240,13 +240,14 @@ def _check_kind(fields: Any, where: str) -> None:
         raise DataError(
             f"{where} holds conversations, as ShareGPT's files do; a bench holds questions, one a "
             f'line, such as {{"turns": ["Why?"]}}. This writes one, {SPLIT}/held_out.jsonl: '
-            f"{typed('split', where, SPLIT)}"
+            f"{command_line('split', where, SPLIT)}"
         )
 
 
 def _question(fields: Any, defaults: dict[str, Any]) -> Question:
     if not isinstance(fields, dict):
         raise ValueError("a question is a JSON object")
+    whole(json.dumps(fields, ensure_ascii=False))
     fields = defaults | fields
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
         raise ValueError("question_id must be an integer of 64 bits")

@@ -31,6 +31,7 @@ ROW = (
     "finished there is no row. Jobs of a sweep ran one after the other: where the machine was not "
     "equally free, compare speedups, not tokens/s."
 )
+SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 PAIRED = (
     "**row over column**: how many times as fast the row's method is, with the 95% interval of "
     "that ratio: a bootstrap in which both have the same questions. The intervals of two speedups "
@@ -139,9 +140,9 @@ def terminal_table(found: dict[str, Any]) -> Table:
     common, names = labels([row["method"] for row in rows])
     for row, name in zip(rows, names, strict=True):
         row["method"] = name
-        del row["training"], row["params"]  # 80 columns have no room for them
+        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
     told = title(found, common or "methods")
-    return tables.terminal(rows, told, asked(found))
+    return tables.terminal(rows, told, f"{asked(found)} {SPEEDUPS}")
 
 
 def labels(names: Sequence[str]) -> tuple[str, list[str]]:

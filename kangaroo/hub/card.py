@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from kangaroo import tables
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.folders import typed
+from kangaroo.folders import command_line
 from kangaroo.models import known_models, options_of
 from kangaroo.tables import Row, number
 from kangaroo.trained.adapter_files import AdapterConfig
@@ -104,7 +104,7 @@ def example(model: str, drafter: str, repo: str) -> str:
 def measure(model: str, drafter: str, repo: str) -> str:
     """The command that measures the adapter."""
     target = options_of(model)
-    return typed("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
+    return command_line("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
 
 
 def short_name(target: str) -> str | None:

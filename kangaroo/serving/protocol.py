@@ -19,17 +19,10 @@ from pydantic import (
     model_validator,
 )
 
+from kangaroo.prompts import content_text, whole
+
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 SEEDS = 2**63
-
-
-def whole(text: str) -> str:
-    """The text, if it is one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from error
-    return text
 
 
 Text = Annotated[str, AfterValidator(whole)]
@@ -143,9 +136,7 @@ class Message(Strict):
     @property
     def text(self) -> str:
         """All that it says."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return content_text(self.model_dump()["content"])
 
 
 class Chat(Asked):

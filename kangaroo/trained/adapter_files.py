@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kangaroo.discovery import classes
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.folders import SHIPPED, located, typed
+from kangaroo.folders import SHIPPED, command_line, located
 from kangaroo.model import LM
 from kangaroo.models import options_of
 from kangaroo.trained.base import Architecture, Trainable
@@ -54,6 +54,7 @@ class AdapterConfig:
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
         training: provenance: data, schedule, held-out results, versions, command.
+        target_weights: `LM.fingerprint` of the target; None where it is not known.
     """
 
     target: str
@@ -66,6 +67,7 @@ class AdapterConfig:
     vocabulary: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    target_weights: str | None = None
 
 
 def target_hash(lm: LM) -> str:
@@ -94,6 +96,7 @@ def describe(
         vocabulary=vocabulary,
         facts=facts or {},
         training=training,
+        target_weights=lm.fingerprint,
     )
 
 
@@ -179,10 +182,10 @@ def _trained(missing: Path) -> Path:
         )
     target = options_of(name)
     if drafter == "kangaroo":
-        imported = typed("import_adapter", "source=CHECKPOINT", **target)
-        made = f"({typed('train', **target)}), import an official checkpoint ({imported}),"
+        imported = command_line("import_adapter", "source=CHECKPOINT", **target)
+        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
-        made = f"({typed('train', **target, adapter=drafter)})"
+        made = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
         f"Train one {made} or pass drafter.adapter= a folder or hub id."
@@ -286,8 +289,9 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
             f"{config.n_layers} layers, config {config.target_hash}); this target is "
             f"{lm.name} ({lm.n_layers} layers, config "
             f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
-            f"{typed('train', **options_of(lm.name))}"
+            f"{command_line('train', **options_of(lm.name))}"
         )
+    warn_of_weights(path, config, lm)
     size = config.vocabulary or 0 if vocabulary is None else vocabulary
     with torch.device("meta"):
         own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
@@ -304,6 +308,22 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     except RuntimeError as error:
         raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
     return adapter.eval().requires_grad_(False), vocabulary_K
+
+
+def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
+    """Warn where the target has the right shape, but other weights than the adapter learnt from.
+
+    An adapter that does not say which these were is judged by the target's name.
+    """
+    before, now = config.target_weights, lm.fingerprint
+    if now is None or (before == now if before else config.target == lm.name):
+        return
+    log.warning(
+        "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts stay "
+        "the same, but it may draft worse: drafter.adapter= one trained for it, or train one "
+        "(python train.py model=...).",
+        *(path, config.target, before or "not recorded", lm.name, now),
+    )
 
 
 def read_config(path: str) -> AdapterConfig:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
-from kangaroo.folders import TORCHRUN, install, typed
+from kangaroo.folders import TORCHRUN, command_line, install
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
@@ -73,9 +73,9 @@ def check(config: Options, ranks: Ranks) -> None:
         )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
-            "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            f"more ({typed('train', launcher=TORCHRUN, trainer__shard_target=True)}), or leave it "
-            "out."
+            "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
+            "it out, or start more: "
+            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}"
         )
     if config.shard_target and config.remember:
         raise ConfigError(
