@@ -79,7 +79,7 @@ def test_help_lists_choices_alone(tmp_path):
 def test_another_draft_model_takes_the_place_of_the_adapter(path, adapter):
     given = [] if path is None else [f"drafter.model={path}"]
     config = composed("evaluate", "model=tiny", "drafter=draft_model", *given)
-    drafter = OmegaConf.to_object(config).drafter
+    drafter = OmegaConf.to_object(config.drafter)
     assert (drafter.model, drafter.adapter) == (path, adapter)
 
 
