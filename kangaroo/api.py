@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import models
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.embedded import EMBEDDED
 from kangaroo.engine import Engine
 from kangaroo.errors import AdapterNotFound, ConfigError, PromptError
-from kangaroo.folders import SHIPPED, of_project
+from kangaroo.folders import of_project
 from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.models import RANDOM, Dtype, ModelConfig, known_models
@@ -32,8 +32,6 @@ from kangaroo.streaming import pieces
 log = logging.getLogger(__name__)
 
 CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
-# Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
-SMALL = ("smollm2-135m", "tiny")
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
@@ -44,7 +42,7 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def load(
     model: str | os.PathLike[str] | ModelConfig = "smollm2-135m",
     adapter: str | None = None,
-    drafter: str | DrafterConfig | None = None,
+    drafter: str | DrafterConfig = "hybrid",
     chat_template: str | None = None,
     **settings: Any,
 ) -> Model:
@@ -56,11 +54,10 @@ def load(
         adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
             takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
             one that training saved.
-        drafter: another method, by its name in `configs/drafter` with the settings that it has on
-            the command line, or its config, beside which there is neither `adapter` nor `settings`.
+        drafter: the method, by its name in `configs/drafter` with the settings that it has on the
+            command line, or its config, beside which there is neither `adapter` nor `settings`.
         chat_template: name of a template in `kangaroo/templates`; None takes the model's own.
-        settings: fields of the drafter's config, such as `steps` and `threshold` of
-            `KangarooConfig`.
+        settings: fields of the drafter's config, such as `steps` and `threshold`.
 
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.load`.
@@ -68,12 +65,8 @@ def load(
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
-    if drafter is None:
-        settings["adapter"] = adapter or str(SHIPPED / config.name)
-        drafter = made(KangarooConfig, settings)
-    else:
-        given = ({} if adapter is None else {"adapter": adapter}) | settings
-        drafter = drafter_config(drafter, config.name, given)
+    given = ({} if adapter is None else {"adapter": adapter}) | settings
+    drafter = drafter_config(drafter, config.name, given)
     try:
         drafter.settings()  # what is not there is told before gigabytes are fetched
     except AdapterNotFound as error:
@@ -150,7 +143,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
     values = _written(CONFIGS / "drafter" / f"{drafter}.yaml")
     schema, *others = values.pop("defaults")  # Hydra's
-    sizes = _written(CONFIGS / "hardware" / f"{hardware_of(model)}.yaml")
+    sizes = _written(CONFIGS / "hardware" / f"{hardware_here()}.yaml")
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -167,9 +160,9 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     return made(kind, values)
 
 
-def hardware_of(model: str) -> str:
-    """The file of configs/hardware that a model's drafters take if none is asked for."""
-    return "cpu" if model in SMALL else "gpu"
+def hardware_here() -> str:
+    """The file of configs/hardware that drafters take if none is asked for."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
 
 
 def _written(file: Path) -> dict[str, Any]:

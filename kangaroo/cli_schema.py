@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from kangaroo.api import hardware_of
+from kangaroo.api import hardware_here
 from kangaroo.benchmark.cost_parts import CostConfig
 from kangaroo.benchmark.speed import SpeedConfig
 from kangaroo.chat import ChatConfig
@@ -318,7 +318,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("bench_name", bench_name, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
-    OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
+    OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +31,12 @@ from kangaroo.errors import ConfigError
 from kangaroo.folders import TORCHRUN, command_line, of_project
 from kangaroo.model import eos_ids
 from kangaroo.placement import check_placed
+from kangaroo.prompts import TEMPLATES, check_template, shipped_templates
 from kangaroo.shapes import SHAPES, shape_of
 
 TINY = "random:tiny"
 RANDOM = "random:"
 
-TEMPLATES = Path(__file__).parent / "templates"
 MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 
@@ -114,7 +113,8 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template or an `eos_token` that is not there, and for tensor parallelism.
+    template that is not there or fails, an `eos_token` that is not there, and for tensor
+    parallelism.
     """
     if config.tp_plan is not None:
         raise ConfigError(
@@ -161,6 +161,7 @@ def load(
             )
         further = tokenizer.get_vocab()[config.eos_token]
         model.generation_config.eos_token_id = [*eos_ids(model), further]
+    check_template(tokenizer)
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
@@ -187,9 +188,8 @@ def chat_template(name: str) -> str:
     """The Jinja text of that template in `kangaroo/templates`; `ConfigError` if there is none."""
     file = TEMPLATES / f"{name}.jinja"
     if not file.is_file():
-        shipped = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
         raise ConfigError(
-            f"there is no chat template '{name}'. Pass model.chat_template={shipped}."
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
         )
     return file.read_text(encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
@@ -14,6 +15,8 @@ from kangaroo.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
+
+TEMPLATES = Path(__file__).parent / "templates"
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
@@ -94,6 +97,28 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def shipped_templates() -> str:
+    """The names of the templates in `kangaroo/templates`, for a message."""
+    return " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Errors: `ConfigError` for a chat template that fails at a user's first turn. One that refuses
+    the turn by `raise_exception` may take others; that there is none is told when one is needed.
+    """
+    if tokenizer.chat_template is None:
+        return
+    turn = [Message(role="user", content="Hello")]
+    try:
+        tokenizer.apply_chat_template(_as_dicts(turn), tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        if type(error) is not TemplateError:  # which its subclasses, of faults, are not
+            raise ConfigError(
+                f"the chat template of '{tokenizer.name_or_path}' cannot be used "
+                f"({_reason(error)}). Repair it, or pass model.chat_template={shipped_templates()}."
+            ) from error
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -179,8 +204,9 @@ def _masked_text(
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
-        encoded = tokenizer.apply_chat_template(
-            _as_dicts(messages),
+        encoded = _applied(
+            tokenizer,
+            messages,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -232,18 +258,11 @@ def _render(
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
-            "model.chat_template= one of ours (vicuna)."
+            f"model.chat_template={shipped_templates()}."
         )
-    try:
-        text = tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise PromptError(
-            f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
-            f"({error}). If the system turn is the reason, leave it out."
-        ) from error
+    text = _applied(
+        tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     assert isinstance(text, str)
     try:
         return whole(text)
@@ -251,6 +270,25 @@ def _render(
         raise PromptError(
             f"the prompt is no text: {error}. Write it in whole characters."
         ) from error
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool
+) -> object:
+    """What the chat template makes of a conversation; a template may raise anything."""
+    try:
+        return tokenizer.apply_chat_template(_as_dicts(messages), **options)  # type: ignore[arg-type]
+    except Exception as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise PromptError(
+            f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
+            f"({_reason(error)}). If the system turn is the reason, leave it out."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a template says, or what went wrong in it."""
+    return str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:

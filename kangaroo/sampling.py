@@ -10,6 +10,7 @@ Shapes: B rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kangaroo.errors import ConfigError
 
+MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
 _MASK = 0xFFFFFFFF
 # Temperatures: logits divided by far less are infinite in float32, and by far more all alike.
 GREEDY_BELOW, HOTTEST = 1e-6, 1e30
@@ -60,15 +62,17 @@ class Sampling:
     rule: Rule = Rule.match
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must lie in (0, 1], not {self.top_p}; 1 keeps every token.")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (keep every token) or more, not {self.top_k}.")
         self.temperature = min(self.temperature, HOTTEST)
         if self.temperature < GREEDY_BELOW:
             self.temperature = 0.0
+        if not 0 <= self.top_k <= MOST_TOP_K:
+            raise ConfigError(
+                f"top_k must be 0 (keep every token) to {MOST_TOP_K}, not {self.top_k}."
+            )
 
     @property
     def greedy(self) -> bool:

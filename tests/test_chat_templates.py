@@ -250,3 +250,19 @@ def test_some_templates_end_a_turn_with_no_token(backend, template):
 def test_a_user_turn_that_ends_with_nothing_is_refused(backend):
     with pytest.raises(ConfigError, match="writes nothing after a user's turn"):
         user_header(with_template(backend, BARE))
+
+
+def test_a_template_that_fails_at_a_conversation_refuses_it(backend):
+    fails_later = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
+    marked = fails_later + "{% generation %}{% endgeneration %}"
+    for template in (fails_later, marked):
+        tokenizer = with_template(backend, template)
+        assert prompt_ids(tokenizer, turns("Why?"))
+        for ids in (prompt_ids, masked_ids):
+            with pytest.raises(PromptError, match=r"of user, assistant, user, .*TypeError"):
+                ids(tokenizer, CONVERSATION)
+
+
+def test_where_there_is_no_template_all_that_are_shipped_are_named(backend):
+    with pytest.raises(ConfigError, match=r"model\.chat_template=chatml or vicuna"):
+        prompt_ids(with_template(backend, None), turns("Why?"))

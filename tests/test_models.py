@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kangaroo import embedded, placement
+from kangaroo import embedded, models, placement
 from kangaroo.api import load_target
 from kangaroo.errors import (
     ConfigError,
@@ -230,6 +230,32 @@ def test_vicuna_template_takes_another_system_message():
 def test_unknown_template_lists_those_there_are():
     with pytest.raises(ConfigError, match=r"'alpaca'.*chatml or vicuna"):
         load(config(TINY, chat_template="alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[5].content.strip() }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_is_refused_at_load(monkeypatch, template, message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    with pytest.raises(ConfigError, match=rf"cannot be used \(.*{message}.*chatml or vicuna"):
+        load(config(TINY))
+    load(config(TINY, chat_template="vicuna"))
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no user first') }}"])
+def test_a_model_that_may_take_no_such_turn_is_loaded(monkeypatch, template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    load(config(TINY))
 
 
 # ---- random models -----------------------------------------------------------------------------

@@ -208,9 +208,9 @@ EXTREMES = [
     *((Sampling(LARGEST, top_p=top_p), True) for top_p in (5e-324, 1e-45)),
     *((Sampling(1.0, top_p), False) for top_p in (1 - 1e-16, 1 - 1e-7)),
     *((Sampling(hot, top_k=1), True) for hot in (1e-8, 1.0, 1e10, LARGEST)),
-    *((Sampling(1.5, top_k=top_k), False) for top_k in (SIZE, SIZE + 1, 256, 257, 2**31)),
+    *((Sampling(1.5, top_k=top_k), False) for top_k in (SIZE, SIZE + 1, 256, 257, 2**31 - 1)),
     *((Sampling(hot), False) for hot in (1e10, 1e38, 1e39, LARGEST)),
-    (Sampling(LARGEST, 1 - 1e-16, 2**31), False),
+    (Sampling(LARGEST, 1 - 1e-16, 2**31 - 1), False),
 ]
 
 

@@ -24,6 +24,7 @@ class Autoregressive(Chain):
     """
 
     taps: tuple[int, ...] = ()
+    needs_costs = False
 
     def __init__(self, lm: LM, steps: int, threshold: float, window: int):
         check_limits(steps, threshold)

@@ -82,6 +82,7 @@ class DraftVerify(Stateless, Autoregressive):
             )
         super().__init__(lm, steps, threshold, window=0)
         self.runs = layer_subset.runs(skip, lm.n_layers)
+        self.draft_cost = layer_subset.draft_cost(lm, skip)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         x_BND = self.lm.embed(tokens_BN)

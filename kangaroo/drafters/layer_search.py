@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kangaroo.cache import Block, KVCache
 from kangaroo.clock import running
-from kangaroo.drafters.layer_subset import LayerSubset, runs, write
+from kangaroo.drafters.layer_subset import LayerSubset, draft_cost, runs, write
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
@@ -154,17 +154,6 @@ def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
     if rng.random() < 0.5:
         skipped ^= {rng.randrange(n_layers)}
     return tuple(sorted(skipped)) if 0 < len(skipped) < n_layers else subset
-
-
-def draft_cost(lm: LM, skip: Subset) -> float:
-    """Weights that a draft token reads, as a share of a token's."""
-
-    def count(modules: Sequence[torch.nn.Module]) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
-    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
-    head = count([lm.head])
-    return (count(kept) + head) / (count(list(lm.layers)) + head)
 
 
 def expected_speedup(agreement: float, cost: float, steps: int) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
 from kangaroo.folders import command_line, located
+from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.models import options_of
 from kangaroo.trained.adapter_files import target_hash
@@ -39,6 +40,12 @@ def runs(skip: Collection[int], n_layers: int) -> list[range]:
     groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
     found = [[layer for _, layer in group] for _, group in groups]
     return [range(group[0], group[-1] + 1) for group in found]
+
+
+def draft_cost(lm: LM, skip: Collection[int]) -> float:
+    """Weights that a draft token reads, as a share of a token's."""
+    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
+    return weights(*kept, lm.head) / weights(*lm.layers, lm.head)
 
 
 def write(subset: LayerSubset, file: Path) -> None:

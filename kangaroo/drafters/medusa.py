@@ -97,6 +97,7 @@ class Medusa:
     """
 
     resumes = True  # of a prompt only the last state counts
+    needs_costs = False
 
     def __init__(
         self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices

@@ -5,7 +5,6 @@ Shapes: M occurrences, S steps, K prefixes of what follows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.tree import Draft
 
 
@@ -79,10 +77,6 @@ class Rest(FromText):
         trees = [self.tree(text) for text in batch.texts]
         tokens, parents = [tree[0] for tree in trees], [tree[1] for tree in trees]
         return Draft.listed(batch.last(1), tokens, parents)
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        for row in rows:
-            rounds.add(row, *self.tree(rounds.batch.texts[row]))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
         """The path of the tree that takes the most frequent child of every node."""

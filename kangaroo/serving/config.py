@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kangaroo.errors import ConfigError
 
@@ -13,6 +13,9 @@ class ServeConfig:
 
     Args:
         host, port: where; by default this machine alone can reach it.
+        allowed_hosts: names by which clients may call it, besides `host`, `localhost` and any
+            address; `*` in one stands for any characters. Were all allowed, a page in a user's
+            browser could let its own name lead here, and read the answers.
         rows: texts that are written at the same time.
         longest: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
@@ -30,6 +33,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: list[str] = field(default_factory=list)
     rows: int = 16
     longest: int | None = None
     prefill_chunk: int | None = None
