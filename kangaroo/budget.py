@@ -55,10 +55,11 @@ class Budget:
 
     Args:
         costs: measures what a verification takes, or remembers it; called when it is first needed.
+        always: every row drafts as a text alone does.
     """
 
-    def __init__(self, costs: Callable[[], VerifyCosts]):
-        self._costs = costs
+    def __init__(self, costs: Callable[[], VerifyCosts], always: bool = False):
+        self._costs, self._always = costs, always
         self._curves: dict[tuple[int, int], list[float]] = {}
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
 
@@ -68,6 +69,7 @@ class Budget:
 
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        rows = 1 if self._always else rows
         if (rows, nodes) not in self._curves:  # asked for in every round
             self._curves[rows, nodes] = self._costs().curve(rows, nodes)
         return self._curves[rows, nodes]
@@ -80,7 +82,7 @@ class Budget:
             rows: that take part.
             drafting: the time of a token of the chain, in vanilla steps.
         """
-        if rows <= 1:
+        if rows <= 1 or self._always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
@@ -93,7 +95,7 @@ class Budget:
         Args:
             rows: that take part.
         """
-        if rows <= 1:
+        if rows <= 1 or self._always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         return [PACE * (costs[n + 1] - costs[n]) for n in range(nodes)]

@@ -16,12 +16,13 @@ from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
 from kangaroo.generation import Generation, Request
 from kangaroo.prompts import Message, plain_text, prompt_ids
+from kangaroo.ranges import Count, Ranged
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(Ranged):
     """How the chat answers.
 
     Args:
@@ -30,7 +31,7 @@ class ChatConfig:
         system: a system prompt; None leaves it to the chat template.
     """
 
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     color: bool = True
     system: str | None = None
 

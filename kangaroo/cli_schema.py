@@ -33,6 +33,7 @@ from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models import ModelConfig
 from kangaroo.paper.study import StudyConfig
+from kangaroo.ranges import Count, Ranged
 from kangaroo.sampling import Sampling
 from kangaroo.serving.config import ServeConfig
 from kangaroo.soak.run import SoakConfig
@@ -184,7 +185,7 @@ class DatastoreCommand:
 
 
 @dataclass
-class ImportAdapterCommand:
+class ImportAdapterCommand(Ranged):
     """`python scripts/import_adapter.py`: a checkpoint of the authors' code becomes an adapter.
 
     Args:
@@ -196,7 +197,7 @@ class ImportAdapterCommand:
 
     model: ModelConfig = MISSING
     source: str = MISSING
-    exit_layer: int | None = None
+    exit_layer: Count | None = None
     output: str = MISSING
 
 

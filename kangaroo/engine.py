@@ -38,6 +38,8 @@ class Engine:
             the memory of a prefill whatever the prompt's length; None is as many as are quick.
         reuse: a prompt that begins like the text before it in its row is read from where it
             differs. Off, every prompt is read whole, as whoever measures wants it.
+        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
+            acceptance. Off, a batch drafts what pays there.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int | None = None,
         reuse: bool = False,
+        always_drafts: bool = False,
     ):
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.reuse = prefill_chunk, reuse
+        self.prefill_chunk, self.reuse, self.always_drafts = prefill_chunk, reuse, always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.stepper: Stepper | None = None  # of the batch
@@ -81,10 +84,11 @@ class Engine:
             # their memory may be needed for the new ones
             self.batch = self.cache = self.stepper = None
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        budget = Budget(partial(measured, self.lm))
+        budget = Budget(partial(measured, self.lm), self.always_drafts)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
         self.drafter.begin(batch)
-        if self.drafter.needs_costs or (batch_size > 1 and self.drafter.max_nodes):
+        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
+        if self.drafter.needs_costs or drafts_less:
             budget.measure()  # now, since it may take a second
         self.batch, self.stepper = batch, self._stepper(batch, sampling)
         return batch

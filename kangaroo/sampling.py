@@ -10,7 +10,6 @@ Shapes: B rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -18,7 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
+from kangaroo.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
 MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
 _MASK = 0xFFFFFFFF
@@ -42,7 +41,7 @@ class Stream(Enum):
 
 
 @dataclass
-class Sampling:
+class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
@@ -55,24 +54,17 @@ class Sampling:
         rule: how a sampled draft is accepted; greedy decoding is the same under both.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    temperature: NotNegative = 0.0
+    top_p: Share = 1.0
+    top_k: CountOrZero = 0
+    seed: NoiseSeed = 0
     rule: Rule = Rule.match
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], not {self.top_p}; 1 keeps every token.")
+        super().__post_init__()
         self.temperature = min(self.temperature, HOTTEST)
         if self.temperature < GREEDY_BELOW:
             self.temperature = 0.0
-        if not 0 <= self.top_k <= MOST_TOP_K:
-            raise ConfigError(
-                f"top_k must be 0 (keep every token) to {MOST_TOP_K}, not {self.top_k}."
-            )
 
     @property
     def greedy(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
+from helpers import EXIT, adapter_for, eagle_for, random_prompts, recipe_of, tiny, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,7 @@ from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, Corru
 from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
-from kangaroo.trained import medusa_heads
+from kangaroo.trained import adapter_files, medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.adapter_files import (
     CONFIG,
@@ -33,6 +33,7 @@ from kangaroo.trained.adapter_files import (
     read_config,
     save,
 )
+from kangaroo.trained.base import Trainable
 from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
@@ -157,11 +158,9 @@ def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
         Adapter(lm, exit_layer)
 
 
-@pytest.mark.parametrize("parts", [{"attention_layers": 0}, {"attention": False}])
-def test_numbers_of_attention_layers_that_cannot_be_are_refused(parts):
-    parts = {"attention_layers": 2, "feed_forward": True} | parts
-    with pytest.raises(ConfigError, match=f"attention_layers={parts['attention_layers']} must be"):
-        Architecture(**parts)
+def test_attention_layers_without_attention_are_refused():
+    with pytest.raises(ConfigError, match=r"attention_layers=2 needs .*attention=true"):
+        Architecture(attention_layers=2, attention=False, feed_forward=True)
 
 
 # ---- save and load -----------------------------------------------------------------------------
@@ -283,6 +282,17 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
     (saved / WEIGHTS).write_bytes(whole[:length])
     with pytest.raises(CorruptFile, match=str(saved)):
         load(str(saved), lm, Adapter)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "eagle", "medusa"])
+def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
+    medusa = MedusaHeads(lm, medusa_heads.Architecture())
+    made = {"adapter": adapter_for(lm), "eagle": eagle_for(lm), "medusa": medusa}[kind]
+    name, weight = next(iter(made.named_parameters()))
+    weight.data.view(-1)[-1] = torch.inf
+    folder = str(adapter_files.save(made, describe(lm, made, {}), None, tmp_path))
+    with pytest.raises(CorruptFile, match=f"{tmp_path}.*{name} holds numbers that are not finite"):
+        load(folder, lm, Trainable)
 
 
 def test_a_kind_of_adapter_that_is_not_known_is_named(lm, saved):

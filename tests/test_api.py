@@ -272,7 +272,7 @@ REFUSED = {
         "tiny",
         {"adapter": ADAPTER, "threshold": 2},
         ConfigError,
-        r"\[0, 1\), not 2",
+        "threshold=2 must be a number, 0 or more and below 1",
     ),
     "a drafter and settings": (
         "tiny",
@@ -330,7 +330,7 @@ def test_loading_refuses(case):
         ([*asked("Why?"), "And?"], {}, "'And\\?' is no message"),
         ("Why?", {"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
-        ("Why?", {"temperature": -1}, "temperature must be 0"),
+        ("Why?", {"temperature": -1}, "temperature=-1 must be a number, 0 or more"),
         (None, {}, "None is no prompt"),
         ([None], {}, "None is no prompt"),
         ([1, 2], {}, "1 is no prompt"),

@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"errors", "discovery", "huge_pages", "last_level"},
+    {"errors", "ranges", "discovery", "huge_pages", "last_level"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory", "settings", "supported"},
     {"compiling"},
@@ -44,7 +44,7 @@ ORDER = [
     {"cli", "cli_schema"},
     {"__main__"},
 ]
-CORE = {"errors", "tree", "attention", "cache", "sampling", "verify"}
+CORE = {"errors", "ranges", "tree", "attention", "cache", "sampling", "verify"}
 HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli_schema"}
 
 

@@ -206,10 +206,8 @@ def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
     config = HybridConfig(adapter="untrained:2")
     assert config.build(case.lm).max_nodes == 15
     assert config.settings()["odds"] is None
-    with pytest.raises(ConfigError, match=r"nodes=0"):
-        replace(config, nodes=0).build(case.lm)
-    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\]"):
-        replace(config, verify_costs=[1.0]).build(case.lm)
+    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\] must be a list of 2 or more"):
+        replace(config, verify_costs=[1.0])
     with pytest.raises(DataError, match="no datastore"):
         replace(config, reference=str(tmp_path)).build(case.lm)
 

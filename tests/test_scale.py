@@ -163,8 +163,6 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
 @pytest.mark.parametrize(
     "settings, world, message",
     [
-        ({"accumulate": 0}, 2, "accumulate=0 must be 1 or more, or null"),
-        ({"zero_stage": 3}, 2, "zero_stage=3 must be 1 or 2"),
         ({"shard_target": True}, 1, "shard_target=true.*there is one"),
         (
             {"shard_target": True, "remember": True},

@@ -63,7 +63,7 @@ def compare(config: CompareCommand) -> None:
     log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
-@command("search_layers")
+@command("search_layers", keeps=True)
 def search_layers(config: SearchCommand) -> None:
     """Search a subset of layers on the data's end, and write it."""
     lm, tokenizer = load_target(config.model)

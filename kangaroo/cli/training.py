@@ -30,6 +30,7 @@ from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, Tracker, finished
 from kangaroo.trained import adapter_files
 from kangaroo.training import backend, curves, loop
+from kangaroo.training.work import check_holdout
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +60,18 @@ def train(config: TrainCommand) -> float | None:
         check_training(expected.memory, devices)
         logger = config.logger if own.is_first else NoTrackerConfig()
         known = {"dataset": about, "provenance": provenance()}
+        # before a tracker has begun a run: this may refuse
+        run = loop.begin(lm, samples, recipes, config.trainer, output, about, own)
         with finished(logger.start(plain(config) | known, output)) as tracker:
-            folders = loop.train(lm, samples, recipes, config.trainer, output, tracker, about, own)
+            folders = loop.go_on(run, tracker)
             return _report(folders, config.model, tracker) if own.is_first else None
 
 
-@command("make_data", shared=True)
+@command("make_data", shared=True, keeps=True)
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
     with joined() as own:
-        _target_with_data(config, own)
+        _target_with_data(config, own, holds_out=False)
 
 
 def check_format(model: ModelConfig) -> None:
@@ -77,11 +80,14 @@ def check_format(model: ModelConfig) -> None:
         log.warning("%s", SLOW_BFLOAT16)
 
 
-def _target_with_data(config: TrainCommand, own: Ranks) -> tuple[LM, Devices]:
+def _target_with_data(
+    config: TrainCommand, own: Ranks, holds_out: bool = True
+) -> tuple[LM, Devices]:
     """The target and what it lies on, once the data is there; what that takes is said before."""
     recipes = [config.adapter, *config.more.values()]
     devices, expected, lines = foresee(
-        blueprint(config.model), recipes, config.model, config.data, config.trainer, own.world
+        *(blueprint(config.model), recipes, config.model, config.data, config.trainer),
+        *(own.world, holds_out),
     )
     for line in lines:
         log.info("%s", line)
@@ -130,12 +136,13 @@ def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
 
 @command("estimate")
 def estimate(config: EstimateCommand) -> None:
-    """Say what a training takes, or serving the target, without weights or data."""
+    """Say what a training takes, or serving the target, without weights; a local source is read."""
     if config.serving is not None:
         _plan_serving(config, config.serving)
         return
     assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
-    text = assumed.text(config.data, trainer)
+    text, _ = assumed.text(config.data, trainer)
+    check_holdout(trainer.holdout, text.conversations)
     recipes = [config.adapter, *config.more.values()]
     expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
     Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))

@@ -15,6 +15,7 @@ from kangaroo.batch import Batch
 from kangaroo.budget import Budget
 from kangaroo.cache import Block
 from kangaroo.model import LM
+from kangaroo.ranges import Ranged
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.tree import Draft, Tree
@@ -65,7 +66,7 @@ class Drafter(Protocol):
 
 
 @dataclass
-class DrafterConfig(ABC):
+class DrafterConfig(Ranged, ABC):
     """The settings of a drafter; a subclass adds its own, and `build`.
 
     Args:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling, warp
 from kangaroo.tree import Draft, Tree
@@ -106,14 +105,6 @@ class Chain(ABC):
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
         return self.finish(draft, block.narrow(self.window, len(ids)))
-
-
-def check_limits(steps: int, threshold: float) -> None:
-    """Raise `ConfigError` where a drafter cannot draft by these."""
-    if steps < 1:
-        raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
-    if not 0 <= threshold < 1:
-        raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
 
 
 def chain_block(lm: LM, batch: Batch, window: int, steps: int, room: int | None = None) -> Block:

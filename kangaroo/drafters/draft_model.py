@@ -21,6 +21,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
+from kangaroo.ranges import DraftSize, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model
@@ -45,10 +46,11 @@ class DraftModelConfig(DrafterConfig):
     name: str = "draft_model"
     model: str | None = None
     adapter: str | None = None
-    steps: int = 4
-    threshold: float = 0.0
+    steps: DraftSize = 4
+    threshold: Threshold = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model is not None:
             self.adapter = None
 

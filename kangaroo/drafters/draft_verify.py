@@ -20,6 +20,7 @@ from kangaroo.errors import ConfigError
 from kangaroo.folders import command_line
 from kangaroo.model import LM
 from kangaroo.models import options_of
+from kangaroo.ranges import CountOrZero, DraftSize, Threshold
 
 
 @dataclass
@@ -35,11 +36,12 @@ class DraftVerifyConfig(DrafterConfig):
 
     name: str = "draft_verify"
     subset: str | None = None
-    skip: list[int] | None = None
-    steps: int = 6
-    threshold: float = 0.6
+    skip: list[CountOrZero] | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.skip is not None:
             self.subset = None
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
-from kangaroo.drafters.chain import check_limits
 from kangaroo.errors import AdapterMismatch
 from kangaroo.memory import weights
 from kangaroo.model import LM
+from kangaroo.ranges import Count, CountOrZero, DraftSize, Threshold
 from kangaroo.trained import adapter, adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.base import Architecture
@@ -44,10 +44,10 @@ class EarlyExitConfig(TrainedConfig):
             adapter was saved with.
     """
 
-    exit_layer: int | None = None
-    steps: int = 6
-    threshold: float = 0.6
-    vocabulary: int | None = None
+    exit_layer: Count | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
+    vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
     parts: ClassVar[type[Architecture]] = adapter.Architecture  # of an untrained one
@@ -103,7 +103,6 @@ class EarlyExit:
     def __init__(
         self, lm: LM, adapter: Layer, steps: int, threshold: float, head: DraftHead | None = None
     ):
-        check_limits(steps, threshold)
         self.lm, self.adapter = lm, adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.steps, self.threshold = steps, threshold

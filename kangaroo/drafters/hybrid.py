@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
-from kangaroo.errors import ConfigError
 from kangaroo.folders import command_line
 from kangaroo.model import LM
 from kangaroo.models import options_of
+from kangaroo.ranges import DraftSize, Length, NotNegative, Positive, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
@@ -72,25 +72,19 @@ class HybridConfig(EarlyExitConfig):
     """
 
     name: str = "hybrid"
-    threshold: float = 0.0
-    nodes: int = 15
-    verify_costs: list[float] | None = None
-    draft_cost: float = 0.05
-    pace: float = 1.5
+    threshold: Threshold = 0.0
+    nodes: DraftSize = 15
+    verify_costs: Annotated[list[Positive], Length(2)] | None = None
+    draft_cost: NotNegative = 0.05
+    pace: Positive = 1.5
     reference: str | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
         """Errors: `ConfigError`, and whatever `odds.read` and `datastore.load` raise."""
-        given = self.verify_costs
-        if self.nodes < 1 or (given is not None and len(given) < 2):
-            raise ConfigError(
-                f"drafter.nodes={self.nodes} must be 1 or more, and drafter.verify_costs="
-                f"{self.verify_costs} must say what 1 token costs and what 2 do, at least."
-            )
         reference = None if self.reference is None else datastore.load(self.reference, lm)
         costs = None
-        if given is not None:
-            costs = Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace)
+        if self.verify_costs is not None:
+            costs = Costs(verify_curve(self.verify_costs, self.nodes), self.draft_cost, self.pace)
         return Hybrid(
             lm,
             trained,

@@ -66,13 +66,10 @@ class LayerTree(EarlyExit):
         least: float | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
-        if not 0 < top_k <= self.head.size or nodes < 1:
+        if top_k > self.head.size:
             raise ConfigError(
-                f"drafter.top_k={top_k} must lie in 1 to {self.head.size}, the tokens to draft "
-                f"from, and drafter.nodes={nodes} must be 1 or more."
+                f"drafter.top_k={top_k} is more than the {self.head.size} tokens to draft from."
             )
-        if least is not None and not 0 <= least < 1:
-            raise ConfigError(f"drafter.least must lie in [0, 1), or be null; not {least}.")
         self.top_k, self.nodes, self.least = top_k, nodes, least
         self.max_nodes = top_k * steps
 

@@ -23,6 +23,7 @@ from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.folders import cache_folder, command_line
 from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids, whole
+from kangaroo.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Ranged):
     """Where questions come from: `path` where it is given, else `url`, else the package itself.
 
     Args:
@@ -49,9 +50,10 @@ class BenchConfig:
     path: str | None = None
     url: str | None = None
     sha256: str | None = None
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.name = self.name or bench_name(self.path)
 
 

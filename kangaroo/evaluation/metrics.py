@@ -72,8 +72,15 @@ def metrics(records: Sequence[Record]) -> Results:
 
 
 def scalars(results: Results) -> dict[str, float]:
-    """Those that are one number, and apply."""
-    return {name: value for name, value in results.items() if isinstance(value, int | float)}
+    """Those that are one number, and apply; of an interval, both ends."""
+    ends = {
+        f"{name}_{end}": value
+        for name, interval in results.items()
+        if name.endswith("ci95")
+        for end, value in zip(("low", "high"), interval or (), strict=False)
+    }
+    single = {name: value for name, value in results.items() if isinstance(value, int | float)}
+    return single | ends
 
 
 def cells(results: Results, place: Place) -> Row:

@@ -19,6 +19,7 @@ from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.speedup import interval
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Positive, Ranged
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Architecture
 from kangaroo.tuning import replay
@@ -30,7 +31,7 @@ MEASURES = ("agreement", "ctar1", "compression_rate")
 
 
 @dataclass
-class LearningCurveConfig:
+class LearningCurveConfig(Ranged):
     """Which adapters, and on which questions.
 
     Args:
@@ -47,10 +48,10 @@ class LearningCurveConfig:
     runs: str
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
-    question_every: int = 1
-    max_new_tokens: int = 128
-    steps: int = 6
-    ahead: float = 10.0
+    question_every: Count = 1
+    max_new_tokens: Count = 128
+    steps: DraftSize = 6
+    ahead: Positive = 10.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -278,11 +278,7 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config = read_config(path)
-    try:
-        state = load_file(folder / WEIGHTS)
-    except (ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
+    config, state = read_config(path), read_weights(folder)
     if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
@@ -308,6 +304,25 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     except RuntimeError as error:
         raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
     return adapter.eval().requires_grad_(False), vocabulary_K
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in an adapter's folder.
+
+    Errors: `CorruptFile`, also for weights that are not finite.
+    """
+    try:
+        state = load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
+    if (name := not_finite(state)) is not None:
+        raise _unreadable(folder, f"{name} holds numbers that are not finite")
+    return state
+
+
+def not_finite(state: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a number that is not finite; None where there is none."""
+    return next((name for name, x in state.items() if not x.isfinite().all()), None)
 
 
 def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
@@ -342,9 +357,9 @@ def read_config(path: str) -> AdapterConfig:
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
         architecture = kinds()[kind](**parts)
         return AdapterConfig(**fields, architecture=architecture)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # no JSON, wrong fields
+    except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> CorruptFile:
+def _unreadable(path: Path, error: Exception | str) -> CorruptFile:
     return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch it again.")

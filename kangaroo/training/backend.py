@@ -47,10 +47,6 @@ class Options(Protocol):
 
 def check(config: Options, ranks: Ranks) -> None:
     """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
-    if config.zero_stage not in (0, 1, 2):
-        raise ConfigError(
-            f"trainer.zero_stage={config.zero_stage} must be 1 or 2, or 0 for plain torch."
-        )
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
             f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}. "
@@ -60,16 +56,6 @@ def check(config: Options, ranks: Ranks) -> None:
         raise ConfigError(
             f"trainer.muon=true and trainer.zero_stage={config.zero_stage} exclude each other: "
             "DeepSpeed spreads AdamW alone here. Leave one of them out."
-        )
-    if config.accumulate is not None and config.accumulate < 1:
-        raise ConfigError(
-            f"trainer.accumulate={config.accumulate} must be 1 or more, or null for one "
-            "micro-batch in each process."
-        )
-    if config.average is not None and not 0 < config.average < 1:
-        raise ConfigError(
-            f"trainer.average={config.average} must lie between 0 and 1, such as 0.999, or be null "
-            "for the weights themselves."
         )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
