@@ -42,7 +42,7 @@ def attention(
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a
             `CausalBias` for the last tokens of a prompt, which needs no memory; None for a whole
             text.
-        read_RT: the tokens whose output is read, in training: for others it is mostly zeros.
+        read_RT: the tokens whose output is read, in training: for others it may be zeros.
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
     """
@@ -50,7 +50,7 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
-    if read_RT is not None:
+    if read_RT is not None and (bias_R1TE is not None or not skips_unseen(q_RHTC.device)):
         assert not isinstance(bias_R1TE, CausalBias)
         return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT), None
     if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
@@ -102,6 +102,14 @@ def where_read(
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel that needs no mask for the last tokens of a text."""
     return device.type == "cuda" and dtype.itemsize == 2
+
+
+def skips_unseen(device: torch.device) -> bool:
+    """Whether a whole text takes less time than the tokens of it that are read: these need a mask,
+    with which a GPU computes all scores, by a slower kernel, and how many they are is known to the
+    host only after all that was launched before.
+    """
+    return device.type == "cuda"
 
 
 def parts_of(device: torch.device, rows: int, kv_heads: int, extent: int) -> int:

@@ -32,6 +32,11 @@ def peak(device: torch.device) -> int:
     return held if sys.platform == "darwin" else 1024 * held
 
 
+def total(device: torch.device) -> int:
+    """All the memory that a GPU has; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def begin_peak(device: torch.device) -> bool:
     """Let the peak begin anew with what is held now; False where the system cannot."""
     if device.type == "cuda":

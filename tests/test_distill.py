@@ -1,10 +1,13 @@
 """Losses, their gradients in chunks, and what is graded."""
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.model import LM
@@ -214,10 +217,30 @@ def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, pa
     assert torch.bfloat16 in dtypes and torch.float16 not in dtypes
 
 
-def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once():
-    lm, seen = tiny(), []
-    lm.head.register_forward_hook(lambda head, inputs, out: seen.append(out.shape[:-1].numel()))
-    made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], None)
+class Heads(TorchFunctionMode):
+    """Counts the states that heads of each size read at a time."""
+
+    def __init__(self):
+        self.read = defaultdict(list)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            self.read[len(args[1])].append(args[0].shape[:-1].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [None, 23])
+def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(size):
+    lm = LM(tiny_model(vocab_size=71))  # no layer has so many outputs
+    vocabulary_K = None if size is None else torch.arange(size)
+    made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], vocabulary_K)
     tokens = collate([sample(ids) for ids in random_prompts(20, 21, 22)], 100, lm.device)
-    teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
-    assert max(seen) == 7 and sum(seen) == 15 + 16 + 17
+    with Heads() as heads:
+        teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
+    learnt, whole = 15 + 16 + 17, heads.read[lm.config.vocab_size]
+    assert max(whole) == 7
+    if size is None:
+        assert sum(whole) == 3 * learnt  # the target's, and both adapters'
+    else:
+        assert sum(whole) == learnt
+        assert max(heads.read[size]) == 7 and sum(heads.read[size]) == 3 * learnt

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import tiny
 from scale_worker import CASES, train_tiny
 from torch import nn
 
+from kangaroo import memory
 from kangaroo.errors import ConfigError
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.loop import settled
 
 WORKER = Path(__file__).parent / "scale_worker.py"
@@ -179,13 +181,15 @@ def test_options_that_do_not_fit_the_processes_are_refused(settings, world, mess
 
 def test_a_step_has_a_micro_batch_for_each_process_unless_said_or_begun_otherwise(tmp_path):
     """Two processes run on what one has begun, and one on what two have."""
-    asked, alone = TrainerConfig(), Ranks()
-    assert settled(asked, tmp_path, alone)[1] == 1
-    assert settled(replace(asked, accumulate=3), tmp_path, alone)[0].accumulate == 3
+    asked, alone, lm = TrainerConfig(), Ranks(), tiny()
+    assert settled(asked, lm, tmp_path, alone)[1] == 1
+    assert settled(replace(asked, accumulate=3), lm, tmp_path, alone)[0].accumulate == 3
     run = Checkpoint(tmp_path, TrainerConfig(accumulate=8).identity(), data="test")
     run.save({}, Progress())
-    assert settled(asked, tmp_path, alone)[0].accumulate == 8
-    assert settled(replace(asked, accumulate=3), tmp_path, alone)[1] == 3  # and is refused later
+    assert settled(asked, lm, tmp_path, alone)[0].accumulate == 8
+    assert (
+        settled(replace(asked, accumulate=3), lm, tmp_path, alone)[1] == 3
+    )  # and is refused later
 
 
 @pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
@@ -207,3 +211,22 @@ def test_a_missing_deepspeed_is_named(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
         backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
+
+
+def test_a_run_keeps_the_chunk_of_the_loss_that_it_began_with(tmp_path, monkeypatch):
+    asked, lm = TrainerConfig(accumulate=1), tiny()
+    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 256
+    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
+    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 4096
+    assert settled(replace(asked, loss_chunk=7), lm, tmp_path, Ranks())[0].loss_chunk == 7
+    run = Checkpoint(tmp_path, replace(asked, loss_chunk=512).identity(), data="test")
+    run.save({}, Progress())
+    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 512
+
+
+@pytest.mark.parametrize(
+    "gib, vocabulary, chunk",
+    [(80, 32_000, 2048), (24, 32_000, 512), (80, 128_256, 512), (16, 128_256, 256), (0, 9, 256)],
+)
+def test_a_larger_card_computes_more_logits_at_a_time(gib, vocabulary, chunk):
+    assert loss_chunk_of(gib << 30, vocabulary) == chunk

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import training_cases
 from helpers import adapter_for, admit_text, random_prompts, tiny
+from torch.overrides import TorchFunctionMode
 from training_cases import (
     ABOUT,
     VARIANTS,
@@ -19,6 +21,7 @@ from training_cases import (
     train,
 )
 
+from kangaroo import attention
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.errors import DataError
@@ -107,6 +110,50 @@ def test_packing_changes_no_state_loss_or_gradient(changes):
         torch.testing.assert_close(grade_F, packed_F, rtol=1e-5, atol=1e-4)
     for gradient, packed_gradient in zip(gradients, packed_gradients, strict=True):
         torch.testing.assert_close(gradient, packed_gradient, rtol=1e-3, atol=1e-5)
+
+
+class Masks(TorchFunctionMode):
+    """Whether each attention had a mask, or was plainly causal."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            self.seen.append("causal" if mask is None and kwargs["is_causal"] else "mask")
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("changes", [{}, {"attention_layers": 2}], ids=str)
+def test_no_attention_of_training_has_a_mask_on_a_gpu(family, changes, monkeypatch):
+    """So each runs as flash attention there. On a CPU an adapter computes only what is read."""
+    lm = tiny(family)
+    tokens = collate([sample(ids, 3) for ids in random_prompts(20, 5, 17, seed=1)], 100, lm.device)
+    layers, own = lm.n_layers * ["causal"], changes.get("attention_layers", 1)
+    with Masks() as on_a_cpu:
+        (grades,), gradients = taught(lm, [tokens], **changes)
+    assert on_a_cpu.seen == layers + (own - 1) * ["causal"] + ["mask"]
+    monkeypatch.setattr(attention, "skips_unseen", lambda device: True)
+    with Masks() as on_a_gpu:
+        (others,), other_gradients = taught(lm, [tokens], **changes)
+    assert on_a_gpu.seen == layers + own * ["causal"]
+    # float32, attention summed in another order
+    torch.testing.assert_close(grades, others, rtol=1e-5, atol=1e-4)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def test_rows_of_sorted_lengths_have_hardly_any_padding():
+    """Of as many conversations as a small file has, with ShareGPT's spread: up to 2048 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(1000, generator=generator) * 0.9 + 7).exp()
+    lengths = [max(16, int(length)) for length in drawn.clamp(max=2048).tolist()]
+    batches = plan(lengths, batch_tokens=8192, seed=0, epoch=0)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert sum(lengths) > 0.985 * padded
 
 
 def test_a_packed_token_does_not_depend_on_the_samples_before_it():

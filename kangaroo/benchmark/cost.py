@@ -18,6 +18,7 @@ from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, Work, micro_batche
 from kangaroo.benchmark.peak import memory_of_part
 from kangaroo.clock import now
 from kangaroo.data import store
+from kangaroo.memory import total
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.provenance import provenance
@@ -32,6 +33,7 @@ def measure(
     Times are in seconds a micro-batch, sizes in bytes. A part's `ratio` is its time against the
     frozen forward of the same round: the median of rounds, with the least and the greatest.
     """
+    trainer = trainer.on(total(lm.device), lm.config.vocab_size)
     batches, few_K = micro_batches(lm, config, trainer)
     every = parts(config)
     times: dict[str, list[float]] = {part.name: [] for part in every}

@@ -137,7 +137,7 @@ def worker(
         def alone(index: int) -> None:
             tokens = batches[index]
             if part.head:
-                look(lm, tokens, (), trainer.loss_chunk)
+                look(lm, tokens, (), trainer.chunk)
             else:
                 with torch.no_grad():
                     x_BTD = lm.embed(tokens.input_BT)
@@ -150,15 +150,15 @@ def worker(
     adapters = [t.adapter.to(lm.layer_devices[t.adapter.exit_layer - 1]) for t in trained]
     backend = backends.begin(adapters, replace(trainer, accumulate=1, zero_stage=0))
     seen = (
-        [look(lm, tokens, trained, trainer.loss_chunk) for tokens in batches]
+        [look(lm, tokens, trained, trainer.chunk) for tokens in batches]
         if part.remembered
         else None
     )
 
     def learn(index: int) -> None:
         tokens = batches[index]
-        known = seen[index] if seen else look(lm, tokens, trained, trainer.loss_chunk)
-        teach(lm, known, trained, trainer.loss_chunk, weight=1 / int(tokens.wanted_BT.sum()))
+        known = seen[index] if seen else look(lm, tokens, trained, trainer.chunk)
+        teach(lm, known, trained, trainer.chunk, weight=1 / int(tokens.wanted_BT.sum()))
         backend.collect()
         backend.step([1e-4] * len(adapters))
 

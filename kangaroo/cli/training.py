@@ -16,7 +16,7 @@ from kangaroo.cli.command import command, in_group, joined, plain
 from kangaroo.cli_schema import CostCommand, EstimateCommand, TrainCommand
 from kangaroo.data import store
 from kangaroo.estimate import estimate_report, serving_report
-from kangaroo.estimate.devices import Device, Devices, found
+from kangaroo.estimate.devices import MEMORY, Device, Devices, found
 from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.estimate.serving import ServingConfig
@@ -53,7 +53,7 @@ def train(config: TrainCommand) -> float | None:
         lm, devices = _target_with_data(config, own)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        config.trainer, _ = loop.settled(config.trainer, output, own)
+        config.trainer, _ = loop.settled(config.trainer, lm, output, own)
         text = Text.of(samples, config.trainer.max_length)
         expected = expect(lm, recipes, config.trainer, text, own.world)
         log.info("%s", expected.summary())
@@ -144,7 +144,9 @@ def estimate(config: EstimateCommand) -> None:
     text, _ = assumed.text(config.data, trainer)
     check_holdout(trainer.holdout, text.conversations)
     recipes = [config.adapter, *config.more.values()]
-    expected = expect(blueprint(config.model), recipes, trainer, text, assumed.devices(trainer))
+    lm, memory = blueprint(config.model), MEMORY[assumed.device]
+    trainer = trainer.on(memory, lm.config.vocab_size)
+    expected = expect(lm, recipes, trainer, text, assumed.devices(trainer))
     Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
     if assumed.table is not None:
         row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)

@@ -28,6 +28,15 @@ class Device(Enum):
         return next((device for device in Device if device.value in name), None)
 
 
+# Bytes of memory of a device's largest kind; a CPU's is another matter (`loss_chunk_of`).
+MEMORY = {
+    Device.v100: 32 << 30,
+    Device.a100: 80 << 30,
+    Device.h100: 80 << 30,
+    Device.h200: 141 << 30,
+    Device.cpu: 0,
+}
+
 # Dense half-precision FLOP/s by NVIDIA's data sheets; a CPU's are measured. V100 computes float16
 # at that speed, but has no bfloat16, in which adapters train.
 PEAK = {Device.v100: 125e12, Device.a100: 312e12, Device.h100: 989e12, Device.h200: 989e12}
@@ -40,12 +49,16 @@ class Devices:
     Args:
         name: of its device, or of several together.
         free: bytes of memory that it may still take.
-        kind: None where its speed is not known.
+        kind: None where its speed is not known here, and can be measured.
+        total: bytes of memory of its GPU, or of the first of several; 0 for a CPU.
+        place: of that device, as torch names it.
     """
 
     name: str
     free: int
     kind: Device | None
+    total: int = 0
+    place: str = "cpu"
 
 
 def found(model: ModelConfig) -> Devices:
@@ -60,20 +73,21 @@ def found(model: ModelConfig) -> Devices:
         return Devices("CPU", psutil.virtual_memory().available // sharing, Device.cpu)
     if spread:
         gpus = list(range(torch.cuda.device_count()))
-        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus) // sharing
     else:
         asked = None if model.device == "auto" else torch.device(model.device).index
         gpus = [torch.cuda.current_device() if asked is None else asked]
-        free = torch.cuda.mem_get_info(gpus[0])[0]
+    room = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
+    free = sum(free for free, _ in room) // (sharing if spread else 1)
     name = torch.cuda.get_device_name(gpus[0])
-    return Devices(f"{len(gpus)} x {name}" if spread else name, free, Device.named(name))
+    shown = f"{len(gpus)} x {name}" if spread else name
+    return Devices(shown, free, Device.named(name), room[0][1], f"cuda:{gpus[0]}")
 
 
-def matmul_speed(dtype: torch.dtype) -> float:
-    """FLOP/s of this CPU, with torch's threads, in a product of two matrices: the median of as many
-    as half a second has room for.
+def matmul_speed(dtype: torch.dtype, place: str = "cpu") -> float:
+    """FLOP/s of a GPU, or of this CPU with torch's threads, in a product of two matrices: the
+    median of as many as half a second has room for.
     """
-    size = 1024
-    x, y = torch.randn(2, size, size).to(dtype)
+    size = 1024 if place == "cpu" else 8192
+    x, y = torch.randn(2, size, size, device=place).to(dtype)
     timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median

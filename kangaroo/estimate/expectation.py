@@ -248,7 +248,7 @@ def _of_a_step(
     layer = tokens * (3 * model.hidden_size + 3 * model.intermediate_size) * size
     taps = _state_bytes(lm, planned, text.learnt_from(config), tokens, learnt)
     vocabulary = config.vocabulary or model.vocab_size
-    chunk = min(config.loss_chunk, learnt)
+    chunk = min(config.chunk, learnt)
     # the teacher's over all tokens, then p, log q and their gradients over those drafted from
     logits = max(model.vocab_size * (size + 8), vocabulary * (size + 24))
     if text.learnt_from(config):

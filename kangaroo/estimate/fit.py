@@ -13,7 +13,7 @@ from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.data.writing import TRIAL_LENGTH
 from kangaroo.errors import ConfigError
-from kangaroo.estimate.devices import Device, Devices, found
+from kangaroo.estimate.devices import PEAK, Devices, found, matmul_speed
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.expectation import Expectation, Text, expect
 from kangaroo.model import LM
@@ -91,6 +91,7 @@ def foresee(
     text, source = _text(data, trainer)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
+    trainer = trainer.on(devices.total, lm.config.vocab_size)
     expected = expect(lm, recipes, trainer, text, processes)
     check_training(
         {name: size for name, size in expected.memory.items() if name != REMEMBERED}, devices
@@ -99,7 +100,7 @@ def foresee(
         f"on {processes} x {devices.name}, {devices.free / 1e9:.1f} GB free for each",
         f"{expected.summary()}, for {text.conversations} conversations, {text.tokens} tokens "
         f"({source})",
-        _time(expected, devices, lm, processes),
+        _time(expected, devices, lm, processes, trainer.epochs),
     ]
     if writing.rows:
         lines.append(
@@ -156,16 +157,15 @@ def _room(devices: Devices) -> str:
     return f"{devices.name} has {devices.free / 1e9:.1f} GB free for each"
 
 
-def _time(expected: Expectation, devices: Devices, lm: LM, processes: int) -> str:
-    if devices.kind is None:
-        return f"how long it takes is not known, since the speed of {devices.name} is not"
-    assumed = EstimateConfig(device=devices.kind)
-    speed = assumed.flops_per_second(lm.dtype)
-    hours = expected.hours(speed) / processes
-    peak = "measured" if devices.kind is Device.cpu else "by its data sheet"
+def _time(expected: Expectation, devices: Devices, lm: LM, processes: int, epochs: int) -> str:
+    by_sheet = None if devices.kind is None else PEAK.get(devices.kind)
+    peak = by_sheet or matmul_speed(lm.dtype, devices.place)
+    utilisation = EstimateConfig.utilisation
+    hours = expected.hours(utilisation * peak) / processes
     return (
-        f"expect about {hours:.2g} hours of training, at {assumed.utilisation:.0%} (assumed) of "
-        f"{speed / assumed.utilisation / 1e12:.3g} TFLOP/s ({peak})"
+        f"expect about {hours:.2g} hours of training, {hours / epochs:.2g} an epoch, at "
+        f"{utilisation:.0%} (assumed) of {peak / 1e12:.3g} TFLOP/s "
+        f"({'by its data sheet' if by_sheet else 'measured'})"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from kangaroo.ranges import (
@@ -18,6 +18,7 @@ from kangaroo.ranges import (
     Threshold,
 )
 
+LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
 MOVES_NOTHING = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
@@ -48,7 +49,8 @@ class TrainerConfig(Ranged):
         holdout: this many samples at the end are never trained on.
         tokens: learn from the first samples alone, until they hold so many different tokens of the
             assistant; None is all of them.
-        loss_chunk: assistant positions whose logits exist at a time.
+        loss_chunk: assistant positions whose logits exist at a time; None is what `loss_chunk_of`
+            says, and a run that is resumed keeps the number it began with.
         evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
         decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
             nothing.
@@ -77,7 +79,7 @@ class TrainerConfig(Ranged):
     max_length: TextLength = 2048
     holdout: Count = 128
     tokens: Count | None = None
-    loss_chunk: Count = 256
+    loss_chunk: Count | None = None
     evaluate_every: Count = 200
     save_every: Count = 50
     decode_every: Count = 1000
@@ -88,11 +90,31 @@ class TrainerConfig(Ranged):
     zero_stage: Annotated[int, Range(0, 2)] = 0
     shard_target: bool = False
 
+    def on(self, memory: int, vocabulary: int) -> TrainerConfig:
+        """The same on a device of so much memory; see `loss_chunk_of`."""
+        return replace(self, loss_chunk=self.loss_chunk or loss_chunk_of(memory, vocabulary))
+
+    @property
+    def chunk(self) -> int:
+        """`loss_chunk`, or a CPU's."""
+        return self.loss_chunk or loss_chunk_of(0, 1)
+
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
         settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
         # as in runs from before there were such options
         return {k: v for k, v in settings.items() if v or k not in ("kept", "tokens", "muon")}
+
+
+def loss_chunk_of(memory: int, vocabulary: int) -> int:
+    """Positions whose logits a device computes at a time: on a CPU few, which stay in its caches;
+    on a GPU a power of two whose logits and what is made of them fill a 32nd of its memory.
+
+    Args:
+        memory: of the GPU, in bytes, however much of it is free; 0 is a CPU.
+    """
+    fitting = memory // (32 * LOGIT_BYTES * vocabulary)
+    return max(256, min(4096, 1 << fitting.bit_length() >> 1))
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:

@@ -20,15 +20,22 @@ from kangaroo.training.losses import Loss, divergence, overlap
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
+def parts(count: int, size: int) -> list[slice]:
+    """So many positions, in parts of a size."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 class Target(Protocol):
     """The target's distributions at the positions of a chunk.
 
     Attributes:
         p_CO: probabilities of the outcomes: each token of the draft vocabulary, or fewer.
+        top_C: the likeliest tokens.
         tokens: so many of the outcomes, the first ones, are single tokens.
     """
 
     p_CO: Tensor
+    top_C: Tensor
 
     @property
     def tokens(self) -> int: ...
@@ -40,7 +47,11 @@ class Target(Protocol):
 
 
 class AnyTeacher(Protocol):
-    """What the target says at every position; see `Teacher`."""
+    """What the target says at every position; see `Teacher`.
+
+    Attributes:
+        top_M: its likeliest tokens, known once every part has been asked for.
+    """
 
     state_MD: Tensor
     top_M: Tensor
@@ -54,6 +65,7 @@ class WholeTarget:
     """Probabilities of every token of the draft vocabulary."""
 
     p_CO: Tensor
+    top_C: Tensor
 
     @property
     def tokens(self) -> int:
@@ -72,30 +84,39 @@ class Teacher:
         state_MD: its normed final states.
         top_M: its likeliest token.
         total_M: the logarithm of the sum of all its exponentiated logits.
+        known: for so many positions, the first ones, the last two are.
     """
 
     state_MD: Tensor
     top_M: Tensor
     total_M: Tensor
+    known: int = 0
 
     @staticmethod
     @torch.no_grad()
-    def of(lm: LM, state_MD: Tensor, chunk_size: int) -> Teacher:
+    def of(lm: LM, state_MD: Tensor, chunk_size: int | None) -> Teacher:
         """
         Args:
-            chunk_size: positions whose logits exist at a time.
+            chunk_size: positions whose logits exist at a time. None: the head is not run here,
+                since all tokens are drafted from and so each part will run it whole.
         """
-        top, total = [], []
-        for part_CD in state_MD.split(chunk_size):
-            logits_CV = lm.head(part_CD).to(lm.device).float()
-            top.append(logits_CV.argmax(-1))
-            total.append(logits_CV.logsumexp(-1))
-        return Teacher(state_MD, torch.cat(top), torch.cat(total))
+        top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
+        teacher = Teacher(state_MD, top_M, torch.empty(len(state_MD), device=lm.device))
+        for part in parts(len(state_MD), chunk_size) if chunk_size else ():
+            teacher._learn(part, lm.head(state_MD[part]).to(lm.device).float())
+        return teacher
 
     @torch.no_grad()
     def part(self, part: slice, head: DraftHead) -> WholeTarget:
         logits_CK = head(self.state_MD[part]).float()
-        return WholeTarget((logits_CK - self.total_M[part, None]).exp_())
+        if part.start >= self.known:
+            assert head.vocabulary_K is None
+            self._learn(part, logits_CK)
+        return WholeTarget((logits_CK - self.total_M[part, None]).exp_(), self.top_M[part])
+
+    def _learn(self, part: slice, logits_CV: Tensor) -> None:
+        self.top_M[part], self.total_M[part] = logits_CV.argmax(-1), logits_CV.logsumexp(-1)
+        self.known = part.stop
 
 
 @dataclass
@@ -147,11 +168,10 @@ def distill(
         backward: also compute gradients, which the caller passes on, once for all chunks.
     """
     graded = [_begin(student, backward) for student in students]
-    for start in range(0, len(teacher.top_M), chunk_size):
-        part = slice(start, start + chunk_size)
+    for part in parts(len(teacher.state_MD), chunk_size):
         target = teacher.part(part, head)
         for student, result in zip(students, graded, strict=True):
-            _grade(student, result, part, target, teacher.top_M[part])
+            _grade(student, result, part, target)
     return graded
 
 
@@ -166,7 +186,7 @@ def _begin(student: Student, backward: bool) -> Graded:
     )
 
 
-def _grade(student: Student, result: Graded, part: slice, target: Target, top_C: Tensor) -> None:
+def _grade(student: Student, result: Graded, part: slice, target: Target) -> None:
     """One chunk of one student, added to its result."""
     head, valid_C = student.head, student.valid_M[part]
     backward = bool(result.gradients)
@@ -186,7 +206,7 @@ def _grade(student: Student, result: Graded, part: slice, target: Target, top_C:
     log_q_CO, single = log_q_CO.detach(), slice(target.tokens)
     if head.vocabulary_K is not None:
         drafted_C = head.vocabulary_K[drafted_C]
-    agrees_C = (drafted_C == top_C) & valid_C
+    agrees_C = (drafted_C == target.top_C) & valid_C
     result.agrees_M[part] = agrees_C
     result.sums_F += torch.stack(
         [

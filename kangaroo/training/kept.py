@@ -107,7 +107,8 @@ class KeptTeacher:
 
     def part(self, part: slice, head: DraftHead) -> KeptTarget:
         """Some of its positions."""
-        return KeptTarget(self.p_MO[part], self.index_MJ[part], self.inside_MJ[part])
+        likeliest = self.top_M[part], self.index_MJ[part], self.inside_MJ[part]
+        return KeptTarget(self.p_MO[part], *likeliest)
 
 
 @dataclass
@@ -119,6 +120,7 @@ class KeptTarget:
     """
 
     p_CO: Tensor
+    top_C: Tensor
     index_CJ: Tensor
     inside_CJ: Tensor
 

@@ -149,7 +149,7 @@ def begin(
     to train on or `output` holds the checkpoint of other settings.
     """
     config = kept.settled(lm, samples, config, about)
-    config, accumulate = settled(config, output, ranks)
+    config, accumulate = settled(config, lm, output, ranks)
     work = Work.of(samples, config)
     if ranks.is_first and accumulate < ranks.world:
         log.warning(
@@ -178,15 +178,19 @@ def begin(
     )
 
 
-def settled(config: TrainerConfig, output: Path, ranks: Ranks) -> tuple[TrainerConfig, int]:
-    """The options with `accumulate` as a number, and that number: the given one, else that of the
-    run in `output`, else one micro-batch for each process.
+def settled(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -> tuple[TrainerConfig, int]:
+    """The options with `accumulate` and `loss_chunk` as numbers, and the first of them: the given
+    ones, else those of the run in `output`, else one micro-batch for each process, and what suits
+    the first process's device.
     """
-    accumulate = config.accumulate
-    if accumulate is None:
+    accumulate, loss_chunk = config.accumulate, config.loss_chunk
+    if accumulate is None or loss_chunk is None:
         begun = begun_with(output) if ranks.is_first else {}
-        accumulate = ranks.share(begun.get("accumulate", ranks.world))
-    return replace(config, accumulate=accumulate), accumulate
+        suiting = config.on(memory.total(lm.device), lm.config.vocab_size).chunk
+        made = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
+        shared = ranks.share(made)
+        accumulate, loss_chunk = accumulate or shared[0], loss_chunk or shared[1]
+    return replace(config, accumulate=accumulate, loss_chunk=loss_chunk), accumulate
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -203,9 +207,10 @@ def _step(run: Run) -> dict[str, float]:
         seen = seen or _look(run.lm, work.kept, batch, config, run.trained)
         if config.remember:
             run.remembered[tuple(batch)] = seen
-        grades = teach(run.lm, seen, run.trained, config.loss_chunk, weight=counts / wanted)
+        grades = teach(run.lm, seen, run.trained, config.chunk, weight=counts / wanted)
         sums.append(results.sums(grades))
         run.backend.collect()
+    sums = [own_SF.cpu() for own_SF in sums]  # here: each waits for the device
     sums_SF = torch.stack(run.ranks.merge(sums, len(group))).sum(0)
     share = schedule(config, progress.step, run.total)
     rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in run.trained]
@@ -275,12 +280,12 @@ def evaluate(
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
     for batch, _ in ranks.deal(batches):
         seen = _look(lm, samples, batch, config, trained)
-        grades, tallies = grade(lm, seen, trained, config.loss_chunk, STEPS)
+        grades, tallies = grade(lm, seen, trained, config.chunk, STEPS)
         accepted = [
             results.accepted(own, seen.tokens.wanted_BT, trainee.recipe.architecture.longest(STEPS))
             for trainee, own in zip(trained, grades, strict=True)
         ]
-        found.append((results.sums(grades), torch.stack(accepted).cpu(), tallies))
+        found.append((results.sums(grades).cpu(), torch.stack(accepted).cpu(), tallies))
     all_sums, all_accepted, all_tallies = zip(*ranks.merge(found, len(batches)), strict=True)
     sums_SF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
     facts = {
@@ -299,7 +304,7 @@ def _look(
 ) -> Seen:
     chosen = [samples[i] for i in batch]
     tokens = collate(chosen, config.max_length, lm.device, config.packing, bool(config.kept))
-    return look(lm, tokens, trained, config.loss_chunk)
+    return look(lm, tokens, trained, config.chunk)
 
 
 def _save(run: Run, trainee: Trainee, folder: Path) -> None:

@@ -58,7 +58,9 @@ def look(lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int) ->
         kept = KeptTeacher.of(final_MD, *tokens.kept, trained[0].targets)
         # once is enough where it is remembered
         return Seen(replace(tokens, kept=None), block, taps, normed, kept)
-    return Seen(tokens, block, taps, normed, Teacher.of(lm, final_MD, loss_chunk))
+    is_whole = bool(trained) and trained[0].vocabulary_K is None
+    teacher = Teacher.of(lm, final_MD, None if is_whole else loss_chunk)
+    return Seen(tokens, block, taps, normed, teacher)
 
 
 def teach(
@@ -95,11 +97,12 @@ def grade(
     for trainee in trained:
         count = trainee.recipe.architecture.graded_steps(steps)
         students.append(_students(seen, trainee, _states(lm, seen, trainee, count)))
+    graded = _graded(seen, trained, students, loss_chunk, backward=False)
     tallies = [
         trainee.adapter.tally(trainee.heads, *_together(own), seen.teacher.top_M)
         for trainee, own in zip(trained, students, strict=True)
     ]
-    return _graded(seen, trained, students, loss_chunk, backward=False), tallies
+    return graded, tallies
 
 
 def _graded(

@@ -19,7 +19,7 @@ STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
 
 def sums(grades: Sequence[Sequence[Graded]]) -> Tensor:
     """`[all steps of all adapters, F]`, so that micro-batches and processes add up."""
-    return torch.stack([grade.sums_F for own in grades for grade in own]).cpu()
+    return torch.stack([grade.sums_F for own in grades for grade in own])
 
 
 def named(prefix: str, names: Sequence[str], sums_SF: Tensor) -> dict[str, float]:
