@@ -1,0 +1,1 @@
+"""Decoding in Triton, on a CUDA device; `layers.py` is all that others import."""
