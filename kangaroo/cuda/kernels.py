@@ -5,7 +5,7 @@ Every kernel obeys one rule: what it computes for a token is the same, bit by bi
 computed beside it. Sums are in fixed blocks in a fixed order; counts of tokens, rows and slots are
 no part of a compiled program (`do_not_specialize`).
 
-Triton's interpreter has no arithmetic in bfloat16, and says nothing. So `read` gives it float32
+Triton's interpreter has no arithmetic in bfloat16, and says nothing. So `numbers` are float32
 there, and `rounded` and `write` round as a card does.
 
 Shapes: N tokens, K inputs, V vocabulary, P parts of a sum.
@@ -33,10 +33,9 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def read(pointers, mask, EVICTION: tl.constexpr = ""):
-    """Numbers to calculate with, 0 where masked."""
-    x = tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
-    if INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:
+def numbers(x):
+    """What was loaded, to calculate with."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
     else:
@@ -44,9 +43,15 @@ def read(pointers, mask, EVICTION: tl.constexpr = ""):
 
 
 @triton.jit
+def read(pointers, mask):
+    """Numbers, 0 where masked."""
+    return numbers(tl.load(pointers, mask=mask, other=0.0))
+
+
+@triton.jit
 def rounded(x, FORMAT: tl.constexpr):
     """Float32 in a format, to nearest and even."""
-    if INTERPRETED and FORMAT == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == FORMAT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: E741, RUF005, SIM102 (Triton takes no starred tuple, nor a constant beside an `and`)
 """Products of weights and a few tokens: every weight is read once for up to 64 of them.
 
 The weights are the first operand, and 16 tokens the second, always: more tokens go into further
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kangaroo.cuda.kernels import read, rounded, wait, write
+from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
 
 
 @triton.jit
@@ -35,7 +36,8 @@ def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
     """Rows of a matrix `[O, K]`, their inputs k to k + BK."""
     cols = k + tl.arange(0, BK)
     inside = (rows < O)[:, None] & (cols < K)[None, :]
-    return read(w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :], inside, "evict_first")
+    at = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
+    return numbers(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
 
 
 @triton.jit
@@ -59,7 +61,17 @@ def add(sums, w, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr, TOKENS: 
 
 @triton.jit
 def add_pair(
-    ones, others, w1, w2, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr
+    ones,
+    others,
+    w1,
+    w2,
+    x_ptr,
+    first,
+    N,
+    k,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """The same for two matrices at once, so that the inputs are read once."""
     added1 = ()
@@ -283,7 +295,16 @@ def choose_kernel(
 
 @triton.jit
 def choice_kernel(
-    best_ptr, id_ptr, token_ptr, chosen_ptr, chance_ptr, B, O, BB: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr
+    best_ptr,
+    id_ptr,
+    token_ptr,
+    chosen_ptr,
+    chance_ptr,
+    B,
+    O,
+    BB: tl.constexpr,
+    LISTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of each token, over all tiles: its two likeliest ids, `chosen` `[N, 2]`, and what they are
     given of the whole, `chance` `[N, 2]`; of equals the lowest ids. Programs: N.
@@ -309,7 +330,9 @@ def choice_kernel(
     top_ids = tl.where(is_top, second_ids, top_ids)
     second = tl.max(tops)
     second_id = tl.min(tl.where(tops == second, top_ids, O))
-    total = tl.sum(totals * tl.exp(tl.load(best_ptr + tile, mask=inside, other=float("-inf")) - top))
+    total = tl.sum(
+        totals * tl.exp(tl.load(best_ptr + tile, mask=inside, other=float("-inf")) - top)
+    )
     if LISTED:
         top_id, second_id = tl.load(token_ptr + top_id), tl.load(token_ptr + second_id)
     tl.store(chosen_ptr + 2 * n, top_id)

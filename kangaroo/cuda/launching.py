@@ -22,6 +22,10 @@ NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: no kernel starts before t
 # the two matrices gate and up, 64 for others) and for SmolLM2-135M (16).
 SHAPES = {128: (128, 8, 3), 64: (128, 4, 4), 32: (128, 4, 4), 16: (64, 2, 4)}
 
+# Bytes of fast memory that a program may have, by the card's compute capability.
+SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+LEAST_SHARED = 99 << 10
+
 
 @dataclass(frozen=True)
 class Card:
@@ -30,12 +34,13 @@ class Card:
     Args:
         processors: how many programs run at the same time, at least.
         shared: bytes of fast memory that a program may have.
-        overlaps: whether a kernel may begin while the one before it ends.
+        is_hopper: whether it is an H100's kind, or later: products read their operands where loads
+            put them, and a kernel may come to the processors while the one before it ends.
     """
 
     processors: int
     shared: int
-    overlaps: bool = False
+    is_hopper: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,8 @@ class Tile:
         return options | {"num_warps": self.warps, "num_stages": stages}
 
 
-@cache
 def tile(
-    card: Card,
-    itemsize: int,
+    weight_OK: Tensor,
     outputs: int,
     matrices: int = 1,
     parts: int = 1,
@@ -74,24 +77,25 @@ def tile(
     """The tile of a matrix, or of two that are read together.
 
     Args:
-        itemsize: bytes of a weight.
         outputs: of each matrix.
         parts: of the sum over the inputs.
         most: outputs of a program: 128, 64, 32 or 16.
         whole: no fewer than `most`.
     """
-    rows = most
+    rows, card = most, card_of(weight_OK.device)
     while not whole and rows > 16 and cdiv(outputs, rows) * parts < SHARE * card.processors:
         rows //= 2
     inputs, warps, stages = SHAPES[rows]
 
-    def fitting(width: int) -> int:
-        """Stages that the card has room for."""
-        return card.shared // (itemsize * inputs * (matrices * rows + width))
+    def buffers(width: int) -> int:
+        """How many loads the card has room for."""
+        return card.shared // (weight_OK.itemsize * inputs * (matrices * rows + width))
 
-    while fitting(WIDTHS[-1]) < 2:
+    while buffers(WIDTHS[-1]) < 2:
         inputs //= 2
-    return Tile(rows, inputs, warps, tuple(min(stages, fitting(width)) for width in WIDTHS))
+    in_registers = 0 if card.is_hopper else 1
+    fitting = (min(stages, buffers(width) + in_registers) for width in WIDTHS)
+    return Tile(rows, inputs, warps, tuple(fitting))
 
 
 def cdiv(whole: int, part: int) -> int:
@@ -108,10 +112,10 @@ def width_of(tokens: int) -> int:
 def card_of(device: torch.device) -> Card:
     """A device's figures; an H100's where there is none, in Triton's interpreter."""
     if device.type != "cuda":
-        return Card(132, 227 << 10)
+        return Card(132, SHARED[9, 0])
     made = torch.cuda.get_device_properties(device)
-    overlaps = made.major >= 9 and not os.environ.get(NO_PDL)
-    return Card(made.multi_processor_count, made.shared_memory_per_block_optin, overlaps)
+    shared = SHARED.get((made.major, made.minor), LEAST_SHARED)
+    return Card(made.multi_processor_count, shared, made.major >= 9)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float, **options: Any) -> None:
@@ -121,7 +125,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float, **op
     variant of a kernel and not in another, and results would differ.
     """
     device = next(x.device for x in args if isinstance(x, Tensor))
-    overlaps = card_of(device).overlaps
+    overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
     start(kernel, grid, args, options | {"PDL": overlaps, "enable_fp_fusion": False})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kangaroo.cache import Block, KVCache
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
-from kangaroo.cuda.launching import PARTS, card_of, cdiv, launch, tile, width_of
+from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
 from kangaroo.native import LayerWeights, Sizes
 
 MOST_TOKENS = 512  # that a head reads in decoding; more are a text that is judged
@@ -79,7 +79,11 @@ def embed(tokens_N: Tensor, table_VD: Tensor) -> Tensor:
 
 
 def add_and_norm(
-    x_ND: Tensor, parts_PND: Tensor | None, weight_D: Tensor | None, eps: float, out: Tensor | None = None
+    x_ND: Tensor,
+    parts_PND: Tensor | None,
+    weight_D: Tensor | None,
+    eps: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x with the parts of a product, if there are any, and its norm, if there is a weight.
 
@@ -111,7 +115,7 @@ def product(
     """`[P, N, O]` in float32: to be summed over its parts."""
     tokens, (outputs, inputs) = len(x_NK), weight_OK.shape
     y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
-    shape = tile(card_of(x_NK.device), weight_OK.itemsize, outputs, parts=parts)
+    shape = tile(weight_OK, outputs, parts=parts)
     width = width_of(tokens)
     launch(
         kernels_products.linear_kernel,
@@ -129,8 +133,7 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     """What goes down again, `[N, O]`."""
     tokens, (outputs, inputs) = len(x_ND), gate_OD.shape
     y_NO = x_ND.new_empty(tokens, outputs)
-    card, width = card_of(x_ND.device), width_of(tokens)
-    shape = tile(card, gate_OD.itemsize, outputs, matrices=2, most=128)
+    shape, width = tile(gate_OD, outputs, matrices=2, most=128), width_of(tokens)
     launch(
         kernels_products.gate_up_kernel,
         (cdiv(outputs, shape.outputs), cdiv(tokens, width)),
@@ -239,8 +242,7 @@ class Stack:
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
         width, has_norms = width_of(tokens), layer.q_norm is not None
         shape = tile(
-            card_of(x_ND.device),
-            q.itemsize,
+            q,
             (heads + 2 * kv_heads) * half,
             matrices=2,
             most=min(power_of_two(half), 128 if has_norms else 64),
@@ -303,8 +305,8 @@ class Head:
         """
         _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
         tokens, (outputs, inputs) = len(x_MD), self.weight_OD.shape
-        shape = tile(card_of(x_MD.device), self.weight_OD.itemsize, outputs)
-        width, tiles = width_of(tokens), cdiv(outputs, shape.outputs)
+        shape, width = tile(self.weight_OD, outputs), width_of(tokens)
+        tiles = cdiv(outputs, shape.outputs)
         best = x_MD.new_empty(tokens, 3, tiles, dtype=torch.float32)
         ids = x_MD.new_empty(tokens, 2, tiles, dtype=torch.int32)
         launch(
