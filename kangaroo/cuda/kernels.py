@@ -54,7 +54,7 @@ def rounded(x, FORMAT: tl.constexpr):
     if INTERPRETED and tl.bfloat16 == FORMAT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
     else:
         return x.to(FORMAT)
 

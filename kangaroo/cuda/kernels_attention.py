@@ -119,10 +119,11 @@ def attend_kernel(
     is_live = (t < T) & (j < GROUP) & (block * 64 < end)
     if tl.max(is_live.to(tl.int32)) > 0:
         place = block * 64 + e
-        on_path = is_path & (place < tl.load(count_ptr + whose))
+        path_end = tl.load(count_ptr + whose)
+        on_path = place < tl.where(is_path, path_end, 0)
         slot = tl.load(path_ptr + whose.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
         slot = tl.where(is_path, slot, place)
-        is_key = tl.where(is_path, on_path, slot < E)
+        is_key = place < tl.where(is_path, path_end, E)
         head = token.to(tl.int64) * H + h * GROUP + j
         inside = is_live[:, None] & (d < D)[None, :]
         q = read(q_ptr + head[:, None] * D + d[None, :], inside)

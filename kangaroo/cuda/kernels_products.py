@@ -112,8 +112,8 @@ def linear_kernel(
     for i in tl.static_range(TOKENS // 16):
         y = sums[i]
         if BIASED:
-            bias = read(bias_ptr + rows, (rows < O) & (part == 0)).to(tl.float32)
-            y += bias[:, None]
+            bias = read(bias_ptr + rows, rows < O).to(tl.float32)
+            y += tl.where(part == 0, bias, 0.0)[:, None]
         tokens = first + 16 * i + tl.arange(0, 16)
         at = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
         write(y_ptr + at, y, (rows < O)[:, None] & (tokens < N)[None, :])

@@ -1,0 +1,190 @@
+"""The Triton kernels, without a GPU: in Triton's interpreter, and compiled for cards that are not
+here. On a GPU the same checks run there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kangaroo.cache import Block, KVCache
+from kangaroo.cuda import launching
+from kangaroo.cuda.launching import SHARED, Card
+from kangaroo.native import LayerWeights, Sizes
+
+pytest.importorskip("triton", reason="needs the package triton")
+
+CHECKS = Path(__file__).parent / "interpreted"
+
+
+def run_checks(*options: str, interpreted: bool = True) -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    files = sorted(map(str, CHECKS.glob("check_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:xdist", *options]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kernels_in_the_interpreter():
+    run_checks("-m", "not slow")
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter_with_all_shapes():
+    run_checks("-m", "slow")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu():
+    run_checks("-m", "slow or not slow", interpreted=False)
+
+
+CARDS = {
+    80: Card(108, SHARED[8, 0], False),
+    89: Card(128, launching.LEAST_SHARED, False),
+    90: Card(132, SHARED[9, 0]),
+}
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# hidden size, heads, key heads, their size, width of the feed-forward part, vocabulary
+SHAPES = {
+    "7b": (4096, 32, 32, 128, 11008, 32000),
+    "8b": (4096, 32, 8, 128, 14336, 128256),
+    "smollm2": (576, 9, 3, 64, 1536, 49152),
+    "80": (2560, 32, 32, 80, 6912, 50304),
+    "256": (2048, 8, 1, 256, 16384, 32000),
+}
+
+
+def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, tokens: int):
+    """What a layer, a head and an embedding would launch on a card: kernels with their arguments.
+    Tensors have no memory."""
+    from kangaroo.cuda import layers
+
+    launched = []
+    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[capability])
+    monkeypatch.setattr(launching, "start", lambda *launch: launched.append(launch))
+    hidden, heads, kv_heads, size, wide, vocabulary = SHAPES[shape]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    of_q, of_k = heads * size, kv_heads * size
+    norms = {"q_norm": empty(size), "k_norm": empty(size)} if shape in ("80", "256") else {}
+    layer = LayerWeights(
+        empty(hidden),
+        *(empty(outputs, hidden) for outputs in (of_q, of_k, of_k)),
+        empty(hidden, of_q),
+        *(empty(outputs) for outputs in (of_q, of_k, of_k)),
+        **norms,
+        feed_forward_norm=empty(hidden),
+        gate=empty(wide, hidden),
+        up=empty(wide, hidden),
+        down=empty(hidden, wide),
+    )
+    sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
+    cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
+    places = empty(1, tokens, dtype=torch.int64)
+    rope = empty(1, tokens, size), empty(1, tokens, size)
+    block = Block(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
+    with torch.no_grad():
+        layers.Stack([layer], sizes)(empty(1, tokens, hidden), cache, block, range(1))
+        head = layers.Head(empty(vocabulary, hidden), sizes)
+        head(empty(tokens, hidden))
+        head.choose(empty(tokens, hidden))
+        layers.embed(places[0], empty(vocabulary, hidden))
+    return launched
+
+
+def compiled(capability: int, kernel, args, options):
+    """The kernel as Triton would compile it for this call."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    left, types, constants, known = iter(args), {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            types[name], constants[name] = "constexpr", options[name]
+            continue
+        value = next(left)
+        is_tensor = isinstance(value, torch.Tensor)
+        types[name] = (
+            f"*{TYPES[value.dtype]}" if is_tensor else "i32" if isinstance(value, int) else "fp32"
+        )
+        whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        if is_tensor or whole:
+            known[(place,)] = [["tt.divisibility", 16]]
+    names = "num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"
+    return triton.compile(
+        ASTSource(kernel, types, constants, known),
+        target=GPUTarget("cuda", capability, 32),
+        options={name: options[name] for name in names if name in options},
+    )
+
+
+def bytes_spilled(made, folder: Path) -> int:
+    """Of a thread's registers to memory."""
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", said)
+    return int(usage[1]) + int(usage[2])
+
+
+def all_cases():
+    """A card, a shape and a format; one of each card is quick."""
+    for capability in CARDS:
+        for shape in SHAPES:
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                quick = (shape, dtype) == ("smollm2" if capability < 90 else "7b", torch.bfloat16)
+                yield pytest.param(
+                    *(capability, shape, dtype), marks=() if quick else pytest.mark.slow
+                )
+
+
+@pytest.mark.parametrize("capability, shape, dtype", all_cases())
+def test_kernels_compile_to_one_kind_of_instruction(
+    monkeypatch, tmp_path, capability, shape, dtype
+):
+    """Of one kernel and matrix, whatever the number of tokens; no spills; no more shared memory
+    than the card has."""
+    instructions = {}
+    for tokens in (1, 17, 64):
+        seen = set()
+        for kernel, _, args, options in launches(monkeypatch, capability, shape, dtype, tokens):
+            key = (kernel.fn.__name__, *(options.get(name) for name in ("K", "BO", "BK", "PARTS")))
+            if key in seen or (key in instructions and "TOKENS" not in options):
+                continue
+            seen.add(key)
+            made = compiled(capability, kernel, args, options)
+            assert made.metadata.shared <= CARDS[capability].shared, key
+            assert bytes_spilled(made, tmp_path) == 0, key
+            found = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
+            assert "tf32" not in str(found)
+            assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
+            instructions.setdefault(key, set()).update(found)
+    for key, kinds in instructions.items():
+        multiplies = dtype != torch.float32 and ("BO" in str(key) or key[2] or "attend" in key[0])
+        assert len(kinds) == bool(multiplies), (key, kinds)
+    names = {key[0] for key in instructions}
+    assert names == {
+        *("embed_kernel", "norm_kernel", "qkv_kernel", "path_kernel", "attend_kernel"),
+        *("combine_kernel", "linear_kernel", "gate_up_kernel", "choose_kernel", "choice_kernel"),
+    }
