@@ -4,6 +4,7 @@ here. On a GPU the same checks run there.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -149,42 +150,42 @@ def bytes_spilled(made, folder: Path) -> int:
 
 
 def all_cases():
-    """A card, a shape and a format; one of each card is quick."""
-    for capability in CARDS:
-        for shape in SHAPES:
-            for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                quick = (shape, dtype) == ("smollm2" if capability < 90 else "7b", torch.bfloat16)
-                yield pytest.param(
-                    *(capability, shape, dtype), marks=() if quick else pytest.mark.slow
-                )
+    """A card, a shape, a format, and numbers of tokens; one of each card is quick."""
+    quick = [
+        pytest.param(80, "smollm2", torch.bfloat16, (64,), id="80-smollm2"),
+        pytest.param(89, "smollm2", torch.float16, (17,), id="89-smollm2"),
+        pytest.param(90, "7b", torch.bfloat16, (1, 64), id="90-7b"),
+    ]
+    cases = itertools.product(CARDS, SHAPES, (torch.float16, torch.bfloat16, torch.float32))
+    return quick + [pytest.param(*case, (1, 17, 64), marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("capability, shape, dtype", all_cases())
+PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
+OTHERS = {f"{name}_kernel" for name in ("embed", "norm", "path", "combine", "choice")}
+
+
+@pytest.mark.parametrize("capability, shape, dtype, widths", all_cases())
 def test_kernels_compile_to_one_kind_of_instruction(
-    monkeypatch, tmp_path, capability, shape, dtype
+    monkeypatch, tmp_path, capability, shape, dtype, widths
 ):
     """Of one kernel and matrix, whatever the number of tokens; no spills; no more shared memory
     than the card has."""
-    instructions = {}
-    for tokens in (1, 17, 64):
-        seen = set()
+    kinds: dict[tuple, set[str]] = {}
+    compiled_calls = set()
+    for tokens in widths:
         for kernel, _, args, options in launches(monkeypatch, capability, shape, dtype, tokens):
-            key = (kernel.fn.__name__, *(options.get(name) for name in ("K", "BO", "BK", "PARTS")))
-            if key in seen or (key in instructions and "TOKENS" not in options):
+            matrix = (kernel.fn.__name__, options.get("K"), options.get("PARTS"))
+            call = (*matrix, options.get("TOKENS"))
+            if call in compiled_calls:
                 continue
-            seen.add(key)
+            compiled_calls.add(call)
             made = compiled(capability, kernel, args, options)
-            assert made.metadata.shared <= CARDS[capability].shared, key
-            assert bytes_spilled(made, tmp_path) == 0, key
-            found = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
-            assert "tf32" not in str(found)
+            assert made.metadata.shared <= CARDS[capability].shared, call
+            assert bytes_spilled(made, tmp_path) == 0, call
             assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
-            instructions.setdefault(key, set()).update(found)
-    for key, kinds in instructions.items():
-        multiplies = dtype != torch.float32 and ("BO" in str(key) or key[2] or "attend" in key[0])
-        assert len(kinds) == bool(multiplies), (key, kinds)
-    names = {key[0] for key in instructions}
-    assert names == {
-        *("embed_kernel", "norm_kernel", "qkv_kernel", "path_kernel", "attend_kernel"),
-        *("combine_kernel", "linear_kernel", "gate_up_kernel", "choose_kernel", "choice_kernel"),
-    }
+            instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
+            kinds.setdefault(matrix, set()).update(instructions)
+    for matrix, instructions in kinds.items():
+        multiplies = matrix[0] in PRODUCTS and dtype != torch.float32  # which has no such unit
+        assert len(instructions) == multiplies, (matrix, instructions)
+    assert {matrix[0] for matrix in kinds} == PRODUCTS | OTHERS
