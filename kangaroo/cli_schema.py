@@ -97,6 +97,7 @@ class EvaluateCommand(EvaluateConfig):
     hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
     study: StudyConfig | None = None  # what the results are a table and a plot of
+    race: bool = False  # before that, the first question by each method, side by side as they write
 
 
 @dataclass

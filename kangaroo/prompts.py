@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -23,6 +23,26 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+def content_text(content: Any) -> str:
+    """What a message says: a string, or the strings of OpenAI's text parts, joined.
+
+    Errors: `ValueError` for other content; says what it is, after a word like "content".
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"is {kind}, neither text nor a list of text parts")
+    texts = []
+    for number, part in enumerate(content, start=1):
+        fields = part if isinstance(part, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            kind = f"of type {fields['type']!r}" if "type" in fields else type(part).__name__
+            raise ValueError(f"has a part that is no text (part {number}, {kind})")
+        texts.append(fields["text"])
+    return "".join(texts)
 
 
 class Sample(TypedDict):

@@ -37,7 +37,7 @@ ORDER = [
     {"benchmark"},
     {"tuning"},
     {"learning_curve"},
-    {"api", "chat", "hub", "serving"},
+    {"api", "chat", "race", "hub", "serving"},
     {"under_load"},
     {"cli", "cli_schema"},
     {"__main__"},

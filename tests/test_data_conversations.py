@@ -1,6 +1,7 @@
 """Conversations that others wrote: reading them, answering them anew, and what is refused."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.prompts import masked_ids, prompt_ids
+from kangaroo.serving.protocol import Message as ServedMessage
 from kangaroo.training.batches import check_trainable
 
 
@@ -101,7 +103,8 @@ def test_a_benchs_questions_are_read_up_to_the_first_turn(tmp_path):
     )
     (messages,) = read(Source(str(path)), None)
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
-    assert regular(messages) == [{"role": "user", "content": "Who?"}]
+    kept = [{"role": "user", "content": "Who?"}]
+    assert regular(messages) == (kept, "two user turns in a row")
 
 
 def test_a_column_of_another_name_is_found_when_named(tmp_path):
@@ -130,8 +133,12 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ('{"messages": ["hello"]}', "turn 1 is a str, not an object"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*known are system"),
         ('{"messages": [{"speaker": "user", "content": "x"}]}', "turn 1 has the role None"),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "no text in 'content'.*list"),
-        ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1 has no text"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"the role \['user'\]"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
+        ('{"messages": [{"role": "user", "content": {}}]}', "is a dict, neither text nor"),
+        ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1: .*'value' is null"),
+        ('{"messages": ' + "1" * 5000 + "}", "line 1 is not JSON"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
@@ -139,6 +146,89 @@ def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(DataError, match=rf"talks\.json.*{message}"):
         read(Source(str(path)), None)
+
+
+def test_what_is_null_is_as_good_as_absent(tmp_path):
+    """In a table every record has all fields."""
+    absent = {"role": None, "content": None, "messages": None}
+    records = [
+        {"messages": None, "conversations": [absent | turn for turn in sharegpt(TALKS[0])]},
+        {"messages": [{"from": None, "value": None} | turn for turn in TALKS[1]]},
+    ]
+    Dataset.from_list(records).to_parquet(tmp_path / "talks.parquet")
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for name in ("talks.parquet", "talks.jsonl"):
+        assert read(Source(str(tmp_path / name)), None) == TALKS[:2], name
+    with pytest.raises(DataError, match=r"record 2: it has no 'conversations' .*\(messages\)"):
+        read(Source(str(tmp_path / "talks.jsonl"), column="conversations"), None)
+
+
+def test_text_parts_are_text_as_the_server_takes_them(tmp_path):
+    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": " so?", "image_url": None}]
+    asked = [{"role": "user", "content": parts}]
+    path = written(tmp_path, [asked])
+    assert read(Source(str(path)), None) == [chat("Why so?")]
+    Dataset.from_list([{"messages": asked}]).to_parquet(tmp_path / "talks.parquet")
+    assert read(Source(str(tmp_path / "talks.parquet")), None) == [chat("Why so?")]
+    assert ServedMessage(role="user", content=[parts[0]]).text == "Why"
+    parts[1]["type"] = "image_url"
+    with pytest.raises(DataError, match=r"no text \(part 2, of type 'image_url'"):
+        read(Source(str(written(tmp_path, [asked]))), None)
+
+
+BAD = [
+    ("not JSON", '{"messages": ['),
+    ("not JSON", '{"messages": "hello"}'),
+    ("no object", "7"),
+    ("no conversation", '{"text": "a"}'),
+    ("no list of turns", '{"messages": {"role": "user"}}'),
+    ("turn that is no object", '{"messages": ["hello"]}'),
+    ("turn of another role", '{"messages": [{"role": "robot", "content": "x"}]}'),
+    ("turn without text", '{"conversations": [{"from": "human", "value": null}]}'),
+    (
+        "tool turn",
+        '{"messages": [{"role": "user", "content": "How warm?"}, {"role": "assistant", '
+        '"content": null, "tool_calls": []}, {"role": "tool", "content": "7"}]}',
+    ),
+]
+UNUSABLE = [
+    ("no user turn", []),
+    ("no answer", chat("Why?")),
+    ("empty user turn", chat(" ", "So.")),
+    ("empty assistant turn", chat("Why?", "")),
+    ("two user turns in a row", [*chat("Why?"), *chat("Why not?", "So.")]),
+    ("later turns: two assistant turns in a row", [*chat("Is it?", "So."), *chat("", "So.")[1:]]),
+    ("later turns: system turn in the middle", [*chat("Who?", "I."), *chat("x", system="Rhyme.")]),
+    ("too long", chat("Why?", "because " * 400)),
+    ("later turns: too long", chat("When?", "Now.", "Why?", "because " * 400)),
+]
+
+
+@pytest.mark.parametrize("reason, line", BAD)
+def test_a_bad_record_is_refused_and_the_error_names_the_option(tmp_path, reason, line):
+    path = written(tmp_path)
+    path.write_text(path.read_text() + line)
+    with pytest.raises(DataError, match=r"record 6: .*data\.skip_bad=true"):
+        read(Source(str(path)), None)
+    left_out = Counter()
+    assert read(Source(str(path)), None, left_out) == TALKS and left_out == {reason: 1}
+
+
+def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog):
+    path = written(tmp_path, [*TALKS, *(talk for _, talk in UNUSABLE)])
+    path.write_text(path.read_text() + "\n".join(line for _, line in BAD))
+    options = {"regenerate": False, "max_length": 1000}
+    with caplog.at_level("INFO"):
+        config(tmp_path, path, skip_bad=True, **options).make(*target)
+    samples, about = store.load(tmp_path / "data")
+    reasons = Counter(reason for reason, _ in [*BAD, *UNUSABLE])
+    assert about["dropped"] == reasons
+    assert all(f"{count} {reason}" in caplog.text for reason, count in reasons.items())
+    cut = sum(reason.startswith("later turns") for reason in reasons)
+    assert len(samples) == len(TALKS) + cut == about["asked"] - reasons.total() + cut
+    path.write_text(BAD[-1][1])
+    with pytest.raises(DataError, match=r"holds no conversations \(1 tool turn\)"):
+        config(tmp_path, path, skip_bad=True, **options).make(*target)
 
 
 def test_other_encodings_and_missing_files_are_refused(tmp_path):
@@ -195,7 +285,7 @@ KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua
 def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
     names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
     messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
-    assert [m["role"][0] for m in regular(messages)] == list(kept)
+    assert [m["role"][0] for m in regular(messages)[0]] == list(kept)
 
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
@@ -219,7 +309,10 @@ def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
     config(tmp_path, source, regenerate=False, max_length=limit).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
-    assert about["dropped"] == {"unfinished": 5 - len(samples)}
+    assert about["dropped"] == {
+        "too long": 5 - len(samples),
+        "later turns: too long": len(samples),
+    }
 
 
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
@@ -291,11 +384,11 @@ def test_other_settings_are_refused_by_name(target, tmp_path):
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
     only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
-    with pytest.raises(DataError, match=r"none of the 1 conversations.*with an answer"):
+    with pytest.raises(DataError, match=r"none of the 1 .*with an answer: 1 no answer"):
         config(tmp_path, only_questions, regenerate=False).make(*target)
     with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
         config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
-    with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 unfinished\)"):
+    with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(ConfigError, match="at least one temperature"):
         config(tmp_path, only_questions, answer_temperatures=[]).make(*target)

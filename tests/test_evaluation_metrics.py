@@ -27,6 +27,7 @@ def test_metrics_of_one_question_by_hand():
     assert m["vanilla_tokens_per_second"] == 8 / 9
     assert m["hf_tokens_per_second"] is None
     assert m["speedup"] == pytest.approx(9 / 5)
+    assert m["decoding_speedup"] == pytest.approx(8 / 4)
     assert m["prefill_seconds"] == pytest.approx(1)
     assert m["draft_seconds"] == pytest.approx(1.6)
     assert m["verify_seconds"] == pytest.approx(1.6)
@@ -109,6 +110,7 @@ def test_spec_bench_counts_vanilla_by_its_text():
 def test_without_vanilla_there_is_no_speedup():
     m = metrics([record(1, (run([4], [3], [3], [1.0]), None))])
     assert m["speedup"] is m["speedup_ci95"] is m["spec_bench_speedup"] is None
+    assert m["decoding_speedup"] is None
     assert m["hf_speedup"] is m["hf_speedup_ci95"] is None
     assert m["tokens_per_second"] == 2
 

@@ -65,6 +65,7 @@ TIMES = {
     "wall_time",
     "speedup",
     "speedup_ci95",
+    "decoding_speedup",
     "hf_speedup",
     "hf_speedup_ci95",
     "spec_bench_speedup",

@@ -100,6 +100,7 @@ def test_the_baselines_are_rows_beside_the_methods(finished):
         1 / next(m for m in found["methods"] if m["name"] == "vanilla")["overall"]["hf_speedup"]
     )
     assert rows["transformers"]["speedup"] == f"{slower:.2f}"
+    assert rows["transformers"]["decoding"] == "-"  # it tells no rounds
 
 
 def test_the_table_and_the_report_say_who_answered_a_part(finished, tmp_path):

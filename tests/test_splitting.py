@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,7 @@ def test_records_without_a_question_are_left_out_and_bad_ones_are_named(tmp_path
         split(source_of(tmp_path, [question("a")]), held=0, seed=0)
     with pytest.raises(DataError, match="record 1: it has no conversation"):
         split(source_of(tmp_path, [{"text": "a"}]), held=1, seed=0)
+    left_out = Counter()
+    bad = source_of(tmp_path, [{"text": "a"}, question("a"), question("b")])
+    assert len(split(bad, held=1, seed=0, left_out=left_out).training) == 1
+    assert left_out == {"no conversation": 1}

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
 from kangaroo.cli_schema import EvaluateCommand
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
+from kangaroo.evaluation.config import asked
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.run import Contestant
+from kangaroo.model import LM
 from kangaroo.paper import report as study_report
 from kangaroo.paper.results import study_of
 from kangaroo.provenance import flat, provenance
+from kangaroo.race import race
 from kangaroo.tracking import NoTrackerConfig, Row, Tracker, finished
 
 # files of a run that are kept with it
@@ -53,6 +58,8 @@ def evaluate(config: EvaluateCommand) -> float | None:
             )
             for name, drafter in drafters.items()
         ]
+        if config.race and own.is_first:
+            _race(config, contestants, lm, tokenizer)
         logger = config.logger if own.is_first else NoTrackerConfig()
         with finished(logger.start(_known(config, contestants[0]), Path(config.output))) as tracker:
             try:
@@ -87,6 +94,19 @@ def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
     return drafters | {k: one for k, one in config.more.items() if not isinstance(one, dict)}
+
+
+def _race(
+    config: EvaluateCommand,
+    contestants: list[Contestant],
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Show the first turn of the first question by vanilla decoding and all contestants."""
+    questions, limit = asked(config)
+    drafters = {"vanilla": Vanilla()} | {one.name: one.drafter for one in contestants}
+    sampling = replace(config.sampling, seed=config.seed)
+    race(lm, tokenizer, drafters, questions[0].turns[0], limit, sampling, Console())
 
 
 def _known(config: EvaluateCommand, first: Contestant) -> dict[str, Any]:

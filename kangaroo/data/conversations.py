@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo import teacher
 from kangaroo.data import store
-from kangaroo.data.filters import FilterConfig, answers, cut
+from kangaroo.data.filters import FilterConfig, answers, cut, cut_by, list_reasons
 from kangaroo.data.making import BYTES_PER_TOKEN, Part, check_room, finish, write_parts
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.shards import Shards
@@ -43,6 +44,8 @@ class ConversationsConfig:
         column: the column that holds the conversation; None finds the usual names.
         limit: read this many conversations, from the first on; None reads all.
         max_length: tokens of a conversation; it ends before the turn that would exceed them.
+        skip_bad: leave out records that cannot be read, such as one with a tool's turn, and count
+            them by reason; false refuses the first one.
         keep_system: false leaves out system turns, which some templates refuse.
         regenerate: the target answers every user turn itself, after its own earlier answers, so
             that the adapter learns what the target says; false keeps the text as it is.
@@ -65,6 +68,7 @@ class ConversationsConfig:
     revision: str | None = None
     column: str | None = None
     limit: int | None = None
+    skip_bad: bool = False
     max_length: int = 2048
     keep_system: bool = True
     regenerate: bool = True
@@ -99,39 +103,75 @@ class ConversationsConfig:
                 "with data.regenerate=false it writes nothing. Pass only one of the two."
             )
         source = Source(self.source, self.subset, self.split, self.revision, self.column)
-        conversations = [_shown(turns, self) for turns in read(source, self.limit)]
-        asked = len(conversations)
-        conversations = [turns for turns in conversations if turns]
-        if not conversations:
-            raise DataError(
-                f"none of the {asked} conversations in {self.source} has a user turn"
-                f"{'' if self.regenerate else ' with an answer'}."
-            )
-        log.info("%d of %d conversations in %s are usable", len(conversations), asked, self.source)
+        dropped: Counter[str] = Counter()
+        records = read(source, self.limit, dropped if self.skip_bad else None)
+        asked = len(records) + dropped.total()
+        conversations = _usable(records, self, dropped)
+        log.info(
+            "%d conversations in %s are usable; not usable or cut: %s",
+            *(len(conversations), self.source, list_reasons(dropped)),
+        )
         settings: dict[str, Any] = {"model": lm.name} | asdict(self)
         settings["conversations"] = _hash(conversations)
         del settings["path"]
-        if not self.teacher:
-            del settings["teacher"]  # as in datasets from before there was such an option
+        for option in ("teacher", "skip_bad"):
+            if not settings[option]:
+                del settings[option]  # as in datasets from before there was such an option
         path, ranks = Path(self.path), ranks or Ranks()
         if ranks.share(store.is_of(path, settings)):
             return
         if self.regenerate:
             raw, speed = _regenerated(lm, tokenizer, self, conversations, ranks)
+            dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
-            raw, speed = _as_they_are(tokenizer, self, conversations), None
+            raw, speed = _as_they_are(tokenizer, self, conversations, dropped), None
         if ranks.is_first:
-            finish(path, settings, raw, asked, self.filters, speed, lm.name)
+            finish(path, settings, raw, asked, dropped, self.filters, speed, lm.name)
 
 
 # Settings that change no shard; a shard's name says which conversations it answers.
 _OF_SOURCE = {f.name for f in fields(Source)}
-_NOT_IN_SHARDS = _OF_SOURCE | {"source", "limit", "keep_system", "regenerate", "filters"}
+_NOT_IN_SHARDS = _OF_SOURCE | {
+    "source",
+    "limit",
+    "skip_bad",
+    "keep_system",
+    "regenerate",
+    "filters",
+}
 
 
-def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message]:
-    """The turns of a conversation that are used; none if there is nothing to learn from them."""
-    turns = regular(messages)
+def _usable(
+    conversations: Sequence[list[Message]], config: ConversationsConfig, dropped: Counter[str]
+) -> list[list[Message]]:
+    """The turns that are used of each conversation that has something to learn from.
+
+    Args:
+        dropped: counts those that are dropped or cut, by reason.
+
+    Errors: `DataError` where nothing is left.
+    """
+    usable = []
+    for messages in conversations:
+        turns, reason = _shown(messages, config)
+        if turns:
+            usable.append(turns)
+            reason = reason and cut_by(reason)
+        if reason:
+            dropped[reason] += 1
+    if not usable:
+        raise DataError(
+            f"none of the {len(conversations)} conversations in {config.source} has a user turn"
+            f"{'' if config.regenerate else ' with an answer'}: {list_reasons(dropped)}."
+        )
+    return usable
+
+
+def _shown(messages: list[Message], config: ConversationsConfig) -> tuple[list[Message], str]:
+    """The turns of a conversation that are used, none if there is nothing to learn from them; and
+    what is wrong with the turn after them, or an empty string.
+    """
+    turns, reason = regular(messages)
     if not config.keep_system:
         turns = [turn for turn in turns if turn["role"] != "system"]
     if config.regenerate:
@@ -139,15 +179,20 @@ def _shown(messages: list[Message], config: ConversationsConfig) -> list[Message
     wanted = "user" if config.regenerate else "assistant"
     while turns and turns[-1]["role"] != wanted:
         turns = turns[:-1]
-    return turns
+    return turns, reason or ("" if turns else "no answer")
 
 
 def _as_they_are(
     tokenizer: PreTrainedTokenizerBase,
     config: ConversationsConfig,
     conversations: Sequence[list[Message]],
+    dropped: Counter[str],
 ) -> list[Sample]:
-    """Conversations as samples, each up to the last answer that ends within `max_length`."""
+    """Conversations as samples, each up to the last answer that ends within `max_length`.
+
+    Args:
+        dropped: counts those that are dropped or cut, by reason.
+    """
     folder = Path(config.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     characters = sum(len(turn["content"]) for turns in conversations for turn in turns)
@@ -156,9 +201,13 @@ def _as_they_are(
     for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
         ids, mask = masked_ids(tokenizer, messages)
         whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
-        fitting = sum(stop <= config.max_length for _, stop in answers(mask))
+        ends = [stop for _, stop in answers(mask)]
+        fitting = sum(stop <= config.max_length for stop in ends)
         if fitting:
+            dropped[cut_by("too long")] += fitting < len(ends)
             samples.append(cut(whole, fitting))
+        else:
+            dropped["too long" if ends else "no answer"] += 1
     return samples
 
 

@@ -55,10 +55,20 @@ def select(
         elif again := earlier.met(_first_question(sample)):
             dropped[again] += 1
         elif reason:
-            dropped[f"later turns: {reason}"] += 1
+            dropped[cut_by(reason)] += 1
             yield cut(sample, keep)
         else:
             yield sample
+
+
+def cut_by(reason: str) -> str:
+    """What a conversation is counted as that ends before a turn with this fault."""
+    return f"later turns: {reason}"
+
+
+def list_reasons(dropped: Counter[str]) -> str:
+    """How many conversations were dropped or cut for which reason, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
 
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:

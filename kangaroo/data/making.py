@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo import teacher
 from kangaroo.data import store
-from kangaroo.data.filters import FilterConfig, select
+from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.shards import Shards
 from kangaroo.data.statistics import statistics
 from kangaroo.data.writing import Dialogue, Speed, Writer
@@ -139,6 +139,7 @@ def finish(
     settings: dict[str, Any],
     raw: Sequence[Sample],
     asked: int,
+    dropped: Counter[str],
     filters: FilterConfig,
     speed: dict[str, float] | None = None,
     wrote: str | None = None,
@@ -146,18 +147,17 @@ def finish(
     """Filter raw samples, save them as a dataset, and log what became of them. In one process.
 
     Args:
-        asked: how many conversations there should have been; those that are not in `raw` were
-            dropped while they were written.
+        asked: how many conversations there should have been.
+        dropped: counts, by reason, the conversations that are not in `raw`, and those that are and
+            were cut; takes what the filters do.
         speed: how fast they were written (`Speed.facts`), if this run wrote them.
         wrote: the model whose distributions are kept beside the samples, if they are.
 
     Errors: `DataError` where nothing is left.
     """
-    dropped: Counter[str] = Counter()
     samples = list(select(raw, filters, dropped))
-    if asked > len(raw):
-        dropped["unfinished"] = asked - len(raw)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    dropped = +dropped  # without zeros
+    reasons = list_reasons(dropped)
     if not samples:
         raise DataError(
             f"none of {asked} conversations is usable ({reasons}). Is the target a chat model, and "

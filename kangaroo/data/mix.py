@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ class MixConfig:
         samples = [sample for some, _ in parts for sample in some]
         wrote = _alike([about.get("teacher") for _, about in parts], samples, self.paths)
         random.Random(self.seed).shuffle(samples)
-        finish(path, settings, samples, len(samples), self.filters, wrote=wrote)
+        finish(path, settings, samples, len(samples), Counter(), self.filters, wrote=wrote)
 
 
 def _alike(

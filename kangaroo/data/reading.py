@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
+from kangaroo.data.filters import list_reasons
 from kangaroo.errors import DataError
-from kangaroo.prompts import Message
+from kangaroo.prompts import Message, content_text
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
@@ -50,46 +52,80 @@ class Source:
     column: str | None = None
 
 
-def read(source: Source, limit: int | None) -> list[list[Message]]:
+class BadRecord(ValueError):
+    """A record that cannot be read.
+
+    Args:
+        reason: what is wrong, in words that other records share, so that it can be counted.
+        details: the same of this record.
+    """
+
+    def __init__(self, reason: str, details: str):
+        super().__init__(details)
+        self.reason = reason
+
+
+def read(
+    source: Source, limit: int | None, left_out: Counter[str] | None = None
+) -> list[list[Message]]:
     """The conversations of a source, at most `limit`, unchanged.
 
-    Errors: `DataError` says which record is malformed and what is expected, or why the source
+    Args:
+        left_out: counts the records that cannot be read, by reason; None refuses the first one.
+
+    Errors: `DataError` says which record cannot be read and what is expected, or why the source
     cannot be read.
     """
-    found = itertools.islice(named_records(source), limit)
-    conversations = [messages for _, messages in found]
+    records = itertools.islice(named_records(source, left_out), limit)
+    conversations = [messages for _, messages in records]
     if not conversations:
-        raise DataError(f"{source.path} holds no conversations.")
+        reasons = f" ({list_reasons(left_out)})" if left_out else ""
+        raise DataError(f"{source.path} holds no conversations{reasons}.")
     return conversations
 
 
-def named_records(source: Source) -> Iterator[tuple[dict[str, Any], list[Message]]]:
+def named_records(
+    source: Source, left_out: Counter[str] | None = None
+) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source as it is, and its conversation.
 
-    Errors: those of `read`.
+    Args and errors: those of `read`.
     """
     for number, record in enumerate(_records(source), start=1):
         try:
-            yield record, _messages(_turns(record, source.column))
-        except ValueError as error:
-            raise DataError(
-                f"{source.path}, record {number}: {error}. A record looks like {FORMS}."
-            ) from error
+            messages = _messages(_turns(record, source.column))
+        except BadRecord as error:
+            if left_out is None:
+                raise DataError(
+                    f"{source.path}, record {number}: {error}. A record looks like {FORMS}. "
+                    "data.skip_bad=true (scripts/split.py: --skip-bad) leaves out what cannot be "
+                    "read, and counts it."
+                ) from error
+            left_out[error.reason] += 1
+        else:
+            yield record, messages
 
 
-def regular(messages: list[Message]) -> list[Message]:
-    """The longest beginning in which user and assistant take turns, user first.
+def regular(messages: list[Message]) -> tuple[list[Message], str]:
+    """The longest beginning in which user and assistant take turns, user first, and what is wrong
+    with the turn that ends it; an empty string at the conversation's own end.
 
     A system turn at the start is kept, turns of the assistant before the first user turn are left
     out, and an empty turn ends the conversation.
     """
     kept = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
-    turns = itertools.dropwhile(lambda m: m["role"] != "user", messages)
+    turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
+    if not turns:
+        return kept, "no user turn"
     for turn, role in zip(turns, itertools.cycle(["user", "assistant"]), strict=False):
-        if turn["role"] != role or not turn["content"].strip():
-            break
+        if turn["role"] == "system":
+            return kept, "system turn in the middle"
+        if turn["role"] != role:
+            return kept, f"two {turn['role']} turns in a row"
+        if not turn["content"].strip():
+            return kept, f"empty {role} turn"
         kept.append(turn)
-    return kept
+    return kept, ""
 
 
 def _records(source: Source) -> Iterator[Any]:
@@ -157,45 +193,49 @@ def _from_json(path: Path) -> Iterator[Any]:
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _line(path, number, line)
+                    yield _line(number, line)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, too many brackets
         raise DataError(f"{path} is not JSON: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _line(path: Path, number: int, line: str) -> Any:
+def _line(number: int, line: str) -> Any:
+    """A line's record; one that cannot be read is a `BadRecord`."""
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {number} is not JSON ({error}); a file is one JSON list, or one object "
-            "per line."
-        ) from error
+    except (ValueError, RecursionError) as error:
+        details = f"line {number} is not JSON ({error}); a file is one JSON list, or one object "
+        return BadRecord("not JSON", details + "per line")
 
 
 def _turns(record: Any, column: str | None) -> list[Any]:
     """The list of turns in a record; a cell of a table may hold it as JSON text."""
+    if isinstance(record, BadRecord):
+        raise record
     if not isinstance(record, dict):
-        raise ValueError(f"it is a {type(record).__name__}, not an object")
-    names = [column] if column else [name for name in COLUMNS if name in record]
-    if not names or names[0] not in record:
-        wanted = f"'{column}'" if column else "conversation"
-        raise ValueError(
-            f"it has no {wanted} among its fields ({', '.join(map(str, record)) or 'none'}); "
-            "name the right one with data.column="
+        raise BadRecord("no object", f"it is a {type(record).__name__}, not an object")
+    # a table, or a file of several kinds of records, has null where a field is absent
+    record = {name: value for name, value in record.items() if value is not None}
+    name = next((name for name in ([column] if column else COLUMNS) if name in record), None)
+    if name is None:
+        raise BadRecord(
+            "no conversation",
+            f"it has no {repr(column) if column else 'conversation'} among its fields "
+            f"({', '.join(record) or 'none'}); name the right one with data.column=",
         )
-    turns = record[names[0]]
+    turns = record[name]
     if isinstance(turns, str):
         try:
             turns = json.loads(turns)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"'{names[0]}' is text, but not JSON ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise BadRecord("not JSON", f"'{name}' is text, but not JSON ({error})") from error
     if not isinstance(turns, list):
-        raise ValueError(f"'{names[0]}' is a {type(turns).__name__}, not a list of turns")
-    if names[0] == QUESTION:
+        details = f"'{name}' is a {type(turns).__name__}, not a list of turns"
+        raise BadRecord("no list of turns", details)
+    if name == QUESTION:
         return [
             {"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns
         ]
@@ -203,21 +243,34 @@ def _turns(record: Any, column: str | None) -> list[Any]:
 
 
 def _messages(turns: list[Any]) -> list[Message]:
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise ValueError(f"turn {number} is a {type(turn).__name__}, not an object")
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in ROLES:
-            raise ValueError(
-                f"turn {number} has the role {role!r} (in 'role' or 'from'); known are "
-                f"{', '.join(ROLES)}"
-            )
-        if not isinstance(content, str):
-            raise ValueError(
-                f"turn {number} has no text in 'content' or 'value' but {type(content).__name__}"
-            )
-        # half of a surrogate pair, which JSON can hold and no tokenizer takes
-        text = content.encode("utf-8", errors="replace").decode()
-        messages.append(Message(role=ROLES[role], content=text))
-    return messages
+    numbered = list(enumerate(turns, start=1))
+    roles = [_role(number, turn) for number, turn in numbered]  # a tool's turns may lack text too
+    texts = [_text(number, turn) for number, turn in numbered]
+    return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
+
+
+def _role(number: int, turn: Any) -> str:
+    if not isinstance(turn, dict):
+        details = f"turn {number} is a {type(turn).__name__}, not an object"
+        raise BadRecord("turn that is no object", details)
+    role = _first(turn, "role", "from")
+    if not isinstance(role, str) or role not in ROLES:
+        reason = "tool turn" if role == "tool" else "turn of another role"
+        details = f"turn {number} has the role {role!r} (in 'role' or 'from'); known are "
+        raise BadRecord(reason, details + ", ".join(ROLES))
+    return ROLES[role]
+
+
+def _text(number: int, turn: dict[str, Any]) -> str:
+    try:
+        content = content_text(_first(turn, "content", "value"))
+    except ValueError as error:
+        details = f"turn {number}: its 'content' or 'value' {error}"
+        raise BadRecord("turn without text", details) from error
+    # half of a surrogate pair, which JSON can hold and no tokenizer takes
+    return content.encode("utf-8", errors="replace").decode()
+
+
+def _first(turn: dict[str, Any], *names: str) -> Any:
+    """The first of a turn's fields that has a value: tables have null where one is absent."""
+    return next((turn[name] for name in names if turn.get(name) is not None), None)

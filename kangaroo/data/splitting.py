@@ -51,7 +51,7 @@ class Split:
             os.replace(partial, folder / name)
 
 
-def split(source: Source, held: int, seed: int) -> Split:
+def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
     """Shuffle questions and hold some out of each task.
 
     A record's task is its field `task` or `category`, and `all` where it has neither. A question
@@ -60,13 +60,14 @@ def split(source: Source, held: int, seed: int) -> Split:
 
     Args:
         held: questions of each task.
+        left_out: as of `kangaroo.data.reading.read`.
 
     Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
     `held` questions.
     """
     if held < 1:
         raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
-    found = [(record, user_turns(messages)) for record, messages in named_records(source)]
+    found = [(record, user_turns(messages)) for record, messages in named_records(source, left_out)]
     found = [(record, turns) for record, turns in found if turns]
     if not found:
         raise DataError(f"{source.path} holds no questions.")

@@ -7,6 +7,7 @@ conversation and another header, it writes what the user says next.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -109,7 +110,8 @@ class SynthesisConfig:
         raw, speed = write_parts(lm, tokenizer, shards, parts, *limits, ranks)
         if ranks.is_first:
             asked = self.shards * self.shard_size
-            finish(path, settings, raw, asked, self.filters, speed, lm.name)
+            dropped = Counter({"no finished question": asked - len(raw)})
+            finish(path, settings, raw, asked, dropped, self.filters, speed, lm.name)
 
 
 def _write(

@@ -28,6 +28,7 @@ ROW = (
     "finished there is no row. Jobs of a sweep ran one after the other: where the machine was not "
     "equally free, compare speedups, not tokens/s."
 )
+SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 PAIRED = (
     "**row over column**: how many times as fast the row's method is, with the 95% interval of "
     "that ratio: a bootstrap in which both have the same questions. The intervals of two speedups "
@@ -127,8 +128,8 @@ def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
     rows = methods(found, Place.methods_terminal)
     for row in rows:  # 80 columns have no room for them
-        del row["training"], row["params"]
-    return tables.terminal(rows, title(found), asked(found))
+        del row["training"], row["params"], row["memory"]
+    return tables.terminal(rows, title(found), f"{asked(found)} {SPEEDUPS}")
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from kangaroo.evaluation.records import METHOD, Record, Run
-from kangaroo.evaluation.speedup import against, has, interval, prefill_seconds, speedup
+from kangaroo.evaluation.speedup import (
+    against,
+    has,
+    interval,
+    paired_seconds,
+    prefill_seconds,
+    speedup,
+)
 from kangaroo.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
@@ -72,7 +79,8 @@ def scalars(results: Results) -> dict[str, float]:
 def cells(results: Results, place: Place) -> Row:
     """The part of a table's row that metrics fill."""
     shown = [metric for metric in METRICS if metric.heading and place in metric.places]
-    return {metric.heading: metric.show(results[metric.name]) for metric in shown}
+    # a summary of an earlier version lacks what has been added since
+    return {metric.heading: metric.show(results.get(metric.name)) for metric in shown}
 
 
 def definitions() -> list[str]:
@@ -104,6 +112,14 @@ def ratio(over: float, under: float) -> float | None:
 def tokens_per_second(some: Sequence[Run]) -> float | None:
     """All tokens over all seconds."""
     return ratio(sum(len(run.tokens) for run in some), sum(run.seconds for run in some))
+
+
+def decoding_speedup(records: Sequence[Record]) -> float | None:
+    """None where vanilla did not run, or the method tells no rounds."""
+    if not all(run.emitted for run in runs(records, METHOD)):
+        return None
+    pairs = [paired_seconds(r, prefill=False) for r in records if has(r, "vanilla")]
+    return ratio(sum(vanilla for vanilla, _ in pairs), sum(method for _, method in pairs))
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -167,6 +183,14 @@ METRICS = [
         Place.everywhere,
         ends,
         "the interval of the speedup at 95%: a bootstrap over questions.",
+    ),
+    Metric(
+        "decoding_speedup",
+        decoding_speedup,
+        "decoding",
+        Place.pages | Place.methods_terminal,
+        meaning="the speedup of decoding alone: the same ratio without the time until the first "
+        "token.",
     ),
     Metric(
         "hf_speedup",

@@ -43,8 +43,11 @@ def seconds_until(run: Run, count: int) -> float:
     return float(np.interp(count, tokens, seconds))
 
 
-def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, float]:
-    """Seconds of a baseline and of the method for the same number of tokens.
+def paired_seconds(
+    record: Record, baseline: str = "vanilla", prefill: bool = True
+) -> tuple[float, float]:
+    """Seconds of a baseline and of the method for the same number of tokens, with the prefill or
+    without.
 
     In each turn both get as many tokens as the shorter of the two texts has, so that a text which
     ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
@@ -53,8 +56,8 @@ def paired_seconds(record: Record, baseline: str = "vanilla") -> tuple[float, fl
     for turn in record.turns:
         a, b = turn.runs[baseline], turn.runs[METHOD]
         count = min(len(a.tokens), len(b.tokens))
-        theirs += seconds_until(a, count)
-        method += seconds_until(b, count)
+        theirs += seconds_until(a, count) - (0.0 if prefill else prefill_seconds(a))
+        method += seconds_until(b, count) - (0.0 if prefill else prefill_seconds(b))
     return theirs, method
 
 

@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from kangaroo.prompts import content_text
+
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 SEEDS = 2**63
 
@@ -143,9 +145,7 @@ class Message(Strict):
     @property
     def text(self) -> str:
         """All that it says."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return content_text(self.model_dump()["content"])
 
 
 class Chat(Asked):

@@ -1,0 +1,73 @@
+"""The race: what is shown when, in a terminal and into a pipe."""
+
+import io
+import re
+
+import pytest
+from helpers import adapter_for
+from rich.console import Console
+
+from kangaroo import models
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.generation import Generation, StepRecord
+from kangaroo.model import LM
+from kangaroo.models import TINY, Dtype, ModelConfig
+from kangaroo.race import Runner, frame, race, timed_pieces
+from kangaroo.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def target():
+    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    return LM(hf), tokenizer
+
+
+@pytest.fixture
+def runner(target):
+    """A prompt of a second, then half a second that accepts the one draft token of three."""
+    _, tokenizer = target
+    a, b, c = tokenizer.encode("abc", add_special_tokens=False)
+    steps = [StepRecord([a], 0, 0, 0.0, 0.0, 0.0), StepRecord([b, c], 1, 3, 0.2, 0.2, 0.1)]
+    answer = Generation([a, b, c], steps, "length", prefill_seconds=1.0)
+    return Runner("kangaroo", answer, list(timed_pieces(answer, tokenizer)))
+
+
+@pytest.mark.parametrize(
+    "now, text, speed",
+    [(0.9, "", ""), (1.0, "a", ""), (1.4, "a", ""), (1.5, "abc", "2.0 tokens/s")],
+)
+def test_an_answer_grows_at_the_times_of_its_steps(runner, now, text, speed):
+    shown = runner.text(now)
+    assert shown.plain == text
+    assert [shown.plain[s.start : s.end] for s in shown.spans] == ["b"] * ("b" in text)
+    (column,) = frame([runner], now, Console(width=80)).columns
+    assert column.footer == speed
+
+
+def test_of_a_long_answer_the_last_lines_are_shown(runner):
+    runner.pieces = [(1.0, f"line {i}\n", False) for i in range(9)]
+    (column,) = frame([runner], 2.0, Console(width=80), lines=3).columns
+    (cell,) = column.cells
+    assert [line for line in cell.plain.split("\n") if line][-1] == "line 8"
+    assert "line 5" not in cell.plain and "line 7" in cell.plain
+
+
+def run(target, **options) -> str:
+    lm, tokenizer = target
+    console = Console(file=io.StringIO(), width=100, **options)
+    drafters = {"vanilla": Vanilla(), "kangaroo": Kangaroo(lm, adapter_for(lm), threshold=0)}
+    race(lm, tokenizer, drafters, "Why?", 12, Sampling(temperature=1.0), console)
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_drafts_in_green_and_all_speeds_at_the_end(target):
+    text = run(target, force_terminal=True, height=24)
+    assert "\x1b[32m" in text and text.rpartition("vanilla")[2].count("tokens/s") == 2
+
+
+def test_a_pipe_gets_each_answer_once_without_escape_codes(target):
+    text = run(target)
+    assert "\x1b[" not in text and text.count("tokens/s") == 2
+    answers = re.fullmatch(r"Why\?\n\nvanilla: .*?\n(.*)\n\nkangaroo: .*?\n(.*)\n", text, re.DOTALL)
+    assert answers and answers[1] == answers[2]
