@@ -22,7 +22,7 @@ ORDER = [
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
     | {"tables", "memory"},
     {"tree", "graphs", "native", "prompts", "teacher", "generation"},
-    {"verify", "clock", "acceleration"},
+    {"verify", "clock", "acceleration", "cuda", "layer_weights"},
     {"model", "batch"},
     {"costs"},
     {"rounds"},
@@ -141,7 +141,7 @@ HF_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_model_and_the_adapter_know_transformers_layers(name):
     known = {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
-    if part(name) not in ("model", "trained", "models"):
+    if part(name) not in ("model", "layer_weights", "trained", "models"):
         assert not known & HF_PARTS
     if name == "kangaroo.models":  # makes random models, whose deep layers it weakens
         assert known & HF_PARTS <= {"self_attn", "mlp"}

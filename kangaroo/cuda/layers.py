@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -350,3 +351,21 @@ class Fusing:
             add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
         fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)
         return fused_MD.view(f_BND.shape)
+
+
+def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
+    """Run a layer and a small head for one token, as decoding will: compiling may fail. Errors:
+    Triton's."""
+    size, wide = sizes.head_size, sizes.feed_forward
+    hidden, of_q, of_k = sizes.hidden, sizes.heads * size, sizes.kv_heads * size
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    q, k, v, o = zeros(of_q, hidden), zeros(of_k, hidden), zeros(of_k, hidden), zeros(hidden, of_q)
+    gate, down, norm = zeros(wide, hidden), zeros(hidden, wide), zeros(hidden)
+    layer = LayerWeights(norm, q, k, v, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
+    slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    rope = zeros(1, 1, size), zeros(1, 1, size)
+    block = Block(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
+    cache = KVCache(1, 1, sizes.kv_heads, size, dtype, [device])
+    with torch.no_grad():
+        x_RTD = Stack([layer], sizes)(zeros(1, 1, hidden), cache, block, range(1), norm)
+        Head(q, sizes).choose(x_RTD[0])

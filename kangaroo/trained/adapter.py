@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kangaroo import native
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM, attention_weights, feed_forward_weights
+from kangaroo.layer_weights import attention_weights, feed_forward_weights
+from kangaroo.model import LM
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
 from kangaroo.trained.layer import Attention, Layer

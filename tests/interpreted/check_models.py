@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kangaroo.cache import KVCache
 from kangaroo.cuda.layers import Head, Stack
-from kangaroo.model import LM, layer_weights
+from kangaroo.layer_weights import layer_weights
+from kangaroo.model import LM
 from kangaroo.tree import Tree
 
 slow = pytest.mark.slow
