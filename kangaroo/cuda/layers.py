@@ -30,6 +30,11 @@ def power_of_two(least: int) -> int:
     return max(16, 1 << (least - 1).bit_length())
 
 
+def flat(x_RTD: Tensor) -> Tensor:
+    """All tokens in a line, `[N, D]`, without gaps: of a part of a block they have some."""
+    return x_RTD.reshape(-1, x_RTD.shape[-1]).contiguous()
+
+
 @dataclass
 class Paths:
     """What the tokens of a pass see, for all layers.
@@ -54,7 +59,7 @@ def paths(block: Block) -> Paths:
     than its row has tokens, as all masks of decoding do."""
     rows, tokens = block.slots_RT.shape
     bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)  # type: ignore[index]
-    slots_N = block.slots_RT.reshape(-1)
+    slots_N = flat(block.slots_RT[..., None])[:, 0]
     places = cdiv(63 + tokens, 64) * 64
     integers = {"dtype": torch.int32, "device": slots_N.device}
     count_N, lead_N = torch.empty(2, len(slots_N), **integers)  # type: ignore[call-overload]
@@ -66,14 +71,14 @@ def paths(block: Block) -> Paths:
         *bias_RTE.stride()[:2],
         BE=1024,
     )
-    cos, sin = (x.expand(rows, -1, -1).reshape(len(slots_N), -1) for x in block.rope)
+    cos, sin = (flat(x.expand(rows, -1, -1)) for x in block.rope)
     return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
 def embed(tokens_N: Tensor, table_VD: Tensor) -> Tensor:
     """Rows of the table, `[N, D]`."""
     size = table_VD.shape[1]
-    x_ND = table_VD.new_empty(len(tokens_N), size)
+    x_ND, tokens_N = table_VD.new_empty(len(tokens_N), size), tokens_N.contiguous()
     grid, width = (len(tokens_N),), power_of_two(size)
     launch(kernels.embed_kernel, grid, tokens_N, table_VD, x_ND, K=size, BK=width)
     return x_ND
@@ -177,7 +182,7 @@ class Stack:
         Args:
             keys_alone: for a single layer, of which only these are wanted.
         """
-        x_ND, eps = x_RTD.reshape(-1, x_RTD.shape[-1]), self.sizes.eps
+        x_ND, eps = flat(x_RTD), self.sizes.eps
         seen = paths(block)
         parts_PND = None
         for index in layers:
@@ -344,9 +349,8 @@ class Fusing:
         """What goes into the adapter's layer, `[B, N, D]`."""
         *norms, weight = self.weights
         size, eps = f_BND.shape[-1], self.sizes.eps
-        f_MD = f_BND.reshape(-1, size)
+        f_MD, deep_MD = flat(f_BND), flat(deep_BND.expand_as(f_BND))
         both_ME = f_MD.new_empty(len(f_MD), 2 * size)
-        deep_MD = deep_BND.expand_as(f_BND).reshape(-1, size)
         for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), norms, strict=True)):
             add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
         fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)

@@ -177,7 +177,8 @@ class Adapter(Layer):
         return [] if self.head is None else [self.head]
 
     def native_inputs(self) -> dict[str, Structure]:
-        return {"fusing": self.native_fusing.native()} if self.native_fusing else {}
+        fusing = self.native_fusing
+        return {"fusing": fusing.native()} if isinstance(fusing, native.Fusing) else {}
 
     def accelerate(self, lm: LM) -> Adapter:
         super().accelerate(lm)

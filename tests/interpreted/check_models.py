@@ -83,6 +83,22 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
+def test_a_part_of_a_block_is_computed_as_a_block_is():
+    """A drafter narrows a block of all rows: what is left has gaps."""
+    lm, tokens_BN = model("llama", num_hidden_layers=1), random_tokens(2, 3)
+    stack, starts = Stack(list(map(layer_weights, lm.layers)), lm.sizes()), [3, 62]
+    x_BND, start_B = lm.embed(tokens_BN), torch.tensor(starts, device=DEVICE)
+    whole = lm.block(Tree.chain(3, DEVICE), start_B, 65, SLOTS)
+    part = lm.block(Tree.chain(1, DEVICE), start_B + 1, 65, SLOTS)
+    caches = filled_cache(lm, 2), filled_cache(lm, 2)
+    narrow, same = (
+        stack(x_BND[:, 1:2], cache, block, range(1))
+        for cache, block in zip(caches, (whole.narrow(1, 1), part), strict=True)
+    )
+    assert torch.equal(narrow, same)
+    assert torch.equal(caches[0].keys[0], caches[1].keys[0])
+
+
 TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
 
 

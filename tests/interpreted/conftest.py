@@ -2,7 +2,7 @@
 Triton is imported, so in a process of its own: `tests/test_cuda.py`), or on a GPU.
 
 The interpreter puts its own functions into Triton's modules for every function that a kernel calls,
-which takes most of its time. Here it does so once.
+which takes most of its time. Here it does so once a launch.
 """
 
 import os
@@ -16,8 +16,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from triton.runtime import interpreter
 
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    original = interpreter._patch_lang
+    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda fn: original(both)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **named: self.rewrite()(
+        *args, **named
+    )
 
 
 @pytest.fixture(autouse=True)
