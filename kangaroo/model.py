@@ -100,7 +100,9 @@ class LM(nn.Module):
             settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
         graphs = Graphs(self.device) if on_one_gpu else None
         plain = self.is_plain() and self.config.hidden_act == "silu"
-        kernels = cuda.kernels(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
+        kernels = (
+            cuda.usable_layers(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
+        )
         return self.decode_by(Acceleration(library, self.sizes(), graphs, kernels))
 
     def decode_by(self, acceleration: Acceleration) -> LM:

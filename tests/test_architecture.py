@@ -122,6 +122,7 @@ def test_each_outside_library_has_its_place():
     assert users("deepspeed") <= {"kangaroo.training.backend"}
     assert len(users("wandb")) <= 1
     assert users("hydra") | users("omegaconf") <= HYDRA_USERS
+    assert {name.rsplit("_", 1)[0] for name in users("triton")} == {"kangaroo.cuda.kernels"}
 
 
 @pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb", "xllamacpp"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kangaroo import cuda
 from kangaroo.cache import Block, KVCache
 from kangaroo.cuda import launching
 from kangaroo.cuda.launching import SHARED, Card
@@ -45,6 +46,34 @@ def test_kernels_in_the_interpreter_with_all_shapes():
 @pytest.mark.gpu
 def test_kernels_on_a_gpu():
     run_checks("-m", "slow or not slow", interpreted=False)
+
+
+def sizes_of(heads: int, kv_heads: int, size: int) -> Sizes:
+    return Sizes(64, heads, kv_heads, size, 128, 1e-5, size**-0.5)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, is_plain, named",
+    [
+        (torch.float64, sizes_of(4, 2, 16), True, "torch.float64"),
+        (torch.float16, sizes_of(4, 2, 15), True, "size 15"),
+        (torch.float16, sizes_of(4, 2, 320), True, "size 320"),
+        (torch.float16, sizes_of(32, 1, 16), True, "32 query heads"),
+        (torch.float16, sizes_of(4, 2, 16), False, "hooks"),
+        (torch.float16, sizes_of(4, 2, 16), True, "Triton cannot run here"),  # on a CPU
+    ],
+    ids=str,
+)
+def test_a_warning_names_why_the_kernels_cannot_run(caplog, dtype, sizes, is_plain, named):
+    assert cuda.usable_layers(dtype, sizes, is_plain, torch.device("cpu")) is None
+    (record,) = caplog.records
+    assert "goes on in transformers' modules" in record.message and named in record.message
+
+
+def test_without_triton_a_warning_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    assert cuda.usable_layers(torch.float16, sizes_of(4, 2, 16), True, torch.device("cpu")) is None
+    assert "triton is not installed" in caplog.records[0].message
 
 
 CARDS = {
@@ -158,6 +187,17 @@ def all_cases():
     ]
     cases = itertools.product(CARDS, SHAPES, (torch.float16, torch.bfloat16, torch.float32))
     return quick + [pytest.param(*case, (1, 17, 64), marks=pytest.mark.slow) for case in cases]
+
+
+def test_tiles_on_an_h100_are_the_measured_ones(monkeypatch):
+    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[90])
+    weight = torch.empty(1, dtype=torch.float16)
+    gate_up = launching.tile(weight, 11008, matrices=2, most=128)
+    assert gate_up == launching.Tile(128, 128, 8, (3, 3, 2))
+    assert launching.tile(weight, 4096, parts=4) == launching.Tile(64, 128, 4, (4, 4, 4))
+    small = launching.Tile(16, 64, 2, (4, 4, 4))
+    assert launching.tile(weight, 576, parts=4) == small
+    assert launching.tile(weight, 1536, matrices=2, most=128) == small
 
 
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}

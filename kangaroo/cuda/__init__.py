@@ -22,7 +22,7 @@ WIDEST_HEAD = 256
 LARGEST_GROUP = 16  # query heads that share a key head: columns of a product
 
 
-def kernels(
+def usable_layers(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> ModuleType | None:
     """The module `kangaroo.cuda.layers`; None, with a warning that says why, where it cannot run

@@ -18,7 +18,7 @@ from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
 slow = pytest.mark.slow
-NEW_TOKENS = 8
+NEW_TOKENS = 5
 PROMPTS = random_prompts(5, 61)
 
 
