@@ -33,8 +33,8 @@ ended.
 Without a GPU `tests/test_cuda.py` shows, in Triton's interpreter, that each kernel computes its
 formula, whole tiny models what transformers' modules compute, and that a token's bits are the same
 alone, in a chain, in a tree and in a batch; and that for sm_80, sm_89 and sm_90 each kernel
-compiles to one kind of matrix instruction whatever the number of tokens, without spills, within the
-card's shared memory.
+compiles to one kind of matrix instruction whatever the number of tokens, within the card's shared
+memory.
 
 **No card has run these kernels yet**: neither their bits nor their speed there are proven. A sketch
 that they were made from was measured on one H100 (Vicuna-7B's shape, random weights, float16, one

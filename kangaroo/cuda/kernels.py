@@ -78,7 +78,7 @@ def embed_kernel(token_ptr, table_ptr, x_ptr, K: tl.constexpr, BK: tl.constexpr,
     tl.store(x_ptr + n * K + k, tl.load(table_ptr + token * K + k, mask=k < K), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["N", "STRIDE"])
+@triton.jit(do_not_specialize=["N"])
 def norm_kernel(
     x_ptr,
     part_ptr,

@@ -12,32 +12,33 @@ from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 from test_conformance import DRAFTERS, Case
 
 from kangaroo.acceleration import Acceleration
-from kangaroo.cuda import layers
+from kangaroo.cuda import layers as kernels
 from kangaroo.engine import Engine
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
 slow = pytest.mark.slow
-NEW_TOKENS = 5
 PROMPTS = random_prompts(5, 61)
 
 
-def by_kernels(architecture: str, dtype: torch.dtype, graphed: bool, **fields: object) -> LM:
-    lm = LM(tiny_model(architecture, dtype=dtype, num_hidden_layers=3, **fields).to(DEVICE))
+def by_kernels(architecture: str, dtype: torch.dtype, graphed: bool = False, layers: int = 4) -> LM:
+    lm = LM(tiny_model(architecture, dtype=dtype, num_hidden_layers=layers).to(DEVICE))
     graphs = StrictGraphs() if graphed else None
-    return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=layers))
+    return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
 
 
-def assert_equal_to_vanilla(lm: LM, name: str, sampling: Sampling | None = None) -> None:
-    texts = vanilla_texts(lm, PROMPTS, NEW_TOKENS, sampling)
+def assert_equal_to_vanilla(
+    lm: LM, name: str, new_tokens: int, sampling: Sampling | None = None
+) -> None:
+    texts = vanilla_texts(lm, PROMPTS, new_tokens, sampling)
     drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), texts))
-    done = Engine(lm, drafter).generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    done = Engine(lm, drafter).generate(PROMPTS, new_tokens, sampling, batch_size=2)
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
 
 
 def test_kangaroo_in_bfloat16_writes_vanillas_text():
-    lm = by_kernels("llama", torch.bfloat16, graphed=False)
-    assert_equal_to_vanilla(lm, "kangaroo-fused-layer")
+    lm = by_kernels("llama", torch.bfloat16, layers=3)
+    assert_equal_to_vanilla(lm, "kangaroo-fused-layer", new_tokens=3)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
@@ -47,8 +48,8 @@ def test_graphs_record_the_kernels():
     there = torch.zeros(3, 8)
 
     def work():
-        _, normed = layers.add_and_norm(x, None, weight, 1e-5, None)
-        layers.add_and_norm(normed * 2, None, weight, 1e-5, out=there)
+        _, normed = kernels.add_and_norm(x, None, weight, 1e-5, None)
+        kernels.add_and_norm(normed * 2, None, weight, 1e-5, out=there)
 
     replay = StrictRecorder()(work)
     wanted = there.clone()
@@ -62,13 +63,15 @@ def test_graphs_record_the_kernels():
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
-@pytest.mark.parametrize("name", ["kangaroo-stops", pytest.param("eagle", marks=slow)])
+@pytest.mark.parametrize(
+    "name", ["vanilla", *(pytest.param(x, marks=slow) for x in ("kangaroo-stops", "eagle"))]
+)
 def test_replayed_graphs_write_the_same_text(name):
     texts = []
     for graphed in (False, True):
-        lm = by_kernels("llama", torch.float16, graphed)
+        lm = by_kernels("llama", torch.float16, graphed, layers=3)
         drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
-        (done,) = Engine(lm, drafter).generate(PROMPTS[:1], NEW_TOKENS)
+        (done,) = Engine(lm, drafter).generate(PROMPTS[:1], 3)
         texts.append(done.tokens)
         if graphed:
             assert sum(lm.acceleration.graphs.calls.values()) > 0
@@ -82,4 +85,4 @@ def test_replayed_graphs_write_the_same_text(name):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_writes_vanillas_text(name, sampling):
     architecture, dtype = ("qwen3", torch.float16) if sampling else ("qwen2", torch.bfloat16)
-    assert_equal_to_vanilla(by_kernels(architecture, dtype, graphed=False), name, sampling)
+    assert_equal_to_vanilla(by_kernels(architecture, dtype), name, 5, sampling)

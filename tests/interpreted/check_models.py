@@ -109,7 +109,7 @@ def path_to(node: int) -> list[int]:
 
 # Name, options, format, starts, and the leaves that are decoded alone.
 BITS = [
-    ("llama", {"head_dim": 16, "num_key_value_heads": 1}, torch.bfloat16, [3, 61], [7]),
+    ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}, torch.bfloat16, [3, 61], [7]),
     ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], [4, 6, 7]),
     ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], [4, 6, 7]),
     ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], [4, 6, 7]),
@@ -140,7 +140,8 @@ def test_each_node_of_a_tree_in_a_batch_has_the_bits_of_its_token_alone(case):
 def test_a_chain_of_any_width_has_the_bits_of_one_token(width):
     """Wider ones fill further accumulators, and more programs; some tokens of a long one are
     enough."""
-    lm, tokens_1N = model("llama", torch.bfloat16), random_tokens(1, width)
+    fewer = {"num_key_value_heads": 1, "num_hidden_layers": 1}
+    lm, tokens_1N = model("llama", torch.bfloat16, **fewer), random_tokens(1, width)
     cache = filled_cache(lm, 1)
     together = by_kernels(lm, cache, Tree.chain(width, DEVICE), [60], tokens_1N)
     alone = Tree.chain(1, DEVICE)
