@@ -22,6 +22,7 @@ from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
 from kangaroo.native import LayerWeights, Sizes
 
+LONGEST_PATH = 128  # nodes of a draft from its root on
 MOST_TOKENS = 512  # that a head reads in decoding; more are a text that is judged
 
 
@@ -55,12 +56,12 @@ class Paths:
 
 
 def paths(block: Block) -> Paths:
-    """Read a block's mask: it may hide any slots from `base` on, if no token sees more of those
-    than its row has tokens, as all masks of decoding do."""
+    """Read a block's mask: of the slots after the first one that is hidden from a token, it may show
+    as many as `LONGEST_PATH`, or as the row has tokens."""
     rows, tokens = block.slots_RT.shape
     bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)  # type: ignore[index]
     slots_N = flat(block.slots_RT[..., None])[:, 0]
-    places = cdiv(63 + tokens, 64) * 64
+    places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
     integers = {"dtype": torch.int32, "device": slots_N.device}
     count_N, lead_N = torch.empty(2, len(slots_N), **integers)  # type: ignore[call-overload]
     path_NP = torch.empty(len(slots_N), places, **integers)  # type: ignore[call-overload]

@@ -99,6 +99,20 @@ def test_a_part_of_a_block_is_computed_as_a_block_is():
     assert torch.equal(caches[0].keys[0], caches[1].keys[0])
 
 
+def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
+    """A drafter computes a level of its tree at a time: a path has more nodes than the level, and
+    they do not lie side by side."""
+    lm, parents = model("llama", num_hidden_layers=1), [0, 0, 0, 2, 2, 4, 4, 6]
+    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
+    x_BND = lm.embed(random_tokens(1, len(parents)))
+    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=4)
+    start_B, cache = torch.tensor([62], device=DEVICE), filled_cache(lm, 1)
+    block = lm.block(tree, start_B, 62 + tree.size, SLOTS)
+    together = stack(x_BND, cache, block, range(1))
+    alone = stack(x_BND[:, -1:], cache, block.narrow(tree.size - 1, 1), range(1))
+    assert torch.equal(alone[0, 0], together[0, -1])
+
+
 TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
 
 
