@@ -56,8 +56,8 @@ class Paths:
 
 
 def paths(block: Block) -> Paths:
-    """Read a block's mask: of the slots after the first one that is hidden from a token, it may show
-    as many as `LONGEST_PATH`, or as the row has tokens."""
+    """Read a block's mask: of the slots after the first one that is hidden from a token it may show
+    `LONGEST_PATH`, or as many as the row has tokens."""
     rows, tokens = block.slots_RT.shape
     bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)  # type: ignore[index]
     slots_N = flat(block.slots_RT[..., None])[:, 0]
