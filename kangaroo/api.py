@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
+import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import models
+from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.embedded import EMBEDDED
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, PromptError
-from kangaroo.folders import SHIPPED, of_project
+from kangaroo.errors import AdapterNotFound, ConfigError, PromptError
+from kangaroo.folders import of_project
+from kangaroo.generation import Request
 from kangaroo.model import LM
-from kangaroo.models import RANDOM, Dtype, ModelConfig
-from kangaroo.prompts import Message, plain_text, prompt_ids
+from kangaroo.models import RANDOM, Dtype, ModelConfig, known_models
+from kangaroo.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
 from kangaroo.sampling import Sampling
+from kangaroo.settings import made, typed
 from kangaroo.streaming import pieces
 
-MODELS = of_project("configs") / "model"  # a file for each model known by name
+log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[Message]  # what the user says, or a conversation that ends with the user
-Settings = TypeVar("Settings", KangarooConfig, Sampling)
+CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
+WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
+
+# What the user says, or a conversation that ends with the user: a message or a list of messages,
+# whose content is text or a list of text parts, as OpenAI's API has it.
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def load(
-    model: str | ModelConfig = "smollm2-135m",
+    model: str | os.PathLike[str] | ModelConfig = "smollm2-135m",
     adapter: str | None = None,
-    drafter: DrafterConfig | None = None,
+    drafter: str | DrafterConfig = "hybrid",
+    chat_template: str | None = None,
     **settings: Any,
 ) -> Model:
     """A model that is ready to answer.
@@ -40,27 +51,26 @@ def load(
     Args:
         model: a name of `configs/model`, a hub id, a local folder, or a `ModelConfig` where number
             format or device matter.
-        adapter: folder or hub id of a Kangaroo adapter; None takes the model's own, `adapters/NAME`
-            of the working folder or as shipped, or else the one that training saved.
-        drafter: another method's config; then there is neither `adapter` nor `settings`.
-        settings: fields of `KangarooConfig`, such as `steps` and `threshold`.
+        adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
+            takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
+            one that training saved.
+        drafter: the method, by its name in `configs/drafter` with the settings that it has on the
+            command line, or its config, beside which there is neither `adapter` nor `settings`.
+        chat_template: name of a template in `kangaroo/templates`; None takes the model's own.
+        settings: fields of the drafter's config, such as `steps` and `threshold`.
 
-    Errors: `ConfigError` for a model or setting that is not known; `AdapterNotFound`,
+    Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.load`.
     """
-    config = model if isinstance(model, ModelConfig) else model_config(model)
-    if drafter is None:
-        settings["adapter"] = adapter or str(SHIPPED / config.name)
-        drafter = _made(KangarooConfig, settings)
-    elif adapter is not None or settings:
-        given = ", ".join((["adapter"] if adapter is not None else []) + list(settings))
-        raise ConfigError(f"{given} given beside drafter=; set it in the drafter's config instead.")
-    if not isinstance(drafter, DrafterConfig):
-        raise ConfigError(
-            f"drafter={drafter!r} is no drafter's config; pass one, such as HybridConfig() of "
-            "kangaroo.drafters.hybrid."
-        )
-    drafter.settings()  # an adapter that is not there is told before gigabytes are fetched
+    config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
+    if chat_template is not None:
+        config = replace(config, chat_template=chat_template)
+    given = ({} if adapter is None else {"adapter": adapter}) | settings
+    drafter = drafter_config(drafter, config.name, given)
+    try:
+        drafter.settings()  # what is not there is told before gigabytes are fetched
+    except AdapterNotFound as error:
+        raise AdapterNotFound(f"{error} In kangaroo.load {WITHOUT_ADAPTER}.") from error
     lm, tokenizer = load_target(config)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
@@ -69,7 +79,23 @@ def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
     """The target as the engine drives it, and its tokenizer. Errors: those of `models.load`."""
     hf, tokenizer = models.load(config)
     lm = LM(hf)
+    if not config.path.startswith(RANDOM):
+        warn_of_ends(lm, tokenizer)
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
+
+
+def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where the token that ends a turn in the chat template does not end a text."""
+    end = turn_end(tokenizer)
+    if end is None or end in lm.eos_ids():
+        return
+    ends, token = (tokenizer.convert_ids_to_tokens(ids) for ids in (lm.eos_ids(), end))
+    log.warning(
+        "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
+        "answers may run on into a user turn of the model's own. To end them there, pass "
+        "\"model.eos_token='%s'\".",
+        *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
+    )
 
 
 def model_config(model: str) -> ModelConfig:
@@ -79,7 +105,7 @@ def model_config(model: str) -> ModelConfig:
 
     Errors: `ConfigError` for what is none of these.
     """
-    known = [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+    known = known_models()
     for found in known:
         if model in (found["name"], found["path"]):
             del found["defaults"]  # Hydra's
@@ -95,6 +121,56 @@ def model_config(model: str) -> ModelConfig:
     )
 
 
+def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
+    """What a name of `configs/drafter` stands for, as on the command line.
+
+    Args:
+        drafter: the name, or a config, to which nothing is set.
+        model: the target's name.
+        settings: fields of the drafter's config; those of a cascade that are drafters, by name.
+
+    Errors: `ConfigError` for a name or a setting that is not known.
+    """
+    if isinstance(drafter, DrafterConfig):
+        if settings:
+            raise ConfigError(
+                f"{', '.join(settings)} given beside drafter=; set it in the drafter's config "
+                "instead."
+            )
+        return drafter
+    names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
+    if drafter not in names:
+        raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
+    values = _written(CONFIGS / "drafter" / f"{drafter}.yaml")
+    schema, *others = values.pop("defaults")  # Hydra's
+    sizes = _written(CONFIGS / "hardware" / f"{hardware_here()}.yaml")
+    for name, value in values.items():
+        if isinstance(value, str) and value.startswith("${hardware."):
+            _, section, option = value.strip("${}").split(".")
+            values[name] = sizes[section][option]
+        elif isinstance(value, str):
+            values[name] = value.replace("${model.name}", model)
+    values |= settings
+    for other in others:
+        if isinstance(other, dict):  # a part of a cascade
+            ((group, part),) = other.items()
+            name = group.partition("@")[2]
+            values[name] = drafter_config(values.get(name, part), model, {})
+    kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
+    return made(kind, values)
+
+
+def hardware_here() -> str:
+    """The file of configs/hardware that drafters take if none is asked for."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def _written(file: Path) -> dict[str, Any]:
+    """What stands in a file of `configs`."""
+    values: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
+    return values
+
+
 @dataclass
 class Model:
     """A target and its drafter: text in, text out.
@@ -108,60 +184,112 @@ class Model:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 512,
+        prompts: Prompt | Iterable[Prompt],
+        max_new_tokens: int | None = 512,
         batch_size: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Iterable[str] | None = None,
         **sampling: Any,
     ) -> str | list[str]:
         """The answer, or of a list of prompts the list of answers.
 
         Args:
             prompts: what the user says, or a conversation; or a list of such prompts.
-            max_new_tokens: tokens of an answer, at most.
+            max_new_tokens: tokens of an answer, at most; None is as many as the model's context has
+                room for, and so much memory is taken then.
             batch_size: prompts decoded at a time; by default all at once.
-            stop: strings that end an answer, which keeps them.
+            stop: a string, or several, that ends an answer, which keeps it.
             sampling: fields of `Sampling`: `temperature` (0, greedy, if not given), `top_p`,
-                `top_k`, `seed`. Prompts of a list get `seed`, `seed + 1`, ...
+                `top_k`, `seed`. Prompts of a list get `seed`, `seed + 1`, ...; None is a random
+                one.
 
-        Errors: `PromptError` for a prompt that is empty, no conversation, or too long;
+        Errors: `PromptError` for a prompt that is empty, no text or conversation, or too long;
         `ConfigError` for a setting that is not known or cannot be.
         """
-        one = isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts)
-        batch: list[Any] = [prompts] if one else list(prompts)
-        asked = [self._ids(prompt) for prompt in batch]
-        done = self.engine.generate(
-            asked, max_new_tokens, _made(Sampling, sampling), batch_size, stop=stop
-        )
-        texts = [plain_text(self.tokenizer, generation.tokens) for generation in done]
-        return texts[0] if one else texts
+        batch, single = _listed(prompts)
+        settings, stops = _sampling(sampling), _stops(stop)
+        batch_size = typed("batch_size", batch_size, int | None)
+        requests = [
+            self._request(prompt, max_new_tokens, stops, settings.seed + i)
+            for i, prompt in enumerate(batch)
+        ]
+        rows = max(len(requests), 1) if batch_size is None else batch_size
+        done = dict(self.engine.completions(requests, settings, rows))
+        texts = [plain_text(self.tokenizer, done[i].tokens) for i in range(len(requests))]
+        return texts[0] if single else texts
 
     def stream(
-        self, prompt: Prompt, max_new_tokens: int = 512, stop: Sequence[str] = (), **sampling: Any
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = 512,
+        stop: str | Iterable[str] | None = None,
+        **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `generate`, in pieces of whole characters as they are written."""
-        tokens = self.engine.stream(
-            self._ids(prompt), max_new_tokens, _made(Sampling, sampling), stop
-        )
+        settings = _sampling(sampling)
+        request = self._request(prompt, max_new_tokens, _stops(stop), settings.seed)
+        tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(iter(tokens), self.tokenizer))
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        for message in messages:
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise PromptError(
-                    f"{message!r} is no message of a conversation; write "
-                    "{'role': 'user', 'content': '...'}."
-                )
-        return prompt_ids(self.tokenizer, list(messages))
+    def _request(
+        self, prompt: Prompt, max_new_tokens: int | None, stop: list[str], seed: int
+    ) -> Request:
+        limit = typed("max_new_tokens", max_new_tokens, int | None)
+        ids = prompt_ids(self.tokenizer, _conversation(prompt))
+        if limit is None:
+            limit = max(1, self.engine.lm.context - len(ids))
+        return Request(ids, limit, seed, stop)
 
 
-def _made(kind: type[Settings], settings: dict[str, Any]) -> Settings:
-    """The dataclass with these fields; `ConfigError` for one that it has not."""
-    names = [field.name for field in fields(kind)]
-    for name in settings:
-        if name not in names:
-            raise ConfigError(
-                f"there is no setting '{name}'; {kind.__name__} has {', '.join(names)}."
+def _listed(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts, and whether it was one that is no list of prompts."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts], True
+    parts = list(prompts)
+    single = any(isinstance(part, Mapping) for part in parts)
+    return [parts] if single else parts, single
+
+
+def _conversation(prompt: Any) -> list[Message]:
+    """A prompt as messages; `PromptError` where it is none."""
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if not isinstance(prompt, list | tuple | Mapping):
+        raise PromptError(f"{prompt!r} is no prompt; pass a string or a list of messages.")
+    messages = []
+    for message in [prompt] if isinstance(prompt, Mapping) else prompt:
+        is_message = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+        if not (is_message and isinstance(message["role"], str)):
+            raise PromptError(
+                f"{message!r} is no message of a conversation; write "
+                "{'role': 'user', 'content': '...'}."
             )
-    return kind(**settings)
+        try:
+            text = content_text(message["content"])
+        except ValueError as error:
+            raise PromptError(
+                f"a message of '{message['role']}' is no text: its content {error}."
+            ) from error
+        messages.append(cast(Message, {**message, "content": text}))
+    return messages
+
+
+def _stops(stop: Any) -> list[str]:
+    """Stop strings as a list; `ConfigError` for what is none."""
+    if stop is None:
+        return []
+    strings = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"stop={stop!r}: {string!r} is no text that can end an answer.")
+        try:
+            whole(string)
+        except ValueError as error:
+            raise ConfigError(f"stop={stop!r}: {error}.") from error
+    return strings
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """The settings that were given by name, with a random seed where it is None."""
+    if settings.get("seed", 0) is None:
+        settings = settings | {"seed": secrets.randbits(31)}
+    return made(Sampling, settings)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kangaroo.budget import Budget
 from kangaroo.cache import KVCache
 from kangaroo.errors import ConfigError
 from kangaroo.generation import Request
@@ -52,6 +53,7 @@ class Batch:
     Args:
         longest: tokens of the longest text that there is room for, prompt included.
         sampling: of texts that have none of their own.
+        budget: what may be drafted in a round.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Batch:
         sampling: Sampling,
         eos_ids: frozenset[int],
         device: torch.device,
+        budget: Budget,
     ):
         size, self.n_slots = cache.batch_size, cache.n_slots
-        self.cache, self.longest = cache, longest
+        self.cache, self.longest, self.budget = cache, longest, budget
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B = torch.ones(size, dtype=torch.long, device=device)
@@ -85,6 +88,11 @@ class Batch:
     def size(self) -> int:
         """Rows."""
         return self.cache.batch_size
+
+    @property
+    def active(self) -> int:
+        """Rows whose text is being written."""
+        return self.done.count(False)
 
     @property
     def lengths(self) -> list[int]:
@@ -122,7 +130,7 @@ class Batch:
         self.length_B[row] = len(prompt) + 1
 
     def place(self, row: int, prompt: Tensor, request: Request) -> None:
-        """A request's whole prompt has entered a row.
+        """A request's whole prompt has entered a row, with what it has written before.
 
         Errors: `ConfigError` for sampling of its own under acceptance by rejection.
         """
@@ -135,7 +143,7 @@ class Batch:
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
-        limit = len(prompt) + request.max_new_tokens
+        limit = len(request.prompt) + request.max_new_tokens
         self.limit_B[row], self.limits[row] = limit, limit
         self.seeds_B[row], self.seeds[row] = request.seed, request.seed
         self.heeds_eos_B[row] = not request.ignore_eos

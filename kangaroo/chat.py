@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,12 +16,13 @@ from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
 from kangaroo.generation import Generation, Request
 from kangaroo.prompts import Message, plain_text, prompt_ids
+from kangaroo.ranges import Count, Ranged
 from kangaroo.sampling import Sampling
 from kangaroo.streaming import pieces
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(Ranged):
     """How the chat answers.
 
     Args:
@@ -28,13 +31,15 @@ class ChatConfig:
         system: a system prompt; None leaves it to the chat template.
     """
 
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     color: bool = True
     system: str | None = None
 
 
 def questions(console: Console) -> Iterator[str]:
     """The lines that the user types, until end of file."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no UTF-8 end no conversation
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             yield console.input("[bold]> [/]")
@@ -64,7 +69,7 @@ def chat(
 ) -> None:
     """Answer each question as a turn of one conversation; an empty question begins a new one.
 
-    Ctrl-C stops an answer. A question that was stopped, or is too long, is not kept.
+    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept.
     """
     messages: list[Message] = _start(config)
     batch: Batch | None = None
@@ -83,7 +88,8 @@ def chat(
                 style = "green" if drafted and config.color else ""
                 console.print(Text(text, style=style), end="", soft_wrap=True)
         except PromptError as error:
-            console.print(f"{error} (an empty line begins a new conversation)", style="red")
+            told = f"{error} (an empty line begins a new conversation)"
+            console.print(told, style="red", markup=False)
             messages.pop()
             continue
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from kangaroo.api import hardware_here
 from kangaroo.benchmark.cost_parts import CostConfig
 from kangaroo.benchmark.speed import SpeedConfig
 from kangaroo.chat import ChatConfig
@@ -25,13 +26,14 @@ from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.serving import ServingConfig
-from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import fitting, named_by
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models import ModelConfig
 from kangaroo.paper.study import StudyConfig
+from kangaroo.ranges import Count, Ranged
 from kangaroo.sampling import Sampling
 from kangaroo.serving.config import ServeConfig
 from kangaroo.soak.run import SoakConfig
@@ -46,8 +48,6 @@ from kangaroo.under_load.config import LoadConfig
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
 # configs/hardware.
 Sizes = dict[str, dict[str, Any]]
-# Models whose drafters have the sizes of hardware=cpu if nothing is said; all others hardware=gpu.
-SMALL = ("smollm2-135m", "tiny")
 # Of which families there is a draft model (configs/drafter).
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
@@ -185,7 +185,7 @@ class DatastoreCommand:
 
 
 @dataclass
-class ImportAdapterCommand:
+class ImportAdapterCommand(Ranged):
     """`python scripts/import_adapter.py`: a checkpoint of the authors' code becomes an adapter.
 
     Args:
@@ -197,7 +197,7 @@ class ImportAdapterCommand:
 
     model: ModelConfig = MISSING
     source: str = MISSING
-    exit_layer: int | None = None
+    exit_layer: Count | None = None
     output: str = MISSING
 
 
@@ -316,15 +316,11 @@ def register() -> None:
         cs.store(group="adapter/architecture", name=name, node=architecture)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
+    OmegaConf.register_new_resolver("bench_name", bench_name, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
-    OmegaConf.register_new_resolver("hardware_of", hardware_of, replace=True)
+    OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
-
-
-def hardware_of(model: str) -> str:
-    """The file of configs/hardware that a model's drafters take if none is asked for."""
-    return "cpu" if model in SMALL else "gpu"
 
 
 def draft_model_of(model: str, option: str) -> str | None:

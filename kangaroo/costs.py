@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from weakref import WeakKeyDictionary
 
 import torch
 
+from kangaroo.budget import VerifyCosts
 from kangaroo.cache import BUCKET
+from kangaroo.clock import now
 from kangaroo.folders import cache_folder
 from kangaroo.model import LM
 from kangaroo.native import build_name
@@ -31,45 +31,13 @@ CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 
-@dataclass(frozen=True)
-class VerifyCosts:
-    """Seconds of a pass of the whole target, by its tokens.
-
-    Args:
-        widths: ascending.
-        seconds: of each width; never fewer than of a smaller one.
-    """
-
-    widths: list[int]
-    seconds: list[float]
-
-    def at(self, tokens: int) -> float:
-        """By straight lines between the widths that were measured, and beyond the last two."""
-        known = list(pairwise(zip(self.widths, self.seconds, strict=True)))
-        part = next((part for part in known if tokens <= part[1][0]), known[-1])
-        (low, below), (high, above) = part
-        return below + (above - below) * (tokens - low) / (high - low)
-
-    def expected(self, tokens: int) -> float:
-        """Halfway between what was measured and the same if memory hid no arithmetic."""
-        first, last = self.widths[-2:]
-        of_token = (self.at(last) - self.at(first)) / (last - first)
-        unhidden = self.at(1) + (tokens - 1) * of_token
-        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
-
-    def curve(self, rows: int, nodes: int) -> list[float]:
-        """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
-        none = self.expected(rows)
-        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
-
-
 _known: WeakKeyDictionary[LM, VerifyCosts] = WeakKeyDictionary()
 
 
 def measured(lm: LM) -> VerifyCosts:
-    """Of this target with the threads that torch has now; kept in the cache folder."""
+    """Of this target on its device, with torch's threads of now; kept in the cache folder."""
     if lm not in _known:
-        about = [lm.config.to_json_string(), str(lm.dtype), torch.get_num_threads(), build_name()]
+        about = [lm.config.to_json_string(), str(lm.dtype), *machine(lm)]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         file = cache_folder() / "costs" / f"{key}.json"
         try:
@@ -81,6 +49,14 @@ def measured(lm: LM) -> VerifyCosts:
             partial.write_text(json.dumps(asdict(_known[lm])))
             os.replace(partial, file)
     return _known[lm]
+
+
+def machine(lm: LM) -> list[str | int]:
+    """What computes a pass of this target."""
+    if lm.device.type == "cuda":
+        return [torch.cuda.get_device_name(lm.device), "graphs" if lm.acceleration else "eager"]
+    native = lm.native_layers is not None
+    return [torch.get_num_threads(), build_name() if native else "torch " + torch.__version__]
 
 
 @torch.inference_mode()
@@ -95,13 +71,13 @@ def measure(lm: LM) -> VerifyCosts:
         for width in widths:
             if spent[width] > MOST_SECONDS:
                 continue
-            tokens_1N = torch.zeros(1, width, dtype=torch.long)
+            tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
             tree, end = Tree.chain(width, lm.device), start + width
-            block = lm.block(tree, torch.tensor([start]), end, cache.n_slots)
-            began = time.perf_counter()
+            block = lm.block(tree, torch.tensor([start], device=lm.device), end, cache.n_slots)
+            began = now(lm.device)
             x_1ND, _ = lm.run(lm.embed(tokens_1N), cache, block, range(lm.n_layers))
             lm.logits(x_1ND).argmax(-1)
-            took = time.perf_counter() - began
+            took = now(lm.device) - began
             best[width], spent[width] = min(best[width], took), spent[width] + took
     seconds = [best[width] for width in widths]
     return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])

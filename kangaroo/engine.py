@@ -7,23 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo import teacher
 from kangaroo.batch import Batch
-from kangaroo.cache import BUCKET, Block, KVCache
-from kangaroo.clock import Clock, now, running
+from kangaroo.budget import Budget
+from kangaroo.cache import BUCKET, KVCache
+from kangaroo.clock import now, running
+from kangaroo.costs import measured
+from kangaroo.cpu.drafting import native_drafting
+from kangaroo.cpu.stepper import CpuStepper, runs_natively
 from kangaroo.drafters.base import Drafter
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.generation import Generation, Request, StepRecord, Stream, Token
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.sampling import Sampling, pick
-from kangaroo.verify import decide
+from kangaroo.stepper import Stepper, TensorStepper
 
 
 class Engine:
@@ -35,6 +38,8 @@ class Engine:
             the memory of a prefill whatever the prompt's length; None is as many as are quick.
         reuse: a prompt that begins like the text before it in its row is read from where it
             differs. Off, every prompt is read whole, as whoever measures wants it.
+        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
+            acceptance. Off, a batch drafts what pays there.
     """
 
     def __init__(
@@ -44,26 +49,24 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int | None = None,
         reuse: bool = False,
+        always_drafts: bool = False,
     ):
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.reuse = prefill_chunk, reuse
+        self.prefill_chunk, self.reuse, self.always_drafts = prefill_chunk, reuse, always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
-        self.rounds: Rounds | None = None  # of the batch, where these are native
+        self.stepper: Stepper | None = None  # of the batch
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.keep = 0  # likeliest tokens that are kept of every distribution
-        self.clock = Clock(lm.device)
 
     @property
     def spare_slots(self) -> int:
         """Beyond the longest text: a draft's nodes and as many places before a text, or those that
         a native draft takes; the bonus."""
-        most = 2 * self.drafter.max_nodes
-        if isinstance(self.drafter, NativeDrafter) and self.drafter.is_native():
-            most = max(most, self.drafter.native_nodes)
-        return most + 2
+        drafting = native_drafting(self.drafter)
+        return max(2 * self.drafter.max_nodes, drafting.nodes if drafting else 0) + 2
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
@@ -79,15 +82,24 @@ class Engine:
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         if self.cache is None or not self.cache.holds(batch_size, n_slots):
             # their memory may be needed for the new ones
-            self.batch = self.cache = self.rounds = None
+            self.batch = self.cache = self.stepper = None
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device)
+        budget = Budget(partial(measured, self.lm), self.always_drafts)
+        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
         self.drafter.begin(batch)
-        self.batch, self.rounds = batch, None
-        if Rounds.can_run(self.lm, self.drafter, sampling):
-            assert isinstance(self.drafter, NativeDrafter)
-            self.rounds = Rounds(self.lm, self.drafter, batch, self.keep)
+        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
+        if self.drafter.needs_costs or drafts_less:
+            budget.measure()  # now, since it may take a second
+        self.batch, self.stepper = batch, self._stepper(batch, sampling)
         return batch
+
+    def _stepper(self, batch: Batch, sampling: Sampling) -> Stepper:
+        """In native code, where this target and drafter can."""
+        if runs_natively(self.lm, self.drafter, sampling):
+            drafting = native_drafting(self.drafter)
+            assert drafting is not None
+            return CpuStepper(self.lm, drafting, batch, self.keep)
+        return TensorStepper(self.lm, self.drafter, batch, self.keep)
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
@@ -118,15 +130,16 @@ class Engine:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        lm, end = self.lm, len(request.prompt)
+        assert self.stepper is not None
+        lm, text = self.lm, request.text
         begun, seconds = now(lm.device), 0.0
-        prompt_T = torch.tensor(request.prompt, device=lm.device)
+        prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        source, known = self.known(batch, row, request.prompt)
+        source, known = self.known(batch, row, text)
         if known and source != row:
             batch.cache.copy(source, row, known)
             self.drafter.adopt(source, row, known)
-        read = self._left_unread(source, row, prompt_T[:known])
+        read = self.stepper.unread(source, row, prompt_T[:known]) if known else []
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(known, end, chunk):
             if first > known:  # what steps leave behind in the row lies above what it has read
@@ -145,7 +158,8 @@ class Engine:
         token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        generation = Generation(prefill_seconds=seconds + now(lm.device) - begun, reused=known)
+        seconds += now(lm.device) - begun
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
@@ -153,46 +167,30 @@ class Engine:
     def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
         """The row whose text a prompt begins like, and how many of its tokens need not be read in
         a free row therefore; of equals the free row itself is the first."""
-        if not (self.reuse and (self.drafter.resumes or self.rounds is not None)):
+        if not (self.reuse and self.stepper is not None and self.stepper.resumes):
             return row, 0
         begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)
         return source, begins[source]
-
-    def _left_unread(
-        self, source: int, row: int, known_T: Tensor
-    ) -> list[tuple[Tensor, Block, dict[int, Tensor]]]:
-        """As a chunk of a row's prompt, those of its first tokens, which came from `source`, that
-        native rounds know and the drafter has not read yet: it reads only when it drafts."""
-        if self.rounds is None or not len(known_T):
-            return []
-        states_1TD = self.rounds.left_unread(source, len(known_T))
-        first, end = len(known_T) - states_1TD.shape[1], len(known_T)
-        if first == end:
-            return []
-        block = self.lm.chunk(first, end, row, self.rounds.batch.n_slots)
-        return [(known_T[None, first:], block, {self.rounds.exit: states_1TD})]
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
         """Propose, verify, commit, observe; one record a row.
 
         Args:
-            drafts: false asks for a short step, which native rounds can make without drafts.
+            drafts: false asks for a short step, without drafts.
 
         Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
         no longer keeps.
         """
         self._check_is_current(batch is self.batch)
+        assert self.stepper is not None
         entered = running()
-        if self.rounds is not None:
-            wrote, kept, draft_seconds, verify_seconds = self.rounds.step(drafts)
-        else:
-            wrote, kept, draft_seconds, verify_seconds = self._step(batch)
-        host_seconds = running() - entered - draft_seconds - verify_seconds
-        seconds = draft_seconds, verify_seconds, host_seconds
-        rows = zip(wrote, kept, strict=True)
-        return [StepRecord(*numbers, *seconds, own) for numbers, own in rows]
+        step = self.stepper.step(drafts)
+        host_seconds = running() - entered - step.draft_seconds - step.verify_seconds
+        seconds = step.draft_seconds, step.verify_seconds, host_seconds
+        rows = zip(step.rows, step.kept, strict=True)
+        return [StepRecord(*row, *seconds, kept) for row, kept in rows]
 
     def _check_is_current(self, current: bool) -> None:
         if not current:
@@ -200,36 +198,6 @@ class Engine:
                 "an engine decodes one batch, or one stream, at a time: finish this one before the "
                 "next, or make an Engine with a drafter of its own for each."
             )
-
-    def _step(
-        self, batch: Batch
-    ) -> tuple[list[tuple[list[int], int, int]], teacher.Rows, float, float]:
-        """By tensors; see `Rounds.step`."""
-        lm, drafter, clock = self.lm, self.drafter, self.clock
-        started = clock.mark()
-        draft = drafter.propose(batch)
-        proposed = clock.mark()
-        block = draft.block = draft.block or lm.block(
-            draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
-        )
-        x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
-        layers = range(draft.entry, lm.n_layers)
-        x_BND, taps = lm.run(x_BND, batch.cache, block, layers, drafter.taps)
-        logits_BNV = lm.logits(x_BND)
-        verdict = decide(draft, logits_BNV, block.positions_RT + 1, batch.sampling, batch.seeds_B)
-        if not draft.tree.is_chain:
-            depth_P = torch.arange(draft.tree.max_depth + 1, device=lm.device)
-            batch.cache.move(
-                block.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
-            )
-        verified = clock.mark()
-        emitted = batch.commit(draft, verdict)
-        drafter.observe(batch, draft, verdict, taps)
-        rows = emitted.to_host()  # the step's one device-to-host copy, but for what is kept
-        kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
-        for row, (tokens, _, _) in enumerate(rows):
-            batch.append(row, tokens)
-        return rows, kept, clock.between(started, proposed), clock.between(proposed, verified)
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
@@ -344,14 +312,16 @@ class Engine:
             seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
             stop: strings that end a text.
 
-        Errors: `PromptError` for an empty prompt or one too long for the context.
+        Errors: `PromptError` for an empty prompt or one too long for the context; `ConfigError` for
+        a batch of no rows.
         """
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         requests = [
             Request(p, max_new_tokens, s, stop) for p, s in zip(prompts, seeds, strict=True)
         ]
-        done = dict(self.completions(requests, sampling, batch_size or len(prompts) or 1))
+        rows = max(len(prompts), 1) if batch_size is None else batch_size
+        done = dict(self.completions(requests, sampling, rows))
         return [done[index] for index in range(len(prompts))]
 
     def stream(

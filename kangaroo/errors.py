@@ -45,6 +45,10 @@ class DataError(KangarooError):
     """A data set is missing, malformed, or holds nothing to train or evaluate on."""
 
 
+class Diverged(KangarooError):
+    """A training has come to numbers that are not finite, such as NaN."""
+
+
 class NotLossless(KangarooError):
     """A method wrote another text than vanilla decoding, and rounding does not explain it."""
 

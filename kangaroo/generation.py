@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kangaroo.errors import PromptError
+from kangaroo.errors import ConfigError, PromptError
 from kangaroo.sampling import Sampling
+
+SEEDS = 1 << 63  # seeds lie in [-SEEDS, SEEDS), which tensors and native code hold
 
 
 @dataclass
@@ -22,6 +24,10 @@ class Request:
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
         sampling: this text's own; None is the batch's. The rule of acceptance is always that.
+        written: the first of the new tokens, which another batch has written: they enter with the
+            prompt, and the text goes on from them as it would have there.
+
+    Errors: `ConfigError` for a seed that is no signed number of 64 bits.
     """
 
     prompt: Sequence[int]
@@ -30,6 +36,19 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     sampling: Sampling | None = None
+    written: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not -SEEDS <= self.seed < SEEDS:
+            raise ConfigError(
+                f"seed={self.seed} must be {-SEEDS} to {SEEDS - 1}; several texts have seeds one "
+                "after another."
+            )
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The tokens that enter: the prompt, and what was written."""
+        return [*self.prompt, *self.written] if self.written else self.prompt
 
     def check_fits(self, limit: str, tokens: int) -> None:
         """Errors: `PromptError` where prompt and new tokens are more than `tokens`, which is what

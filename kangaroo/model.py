@@ -9,56 +9,33 @@ R rows of a block.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from kangaroo import cuda, native
 from kangaroo.acceleration import Acceleration
 from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
-from kangaroo.errors import UnsupportedModel
 from kangaroo.graphs import Graphs
 from kangaroo.huge_pages import settle
 from kangaroo.layer_weights import layer_weights
 from kangaroo.native import Sizes
+from kangaroo.supported import check_supported
 from kangaroo.tree import Tree
 
+FINGERPRINTED = 256  # numbers of each weight
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 AttentionInterface.register(ATTENTION, attention)
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` for a model whose layers or positions this engine cannot drive."""
-    name = config.name_or_path or config.model_type
-    if config.model_type not in SUPPORTED:
-        raise UnsupportedModel(
-            f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}."
-        )
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    windowed = "sliding_attention" in layer_types or (
-        config.model_type == "mistral" and config.sliding_window is not None
-    )
-    if windowed:
-        raise UnsupportedModel(
-            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is "
-            "not supported. A model trained with full attention is needed, or one whose config "
-            "sets sliding_window to null."
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type in ("dynamic", "longrope"):
-        raise UnsupportedModel(
-            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the "
-            "text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
-        )
 
 
 class LM(nn.Module):
@@ -150,6 +127,20 @@ class LM(nn.Module):
         """What messages and provenance call the model."""
         return self.config.name_or_path or self.config.model_type
 
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Tells these weights from others of the same shape by the first numbers of each, rounded
+        to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in
+        float16, which rounds twice). None for a `blueprint`, which has no weights."""
+        digest = hashlib.sha256()
+        for parameter in self.hf.parameters():
+            if parameter.is_meta:
+                return None
+            first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
+            first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
+            digest.update(first.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     @property
     def n_layers(self) -> int:
         """Layers of the whole model."""
@@ -176,6 +167,7 @@ class LM(nn.Module):
         Args:
             device: where this process computes; its part of each layer moves there.
         """
+        _ = self.fingerprint  # while layers are whole
         # imported here: it takes most of a second, and only training at scale needs it
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -192,10 +184,8 @@ class LM(nn.Module):
         self.device, self.layer_devices = device, [device] * self.n_layers
 
     def eos_ids(self) -> list[int]:
-        """Every token that ends a text: Llama 3 has several, named by the generation config."""
-        eos = self.hf.generation_config.eos_token_id
-        eos = self.config.eos_token_id if eos is None else eos
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        """Every token that ends a text."""
+        return eos_ids(self.hf)
 
     def new_norm(self) -> nn.Module:
         """A norm of the target's own class."""
@@ -377,6 +367,13 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
+
+
+def eos_ids(hf: PreTrainedModel) -> list[int]:
+    """Every token that ends a text: Llama 3 has several, named by the generation config."""
+    eos = hf.generation_config.eos_token_id
+    eos = hf.config.eos_token_id if eos is None else eos
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 @contextmanager

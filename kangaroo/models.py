@@ -15,28 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+import yaml
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
+from kangaroo.checkpoints import read_checkpoint, read_tokenizer
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
-from kangaroo.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.errors import ConfigError
+from kangaroo.folders import TORCHRUN, command_line, of_project
+from kangaroo.model import eos_ids
 from kangaroo.placement import check_placed
+from kangaroo.prompts import TEMPLATES, check_template, shipped_templates
 from kangaroo.shapes import SHAPES, shape_of
 
 TINY = "random:tiny"
 RANDOM = "random:"
 
-TEMPLATES = Path(__file__).parent / "templates"
+MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 
 class Dtype(Enum):
@@ -68,6 +70,8 @@ class ModelConfig:
             fills one GPU before the next; None uses one device.
         tp_plan: transformers' tensor parallelism; refused, since the KV cache has all the heads.
         chat_template: name of a template in `kangaroo/templates`; None uses the tokenizer's own.
+        eos_token: a token that ends a text as well as those that the checkpoint names, such as
+            `<|im_end|>`; None is no further one.
         compiled: decode in code made for this machine (`LM.compile_for_decoding`).
     """
 
@@ -79,7 +83,29 @@ class ModelConfig:
     device_map: str | None = None
     tp_plan: str | None = None
     chat_template: str | None = None
+    eos_token: str | None = None
     compiled: bool = True
+
+
+def known_models() -> list[dict[str, Any]]:
+    """What the files of configs/model say, one each."""
+    return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+
+
+def options_of(model: str, name: str | None = None) -> dict[str, str]:
+    """How a command is told of a target, for `folders.command_line`.
+
+    Args:
+        model: its name in configs/model, or its path: a hub id or folder.
+        name: what it is called if it is none of configs/model.
+    """
+    for known in known_models():
+        if model in (known["name"], known["path"]):
+            return {"model": known["name"]}
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or "/" in model or model.startswith(RANDOM)
+    called = name or path.resolve().name.rpartition(":")[2]
+    return {"model__path": model if is_path else "FOLDER", "model__name": called}
 
 
 def load(
@@ -88,15 +114,17 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template that is not there, and for tensor parallelism.
+    template that is not there or fails, an `eos_token` that is not there, and for tensor
+    parallelism.
     """
     if config.tp_plan is not None:
         raise ConfigError(
             f"model.tp_plan={config.tp_plan} is not supported: tensor parallelism gives each "
             "process some of the attention heads, but the KV cache and the native code need all of "
             "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
-            "its layers over the GPUs of one process; to train, torchrun --nproc-per-node=N "
-            "train.py trainer.shard_target=true. See docs/scale.md."
+            "its layers over the GPUs of one process; to train, "
+            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}. See "
+            "docs/scale.md."
         )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
@@ -117,7 +145,7 @@ def load(
         model.set_attn_implementation(attn_implementation)
         tokenizer = byte_tokenizer()
     else:
-        model, tokenizer = _load_checkpoint(
+        model, tokenizer = read_checkpoint(
             _source(config.path),
             config.revision,
             dtype=config.dtype.torch,
@@ -126,6 +154,15 @@ def load(
         )
     if template is not None:
         tokenizer.chat_template = template
+    if config.eos_token is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
+                f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
+            )
+        further = tokenizer.get_vocab()[config.eos_token]
+        model.generation_config.eos_token_id = [*eos_ids(model), further]
+    check_template(tokenizer)
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
@@ -135,22 +172,13 @@ def load(
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
 
-    Errors: `ModelNotFound`.
+    Errors: `ModelNotFound`, `CorruptFile`.
     """
     if path == TINY:
         return byte_tokenizer()
     if path.startswith(RANDOM):
         return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            _source(path), revision=revision
-        )
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"'{path}' has no tokenizer that can be read: {str(error).splitlines()[0]} Save the "
-            "model's tokenizer there."
-        ) from error
-    return tokenizer
+    return read_tokenizer(_source(path), revision)
 
 
 def _source(path: str) -> str:
@@ -161,72 +189,10 @@ def chat_template(name: str) -> str:
     """The Jinja text of that template in `kangaroo/templates`; `ConfigError` if there is none."""
     file = TEMPLATES / f"{name}.jinja"
     if not file.is_file():
-        shipped = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
         raise ConfigError(
-            f"there is no chat template '{name}'. Pass model.chat_template={shipped}."
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
         )
     return file.read_text(encoding="utf-8")
-
-
-def _load_checkpoint(
-    source: str, revision: str | None, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    is_folder = os.path.isdir(source)
-    if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
-        raise ModelNotFound(
-            f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
-        )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except SafetensorError as error:
-        raise CorruptFile(
-            f"'{_unreadable(source, revision)}' is truncated or corrupt ({error}). "
-            "Delete it, then fetch or save it again."
-        ) from error
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        if is_folder:
-            raise ModelNotFound(
-                f"the folder '{source}' holds no complete checkpoint: {reason} "
-                "Pass model.path= another folder, or save this one again."
-            ) from error
-        raise ModelNotFound(
-            f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
-            f"hold it, and the hub did not give it: {reason} Go online once (a gated model also "
-            "needs its licence accepted and `hf auth login`), pass model.path= a local folder, or "
-            "choose model=smollm2-135m, which comes from PyPI."
-        ) from error
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedModel(
-            f"'{source}' cannot be a target: {reason} Choose another model.path."
-        ) from error
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
-        raise CorruptFile(
-            f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
-            "Fetch or save it again."
-        )
-    return model, tokenizer
-
-
-def _unreadable(source: str, revision: str | None) -> str:
-    """The file of a checkpoint that safetensors refuses, since its errors do not name it.
-
-    Links are followed: the hub's cache would link the same bad file again.
-    """
-    if not os.path.isdir(source):
-        source = snapshot_download(source, revision=revision, local_files_only=True)
-    for file in sorted(Path(source).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return str(file.resolve())
-    return source
 
 
 def random_model(

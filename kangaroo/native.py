@@ -1,4 +1,4 @@
-"""Decoder layers in native code, for a CPU: builds `cpp/decode.cpp` and calls it.
+"""Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
 
 A step of decoding has few tokens, and its time is that of reading the weights once. PyTorch's
 modules take several times as long: matrix products of one row do not stream, and between them the
@@ -12,10 +12,7 @@ Shapes: R rows, T tokens a row, D hidden size, N outputs, S slots, E occupied sl
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -30,15 +27,11 @@ import torch
 from torch import Tensor
 
 from kangaroo.cache import Block, KVCache
-from kangaroo.folders import cache_folder
+from kangaroo.compiling import build, compiler, supported
 from kangaroo.last_level import staying_bytes
 
 log = logging.getLogger(__name__)
 
-SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
-MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-SHARED = ["-fopenmp", "-shared", "-fPIC"]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
@@ -349,50 +342,26 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 
     For bfloat16 it has none on x86 without AVX-512: there they take 5 times as long as here.
     """
-    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype != torch.bfloat16:
+        return True
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
 def library() -> CDLL | None:
     """The native code; None, with a warning that says why, where it can't be built."""
     try:
-        return CDLL(str(build(compiler(), ["-march=native"])))
+        name = compiler()
+        target, _ = supported(name, ["-march=native"], ["-mcpu=native"])
+        return CDLL(str(build(name, target)))
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("decoding stays eager, which is slower: %s", said.strip().splitlines()[0])
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        log.warning("decoding stays eager, which is slower: %s", reason)
         return None
-
-
-def compiler() -> str:
-    """Errors: `OSError` where there is none."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not found:
-        raise OSError("there is no C++ compiler; install g++, or name one in CXX")
-    return found
 
 
 def build_name() -> str:
     """Tells the native code of this version, compiler and processor from any other."""
     found = library()
     return "" if found is None else Path(found._name).stem
-
-
-def build(compiler: str, target: list[str]) -> Path:
-    """Compile `decode.cpp`, once for each compiler, processor and version of the sources."""
-    predefined = subprocess.run(
-        [compiler, *target, "-dM", "-E", "-x", "c++", os.devnull],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    flags = " ".join(FLAGS + target)
-    text = "".join(source.read_text("utf-8") for source in SOURCES)
-    key = hashlib.sha256((text + flags + predefined).encode()).hexdigest()[:16]
-    file = cache_folder() / "native" / f"decode-{key}.so"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole: others may build too
-        command = [compiler, *FLAGS, *target, *SHARED, str(MAIN), "-o", str(partial)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        os.replace(partial, file)
-    return file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
@@ -14,8 +16,32 @@ from kangaroo.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
+TEMPLATES = Path(__file__).parent / "templates"
+
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
+
+
+def whole(text: str) -> str:
+    """The text, if it is one.
+
+    Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a terminal's bytes can
+    hold, and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = error.start
+        raise ValueError(
+            "it holds half of a surrogate pair, which is no character: "
+            f"{text[max(0, start - 20) : start + 1]!a}"
+        ) from error
+    return text
+
+
+def mended(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair (`whole`)."""
+    return text.encode(errors="replace").decode()
 
 
 class Message(TypedDict):
@@ -32,12 +58,12 @@ def content_text(content: Any) -> str:
     """
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not isinstance(content, list | tuple):
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"is {kind}, neither text nor a list of text parts")
     texts = []
     for number, part in enumerate(content, start=1):
-        fields = part if isinstance(part, dict) else {}
+        fields = part if isinstance(part, Mapping) else {}
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = f"of type {fields['type']!r}" if "type" in fields else type(part).__name__
             raise ValueError(f"has a part that is no text (part {number}, {kind})")
@@ -64,13 +90,35 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
     The template writes BOS itself where the model needs one, so none is added.
 
-    Errors: `PromptError` for an empty user turn, or one that the template refuses; `ConfigError`
-    where there is no template.
+    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
+    template refuses; `ConfigError` where there is no template.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def shipped_templates() -> str:
+    """The names of the templates in `kangaroo/templates`, for a message."""
+    return " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Errors: `ConfigError` for a chat template that fails at a user's first turn. One that refuses
+    the turn by `raise_exception` may take others; that there is none is told when one is needed.
+    """
+    if tokenizer.chat_template is None:
+        return
+    turn = [Message(role="user", content="Hello")]
+    try:
+        tokenizer.apply_chat_template(_as_dicts(turn), tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        if type(error) is not TemplateError:  # which its subclasses, of faults, are not
+            raise ConfigError(
+                f"the chat template of '{tokenizer.name_or_path}' cannot be used "
+                f"({_reason(error)}). Repair it, or pass model.chat_template={shipped_templates()}."
+            ) from error
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -90,11 +138,35 @@ def user_header(
 
     Args:
         history: the conversation so far, which ends with the assistant; None at its start.
+
+    Errors: `ConfigError` for a template by which nothing ends a user turn.
     """
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
+    if not after.strip():
+        raise ConfigError(
+            f"the chat template of '{tokenizer.name_or_path}' writes nothing after a user's turn, "
+            "so it cannot be seen where a question that the model writes is to end. Pass "
+            "model.chat_template= another one, or take questions from elsewhere "
+            "(data=conversations)."
+        )
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the template ends an assistant's turn with; None where it is none."""
+    if tokenizer.chat_template is None:
+        return None
+    roles = ("user", "assistant")
+    try:
+        turns = [Message(role=role, content=_SENTINEL) for role in roles]
+        text = _render(tokenizer, turns, add_generation_prompt=False)
+    except PromptError:
+        return None
+    after = text.rpartition(_SENTINEL)[2].strip()
+    first = next(iter(tokenizer.encode(after, add_special_tokens=False)), None)
+    return first if first in tokenizer.added_tokens_decoder else None
 
 
 def masked_ids(
@@ -132,8 +204,9 @@ def _masked_text(
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
-        encoded = tokenizer.apply_chat_template(
-            _as_dicts(messages),
+        encoded = _applied(
+            tokenizer,
+            messages,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -185,20 +258,37 @@ def _render(
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
-            "model.chat_template= one of ours (vicuna)."
+            f"model.chat_template={shipped_templates()}."
         )
+    text = _applied(
+        tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert isinstance(text, str)
     try:
-        text = tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
+        return whole(text)
+    except ValueError as error:
+        raise PromptError(
+            f"the prompt is no text: {error}. Write it in whole characters."
+        ) from error
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool
+) -> object:
+    """What the chat template makes of a conversation; a template may raise anything."""
+    try:
+        return tokenizer.apply_chat_template(_as_dicts(messages), **options)  # type: ignore[arg-type]
+    except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise PromptError(
             f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
-            f"({error}). If the system turn is the reason, leave it out."
+            f"({_reason(error)}). If the system turn is the reason, leave it out."
         ) from error
-    assert isinstance(text, str)
-    return text
+
+
+def _reason(error: Exception) -> str:
+    """What a template says, or what went wrong in it."""
+    return str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
 
 
 def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:

@@ -17,9 +17,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
+from kangaroo.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
+MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
 _MASK = 0xFFFFFFFF
+# Temperatures: logits divided by far less are infinite in float32, and by far more all alike.
+GREEDY_BELOW, HOTTEST = 1e-6, 1e30
 
 
 class Rule(Enum):
@@ -38,30 +41,30 @@ class Stream(Enum):
 
 
 @dataclass
-class Sampling:
+class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
-        temperature: 0 is greedy.
-        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        temperature: 0 is greedy, and so is any below 1e-6, which becomes 0: logits divided by so
+            little are mostly rounding in float32, and infinite at last. 1e30 is the highest.
+        top_p: keep the smallest set of tokens whose probability reaches this, of one token at
+            least; 1 keeps all.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
         rule: how a sampled draft is accepted; greedy decoding is the same under both.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    temperature: NotNegative = 0.0
+    top_p: Share = 1.0
+    top_k: CountOrZero = 0
+    seed: NoiseSeed = 0
     rule: Rule = Rule.match
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], not {self.top_p}; 1 keeps every token.")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (keep every token) or more, not {self.top_k}.")
+        super().__post_init__()
+        self.temperature = min(self.temperature, HOTTEST)
+        if self.temperature < GREEDY_BELOW:
+            self.temperature = 0.0
 
     @property
     def greedy(self) -> bool:
@@ -119,7 +122,8 @@ def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        removed = (probs.cumsum(-1) - probs) >= sampling.top_p  # the first token always stays
+        removed = (probs.cumsum(-1) - probs) >= sampling.top_p
+        removed[..., 0] = False  # the likeliest stays, though top_p may be 0 in float32
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV

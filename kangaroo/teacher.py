@@ -10,14 +10,17 @@ Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kangaroo.errors import ConfigError
+from kangaroo.ranges import Range
 
 MOST = 64  # of `choice.h`
+Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # None for each where nothing is kept
 
 

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import install
 from kangaroo.provenance import flat
+
+ID, LAST_STEP = "wandb_id", "wandb_step"  # of a run, files in its folder
+NAME = 128  # characters that a run's name may have
 
 # A table's row: a name and numbers by column.
 Row = Mapping[str, str | float]
@@ -63,6 +67,12 @@ def finished(tracker: Tracker) -> Iterator[Tracker]:
         failed = False
     finally:
         tracker.finish(failed)
+
+
+def forget(output: Path) -> None:
+    """What `output` holds is measured anew: a run of its own in W&B, too."""
+    for name in (ID, LAST_STEP):
+        (output / name).unlink(missing_ok=True)
 
 
 class NoTracker:
@@ -133,11 +143,15 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "logger=wandb needs the package wandb: pip install kangaroo[wandb], or logger=none."
+                f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         self.wandb = wandb
+        # A run on disk is not told how far its earlier parts came.
+        self.last = output / LAST_STEP
+        logged = int((self.last.exists() and self.last.read_text()) or -1)
         self.run = wandb.init(
+            name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
             **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
             group=config.group,
             mode=cast(Mode | None, config.mode),
@@ -145,13 +159,15 @@ class Wandb:
             config=flat(settings),
             resume="allow",
         )
+        self.first = max(self.run.starting_step, logged + 1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Steps done again since the last checkpoint are known there, with the same values; W&B
         would warn of each that it does not go back.
         """
-        if step >= self.run.starting_step:
+        if step >= self.first:
             self.run.log(metrics, step=step)
+            self.last.write_text(str(step))
 
     def result(
         self,
@@ -187,7 +203,7 @@ class Wandb:
 
 def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
     """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
-    known = output / "wandb_id"
+    known = output / ID
     if not known.exists():
         known.write_text(secrets.token_hex(4))
     return {"project": config.project, "entity": config.entity, "id": known.read_text()}

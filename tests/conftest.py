@@ -15,6 +15,32 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 
+@pytest.fixture
+def measured_budget():
+    """For tests of what a batch drafts less."""
+
+
+@pytest.fixture(autouse=True)
+def steady_budget(request, monkeypatch):
+    """A batch drafts as its drafter would one text alone, and hybrids count on the same costs
+    everywhere: what a machine measures would make rounds differ from run to run.
+    """
+    if "measured_budget" in request.fixturenames:
+        return
+    from kangaroo import engine
+    from kangaroo.budget import Budget, VerifyCosts
+
+    costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
+    monkeypatch.setattr(engine, "measured", lambda lm: costs)
+
+    def no_limits(self, rows, nodes, drafting=0.0):
+        """Whatever the batch."""
+        return [0.0] * nodes
+
+    for limits in ("min_chain_chances", "min_node_chances"):
+        monkeypatch.setattr(Budget, limits, no_limits)
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 from helpers import adapter_for
+from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
@@ -24,11 +25,8 @@ from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.sampling import Sampling
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.scheduler import (
-    Event,
-    Job,
-    Scheduler,
-)
+from kangaroo.serving.jobs import Event, Job
+from kangaroo.serving.scheduler import Scheduler
 
 LONGEST = 200
 SAMPLINGS = [
@@ -95,11 +93,12 @@ def alone(engine: Engine, request: Request) -> list[int]:
 
 
 @contextmanager
-def serving(**changes: object) -> Iterator[str]:
+def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object) -> Iterator[str]:
     """The address of a server in a thread."""
+    tokenizer = tokenizer or byte_tokenizer()
     config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
     scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
-    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", config)
+    app = make_app(scheduler, tokenizer, "tiny", "kangaroo", config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

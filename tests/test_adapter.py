@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny
+from helpers import EXIT, adapter_for, eagle_for, random_prompts, recipe_of, tiny, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,7 @@ from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, Corru
 from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
-from kangaroo.trained import medusa_heads
+from kangaroo.trained import adapter_files, medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.adapter_files import (
     CONFIG,
@@ -33,6 +33,7 @@ from kangaroo.trained.adapter_files import (
     read_config,
     save,
 )
+from kangaroo.trained.base import Trainable
 from kangaroo.trained.medusa_heads import MedusaHeads
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
@@ -157,11 +158,9 @@ def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
         Adapter(lm, exit_layer)
 
 
-@pytest.mark.parametrize("parts", [{"attention_layers": 0}, {"attention": False}])
-def test_numbers_of_attention_layers_that_cannot_be_are_refused(parts):
-    parts = {"attention_layers": 2, "feed_forward": True} | parts
-    with pytest.raises(ConfigError, match=f"attention_layers={parts['attention_layers']} must be"):
-        Architecture(**parts)
+def test_attention_layers_without_attention_are_refused():
+    with pytest.raises(ConfigError, match=r"attention_layers=2 needs .*attention=true"):
+        Architecture(attention_layers=2, attention=False, feed_forward=True)
 
 
 # ---- save and load -----------------------------------------------------------------------------
@@ -247,10 +246,10 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
-        AdapterNotFound, match=r"train\.py model=mine\).*import_adapter.*model=mine"
+        AdapterNotFound, match=r"train\.py model\.path=FOLDER model\.name=mine\).*import_adapter"
     ):
         load("adapters/mine", lm, Adapter)
-    with pytest.raises(AdapterNotFound, match=r"train\.py model=mine adapter=medusa"):
+    with pytest.raises(AdapterNotFound, match=r"train\.py model\.path=FOLDER .* adapter=medusa"):
         load("adapters/mine-medusa", lm, MedusaHeads)
     trained = Path("outputs/train/mine/attention-exit2")
     ignored = shutil.ignore_patterns("elsewhere")  # `saved` is the folder above
@@ -273,7 +272,7 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
 def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for path in ("nobody/nothing-here", str(saved / "no-such-folder"), str(saved / CONFIG)):
-        with pytest.raises(AdapterNotFound, match=f"'{path}'.*train.py.*drafter.adapter="):
+        with pytest.raises(AdapterNotFound, match=f"'{path}'.*Pass drafter.adapter="):
             load(path, lm, Adapter)
 
 
@@ -283,6 +282,17 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
     (saved / WEIGHTS).write_bytes(whole[:length])
     with pytest.raises(CorruptFile, match=str(saved)):
         load(str(saved), lm, Adapter)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "eagle", "medusa"])
+def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
+    medusa = MedusaHeads(lm, medusa_heads.Architecture())
+    made = {"adapter": adapter_for(lm), "eagle": eagle_for(lm), "medusa": medusa}[kind]
+    name, weight = next(iter(made.named_parameters()))
+    weight.data.view(-1)[-1] = torch.inf
+    folder = str(adapter_files.save(made, describe(lm, made, {}), None, tmp_path))
+    with pytest.raises(CorruptFile, match=f"{tmp_path}.*{name} holds numbers that are not finite"):
+        load(folder, lm, Trainable)
 
 
 def test_a_kind_of_adapter_that_is_not_known_is_named(lm, saved):
@@ -334,6 +344,42 @@ def test_moving_a_checkpoint_or_changing_its_context_keeps_the_adapter(saved):
     other = tiny(max_position_embeddings=100, pad_token_id=3)
     other.config.name_or_path = "/somewhere/else"
     load(str(saved), other, Adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplog, dtype):
+    other = LM(tiny_model(dtype=torch.bfloat16).to(dtype))
+    load(str(saved), other, Adapter)
+    assert not caplog.messages  # the same weights, under another name and in any number format
+    del other.fingerprint
+    other.layers[3].mlp.down_proj.weight.data *= 1.01
+    other.config.name_or_path = "somebody/fine-tuned"
+    load(str(saved), other, Adapter)
+    (said,) = caplog.messages
+    assert "was trained for tiny/llama (weights " in said and "is somebody/fine-tuned (weig" in said
+
+
+def test_an_adapter_that_knows_no_weights_is_judged_by_the_targets_name(saved, caplog):
+    file = saved / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["target_weights"]  # as saved before there was such a field
+    file.write_text(json.dumps(fields))
+    other = tiny(seed=5)
+    other.config.name_or_path = "tiny/llama"
+    load(str(saved), other, Adapter)
+    assert not caplog.messages
+    other.config.name_or_path = "somebody/fine-tuned"
+    load(str(saved), other, Adapter)
+    assert "trained for tiny/llama (weights not recorded)" in caplog.text
+
+
+def test_a_fingerprint_leaves_the_weights_alone_and_needs_some():
+    lm = tiny(dtype=torch.bfloat16)
+    weight = next(lm.hf.parameters())
+    weight.data[0, 0] = 1e-8
+    assert lm.fingerprint is not None and weight[0, 0] != 0
+    with torch.device("meta"):
+        assert LM(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))).fingerprint is None
 
 
 def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):

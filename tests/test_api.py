@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import adapter_for
@@ -16,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import kangaroo
-from kangaroo.api import load_target, model_config
+from kangaroo.api import drafter_config, load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine import Engine
@@ -30,6 +31,7 @@ from kangaroo.trained import adapter_files
 
 ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]
+DRAFTERS = sorted(file.stem for file in (ROOT / "configs/drafter").glob("*.yaml"))
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
 
 
@@ -45,7 +47,7 @@ def engine():
     return Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
 
 
-def asked(question):
+def asked(question):  # a conversation
     return [{"role": "user", "content": question}]
 
 
@@ -80,7 +82,18 @@ def test_a_list_of_prompts_gives_a_list_of_the_engines_texts(model, engine, batc
 
 
 def test_a_conversation_is_one_prompt(model):
-    assert model.generate(asked("Why?"), 24) == model.generate("Why?", 24)
+    expected = model.generate("Why?", 24)
+    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
+    for prompt in (
+        asked("Why?"),
+        asked("Why?")[0],  # a single message
+        tuple(asked("Why?")),
+        (message for message in asked("Why?")),
+        [{"role": "user", "content": parts}],
+    ):
+        assert model.generate(prompt, 24) == expected
+    assert model.generate([asked("Why?"), "Why?"], 24) == [expected] * 2
+    assert "".join(model.stream(asked("Why?")[0], 24)) == expected
     talk = [*asked("Why?"), {"role": "assistant", "content": "So."}, *asked("Why?")]
     assert model.generate(talk, 24) != model.generate("Why?", 24)
 
@@ -106,6 +119,44 @@ def test_a_stop_string_ends_both(model):
     stop = whole[10]
     text = model.generate("Why?", 48, stop=[stop])
     assert text == whole[: whole.index(stop) + 1] == "".join(model.stream("Why?", 48, stop=[stop]))
+
+
+def test_a_stop_string_is_a_list_of_one_and_none_is_no_stop(model):
+    """It is not taken for a list of its letters."""
+    whole = model.generate("Why?", 48)
+    letter, absent = whole[10], whole[10] + "\N{KANGAROO}"
+    for stop in (absent, [absent], (absent,), None, []):
+        assert model.generate("Why?", 48, stop=stop) == whole
+        assert "".join(model.stream("Why?", 48, stop=stop)) == whole
+    ended = whole[: whole.index(letter) + 1]
+    assert model.generate("Why?", 48, stop=letter) == ended
+    assert model.generate("Why?", 48, stop={letter, absent}) == ended
+    assert model.generate(["Why?"] * 2, 48, stop=iter([letter])) == [ended] * 2
+
+
+def test_no_seed_is_a_random_one(model, monkeypatch):
+    texts = {model.generate("Why?", 24, temperature=1.5, seed=None) for _ in range(5)}
+    assert len(texts) > 1
+    monkeypatch.setattr("kangaroo.api.secrets.randbits", lambda bits: 7)
+    expected = model.generate(["Why?"] * 2, 24, temperature=1.5, seed=7)
+    assert model.generate(["Why?"] * 2, 24, temperature=1.5, seed=None) == expected
+    assert "".join(model.stream("Why?", 24, temperature=1.5, seed=None)) == expected[0]
+
+
+def test_no_limit_is_the_room_of_the_context(model, monkeypatch):
+    monkeypatch.setattr(type(model.engine.lm), "context", 64)
+    room = 64 - len(prompt_ids(model.tokenizer, asked("Why?")))
+    assert 0 < room < 60
+    expected = model.generate("Why?", room)
+    assert model.generate("Why?", None) == "".join(model.stream("Why?", None)) == expected
+    with pytest.raises(PromptError, match="Shorten the prompt by"):
+        model.generate("Why?" * 20, None)
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    expected = model.generate("Why?", 24, temperature=0.5, top_k=5, seed=3)
+    numbers = {"temperature": np.float64(0.5), "top_k": np.int64(5), "seed": np.int32(3)}
+    assert model.generate("Why?", np.int64(24), **numbers) == expected
 
 
 def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text():
@@ -160,9 +211,57 @@ def test_a_missing_adapter_is_told_before_the_model_is_looked_for(tmp_path, monk
         kangaroo.load("vicuna-7b")
 
 
-def test_another_drafter_writes_the_same(model):
-    vanilla = kangaroo.load("tiny", drafter=VanillaConfig())
-    assert vanilla.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": VanillaConfig()},
+        {"drafter": "vanilla"},
+        {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
+        {"drafter": "lookahead"},
+        {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
+        {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
+        {"drafter": "draft_verify", "skip": [1, 2]},
+    ],
+    ids=str,
+)
+def test_another_drafter_writes_the_same(model, settings):
+    other = kangaroo.load("tiny", **settings)
+    assert other.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)
+
+
+@pytest.mark.parametrize(
+    "name, target", [*((name, "smollm2-135m") for name in DRAFTERS), ("kangaroo_tree", "vicuna-7b")]
+)
+def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for(name, target):
+    command = composed("chat", f"model={target}", f"drafter={name}")
+    assert drafter_config(name, target, {}) == OmegaConf.to_object(command.drafter)
+
+
+def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(AdapterNotFound) as told:
+        kangaroo.load("mine")
+    drafters = re.findall(r"'(\w+)'", str(told.value).partition("drafter=")[2])
+    assert len(drafters) == 3
+    for drafter in drafters:
+        with pytest.raises(
+            KangarooError, match="/mine' cannot be a target"
+        ) as told:  # the checkpoint is asked for
+            kangaroo.load(tmp_path / "mine", drafter=drafter)
+        assert not isinstance(told.value, AdapterNotFound)
+        assert kangaroo.load("tiny", drafter=drafter).generate("Why?", 8)
+
+
+def test_a_chat_template_can_be_chosen():
+    own, other = (
+        kangaroo.load("tiny", drafter="vanilla", chat_template=template)
+        for template in (None, "vicuna")
+    )
+    assert "USER:" in other.tokenizer.chat_template
+    assert own.generate("Why?", 24) != other.generate("Why?", 24)
+    with pytest.raises(ConfigError, match="no chat template 'vikuna'"):
+        kangaroo.load("tiny", drafter="vanilla", chat_template="vikuna")
 
 
 REFUSED = {
@@ -173,7 +272,7 @@ REFUSED = {
         "tiny",
         {"adapter": ADAPTER, "threshold": 2},
         ConfigError,
-        r"\[0, 1\), not 2",
+        "threshold=2 must be a number, 0 or more and below 1",
     ),
     "a drafter and settings": (
         "tiny",
@@ -183,9 +282,34 @@ REFUSED = {
     ),
     "a drafter's name": (
         "tiny",
-        {"drafter": "hybrid"},
+        {"drafter": "hybird"},
         ConfigError,
-        "drafter='hybrid' is no.*pass",
+        "no drafter 'hybird'. Pass one of: cascade, .*hybrid",
+    ),
+    "no drafter": ("tiny", {"drafter": 3}, ConfigError, "no drafter 3. Pass one of: cascade"),
+    "no part of a cascade": (
+        "tiny",
+        {"drafter": "cascade", "first": 3},
+        ConfigError,
+        "no drafter 3. Pass one of: cascade",
+    ),
+    "a setting of another drafter": (
+        "tiny",
+        {"drafter": "prompt_lookup", "steps": 2},
+        ConfigError,
+        "no setting 'steps'; PromptLookupConfig has name, max_matching_ngram_size",
+    ),
+    "an adapter for none": (
+        "tiny",
+        {"drafter": "prompt_lookup", "adapter": "x"},
+        ConfigError,
+        "no setting 'adapter'",
+    ),
+    "a setting that is text": (
+        "tiny",
+        {"adapter": ADAPTER, "steps": "4"},
+        ConfigError,
+        "steps='4' is a str; it takes int",
     ),
 }
 
@@ -206,7 +330,32 @@ def test_loading_refuses(case):
         ([*asked("Why?"), "And?"], {}, "'And\\?' is no message"),
         ("Why?", {"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
-        ("Why?", {"temperature": -1}, "temperature must be 0"),
+        ("Why?", {"temperature": -1}, "temperature=-1 must be a number, 0 or more"),
+        (None, {}, "None is no prompt"),
+        ([None], {}, "None is no prompt"),
+        ([1, 2], {}, "1 is no prompt"),
+        (b"Why?", {}, "is no prompt"),
+        ([{"role": "user", "content": None}], {}, "message of 'user' is no text.*null"),
+        ([{"role": None, "content": "Why?"}], {}, "is no message"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
+        ({"role": "user", "content": ["Why?"]}, {}, "has a part that is no text"),
+        ({"role": "user", "content": []}, {}, "the prompt is empty"),
+        ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
+        (asked("\ud83e?"), {}, "half of a surrogate pair"),
+        ("Why?", {"stop": ""}, "stop='': '' is no text"),
+        ("Why?", {"stop": ["a", ""]}, r"stop=\['a', ''\]: '' is"),
+        ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
+        ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
+        ("Why?", {"temperature": "0.5"}, "temperature='0.5' is a str; it takes float"),
+        ("Why?", {"temperature": None}, "temperature=None is a NoneType"),
+        ("Why?", {"temperature": True}, "temperature=True is a bool"),
+        ("Why?", {"top_k": 4.0}, "top_k=4.0 is a float; it takes int"),
+        ("Why?", {"seed": "3"}, "seed='3' is a str; it takes int"),
+        ("Why?", {"rule": "rejection"}, "rule='rejection' is a str; it takes Rule"),
+        ("Why?", {"max_new_tokens": "12"}, r"max_new_tokens='12' is.*takes int \| None"),
+        ("Why?", {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
+        ([], {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
+        ("Why?", {"batch_size": 1.5}, "batch_size=1.5 is a float"),
     ],
 )
 def test_generating_refuses(model, prompt, settings, message):
@@ -219,3 +368,7 @@ def test_streaming_refuses_at_once(model):
         model.stream(["Why"])
     with pytest.raises(ConfigError, match="'temprature'"):
         model.stream("Why?", temprature=1)
+    with pytest.raises(ConfigError, match="stop=''"):
+        model.stream("Why?", stop="")
+    with pytest.raises(ConfigError, match="max_new_tokens='12'"):
+        model.stream("Why?", "12")

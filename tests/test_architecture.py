@@ -18,17 +18,19 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"errors", "discovery", "huge_pages", "last_level"},
+    {"errors", "ranges", "discovery", "huge_pages", "last_level"},
     {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
-    | {"tables", "memory"},
+    | {"tables", "memory", "settings", "supported"},
+    {"compiling"},
     {"tree", "graphs", "native", "prompts", "teacher", "generation"},
-    {"verify", "clock", "acceleration", "cuda", "layer_weights"},
+    {"verify", "clock", "acceleration", "budget", "cuda", "layer_weights"},
     {"model", "batch"},
     {"costs"},
-    {"rounds"},
-    {"embedded", "shapes", "models", "blueprint"},
+    {"embedded", "shapes", "checkpoints", "models", "blueprint"},
     {"trained"},
     {"drafters"},
+    {"stepper"},
+    {"cpu"},
     {"engine"},
     {"streaming", "data", "evaluation"},
     {"soak", "paper"},
@@ -42,7 +44,7 @@ ORDER = [
     {"cli", "cli_schema"},
     {"__main__"},
 ]
-CORE = {"errors", "tree", "attention", "cache", "sampling", "verify"}
+CORE = {"errors", "ranges", "tree", "attention", "cache", "sampling", "verify"}
 HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli_schema"}
 
 

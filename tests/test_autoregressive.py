@@ -20,8 +20,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kangaroo import models
+from kangaroo.batch import Batch
 from kangaroo.benchmark.rivals import assistant
 from kangaroo.benchmark.speed_trials import timed_generate
+from kangaroo.budget import Budget
+from kangaroo.cpu.buffers import DraftBuffers
+from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
@@ -37,7 +41,6 @@ from kangaroo.errors import (
 )
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling, pick
 from kangaroo.shapes import SHAPES
 from kangaroo.trained.export import draft_model
@@ -122,21 +125,21 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
     drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
     engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
 
-    def least_gain(self: Rounds, rows: int, nodes: int, drafting: float) -> list[float]:
+    def least(self: Budget, rows: int, nodes: int, drafting: float) -> list[float]:
         return [float(next(rounds) % (2 + idle) >= 2)] * nodes
 
-    monkeypatch.setattr(Rounds, "least_gain", least_gain)
-    fill = drafter.fill
+    monkeypatch.setattr(Budget, "min_chain_chances", least)
+    fill = DraftModelDrafting.fill
 
-    def check(rounds: Rounds, rows: Sequence[int]) -> None:
-        fill(rounds, rows)
+    def check(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+        fill(self, buffers, batch, rows)
         for row in rows:
-            drafted = rounds.token[row, 1 : rounds.count[row]].tolist()
-            text, seed = rounds.batch.texts[row], rounds.batch.seeds[row]
+            drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
+            text, seed = batch.texts[row], batch.seeds[row]
             assert drafted == expected(text, seed, len(drafted))
             counts.add(len(drafted))
 
-    monkeypatch.setattr(drafter, "fill", check)
+    monkeypatch.setattr(DraftModelDrafting, "fill", check)
     done = engine.generate(PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
     assert counts == ({0, 3} if idle else {3})
     texts = vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
@@ -307,9 +310,9 @@ def test_any_model_of_the_same_vocabulary_drafts():
 
 
 def test_one_of_model_and_adapter_is_needed(case):
-    for fields in ({}, {"model": "a", "adapter": "b"}):
-        with pytest.raises(ConfigError, match="give one of them"):
-            DraftModelConfig(**fields).build(case.lm)
+    with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
+        DraftModelConfig().build(case.lm)
+    assert DraftModelConfig(model="a", adapter="b") == DraftModelConfig(model="a")
 
 
 def test_layers_that_are_left_form_ranges():

@@ -7,7 +7,7 @@ from helpers import adapter_for
 from rich.console import Console
 
 from kangaroo import models
-from kangaroo.chat import ChatConfig, chat, summary
+from kangaroo.chat import ChatConfig, chat, questions, summary
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.generation import Generation, StepRecord, Token
@@ -92,6 +92,15 @@ def test_a_conversation_too_long_for_the_context_says_so_and_goes_on(target):
     text = talk(target, ["x" * lm.context, "Why?"])
     assert "Shorten the prompt" in text and str(lm.context) in text
     assert text.count("compression rate") == 1
+
+
+def test_bytes_that_are_no_text_end_no_conversation(target, monkeypatch):
+    """Nor does what looks like the console's markup in the error that shows them."""
+    typed = io.TextIOWrapper(io.BytesIO(b"Why?\n[/b]\xff\nAnd then?\n"), "utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    text = talk(target, questions(Console(file=io.StringIO())))
+    assert text.count("half of a surrogate pair") == 1
+    assert text.count("compression rate") == 2
 
 
 def test_the_numbers_are_those_of_the_steps():

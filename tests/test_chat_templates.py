@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kangaroo.errors import ConfigError, PromptError
 from kangaroo.models import chat_template
-from kangaroo.prompts import masked_ids, prompt_ids, user_header
+from kangaroo.prompts import masked_ids, prompt_ids, turn_end, user_header
 
 # Forms of templates in the wild, in our own words: (template, end of turn).
 TEMPLATES = {
@@ -229,3 +229,40 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
         masked_ids(tokenizer, CONVERSATION)
     _, mask = masked_ids(tokenizer, CONVERSATION[:2])
     assert any(mask)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_token_that_ends_a_turn_is_seen_in_the_template(backend, name):
+    template, end = TEMPLATES[name]
+    tokenizer = with_template(backend, template)
+    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+
+
+BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+REFUSING = "{{ raise_exception('no') }}"
+
+
+@pytest.mark.parametrize("template", [BARE, REFUSING, None])
+def test_some_templates_end_a_turn_with_no_token(backend, template):
+    assert turn_end(with_template(backend, template)) is None
+
+
+def test_a_user_turn_that_ends_with_nothing_is_refused(backend):
+    with pytest.raises(ConfigError, match="writes nothing after a user's turn"):
+        user_header(with_template(backend, BARE))
+
+
+def test_a_template_that_fails_at_a_conversation_refuses_it(backend):
+    fails_later = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
+    marked = fails_later + "{% generation %}{% endgeneration %}"
+    for template in (fails_later, marked):
+        tokenizer = with_template(backend, template)
+        assert prompt_ids(tokenizer, turns("Why?"))
+        for ids in (prompt_ids, masked_ids):
+            with pytest.raises(PromptError, match=r"of user, assistant, user, .*TypeError"):
+                ids(tokenizer, CONVERSATION)
+
+
+def test_where_there_is_no_template_all_that_are_shipped_are_named(backend):
+    with pytest.raises(ConfigError, match=r"model\.chat_template=chatml or vicuna"):
+        prompt_ids(with_template(backend, None), turns("Why?"))

@@ -46,7 +46,8 @@ def run(script, *overrides, cwd):
 
 def test_the_console_command_has_every_command_in_its_list():
     configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    assert set(__main__.COMMANDS) == configs == set(cli.__all__) - {"CONFIGS"}
+    without = {"split"}  # its options are a parser's
+    assert set(__main__.COMMANDS) == configs | without == set(cli.__all__) - {"CONFIGS"}
 
 
 def test_the_console_command_lists_them_without_loading_torch():
@@ -64,6 +65,35 @@ def test_the_console_command_runs_what_it_is_given_under_its_name(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/kangaroo", "export", "model=tiny", "--cfg", "job"])
     __main__.main()
     assert seen == [["kangaroo export", "model=tiny", "--cfg", "job"]]
+
+
+def test_help_lists_choices_alone(tmp_path):
+    shown = run("evaluate.py", "--help", cwd=tmp_path).stdout
+    assert "schema" not in shown and "\nbench: demo, spec_bench\n" in shown
+    assert "\nadapter: attention, " in shown and "threshold: " in shown
+    texts = [path.read_text() for path in (ROOT / "configs").glob("*.yaml")]
+    assert all('help: {template: "${help:}"}' in text for text in texts)
+
+
+@pytest.mark.parametrize("path, adapter", [(None, "adapters/tiny"), ("org/small", None)])
+def test_another_draft_model_takes_the_place_of_the_adapter(path, adapter):
+    given = [] if path is None else [f"drafter.model={path}"]
+    config = composed("evaluate", "model=tiny", "drafter=draft_model", *given)
+    drafter = OmegaConf.to_object(config.drafter)
+    assert (drafter.model, drafter.adapter) == (path, adapter)
+
+
+@pytest.mark.parametrize(
+    "options, folder",
+    [
+        (["bench.path=my/own.jsonl"], "kangaroo-own"),
+        (["bench.path=my/own.jsonl", "bench.name=other"], "kangaroo-other"),
+        (["bench=spec_bench", "bench.path=my/own.jsonl"], "kangaroo-spec_bench"),
+        ([], "kangaroo-demo"),
+    ],
+)
+def test_a_folder_is_called_by_the_benchs_file(options, folder):
+    assert f"/{folder}" in composed("evaluate", "model=tiny", *options).hydra.run.dir
 
 
 @pytest.mark.parametrize(
@@ -199,6 +229,63 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert compared.returncode == 0, compared.stderr
     rows = json.loads((whole / "compared/compare.json").read_text())["rows"]
     assert [row["adapter"] for row in rows] == ["attention-exit2"]
+
+
+INTERRUPTED = """
+import os, signal
+from kangaroo import cli
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.evaluation import run
+
+def stop(*told, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+
+ConversationsConfig.make = run.begin = stop
+cli.NAME()
+"""
+
+
+@pytest.mark.parametrize("name, told", [("train", True), ("evaluate", True), ("compare", False)])
+def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, told, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"messages": []}\n')
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED.replace("NAME", name))
+    data = ["data=conversations", "data.source=x.jsonl", "data.path=data"]
+    asked = ["drafter=vanilla"] if name == "evaluate" else data
+    result = run(str(script), "model=tiny", "output=out", *asked, cwd=tmp_path)
+    line = "Stopped." + " What is finished is kept: the same command goes on from there." * told
+    assert line in result.stderr.splitlines() and "Traceback" not in result.stderr
+    assert result.returncode == 130
+
+
+UNTRACKED = """
+import sys
+from kangaroo import cli, tracking
+tracking.WandbConfig.start = lambda self, settings, output: sys.exit("a run has begun")
+cli.NAME()
+"""
+
+
+@pytest.mark.parametrize(
+    "name, asked, told",
+    [
+        ("evaluate", ["drafter=vanilla", "question_begin=900"], "select none of"),
+        ("train", ["trainer.holdout=2", "trainer.tokens=99999"], "trainer.tokens=99999 is more"),
+        ("train", ["trainer.holdout=30"], "holdout=30 .* of 24 .*Pass trainer.holdout=2"),
+    ],
+)
+def test_what_is_refused_begins_no_run_in_a_tracker(name, asked, told, tmp_path):
+    talk = '{"conversations": [{"from": "human", "value": "Why %d?"}, '
+    talk += '{"from": "gpt", "value": "Because of %d."}]}'
+    (tmp_path / "talks.jsonl").write_text("\n".join(talk % (i, i) for i in range(24)))
+    script = tmp_path / "untracked.py"
+    script.write_text(UNTRACKED.replace("NAME", name))
+    if name == "train":
+        asked = [*asked, "data=conversations", "data.source=talks.jsonl", "data.regenerate=false"]
+        asked += ["data.filters.near_duplicate=1", "data.path=data", "adapter.exit_layers=[2]"]
+    result = run(str(script), "model=tiny", "logger=wandb", "output=out", *asked, cwd=tmp_path)
+    assert re.search(f"ConfigError: .*{told}", result.stderr), result.stderr
+    assert (tmp_path / "data").exists() == ("tokens" in told)
 
 
 def test_training_on_conversations_from_a_file(tmp_path):
@@ -385,7 +472,9 @@ def test_a_folder_may_be_named_by_many_settings(tmp_path):
     for name in (f"variant_{i}" for i in range(10)):
         asked += [f"+drafter@more.{name}=prompt_lookup", f"more.{name}.num_pred_tokens=3"]
     result = run("evaluate.py", *asked, cwd=tmp_path)
-    assert "ConfigError: question_every must be 1 or more, not 0" in result.stderr, result.stderr
+    assert "ConfigError: question_every=0 must be a whole number, 1 or more" in result.stderr, (
+        result.stderr
+    )
     (folder,) = (tmp_path / "outputs/evaluate/tiny/prompt_lookup-demo").iterdir()
     assert folder.name.startswith("more.variant_0.num_pred_tokens=3,")
     sweep = composed("evaluate", *asked).hydra.sweep.dir

@@ -28,6 +28,8 @@ from helpers import (
     vanilla_texts,
 )
 
+from kangaroo.budget import VerifyCosts
+from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
@@ -50,9 +52,9 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.generation import Request, StepRecord
 from kangaroo.graphs import Graphs
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Rule, Sampling
 from kangaroo.soak.tiny import LLAMA3_ROPE
+from kangaroo.stepper import TensorStepper
 from kangaroo.trained import medusa_heads
 from kangaroo.trained.adapter import Adapter, Architecture
 from kangaroo.trained.draft_head import DraftHead
@@ -280,6 +282,23 @@ def test_so_it_does_in_every_sampling_and_batch(drafter, family):
         check(drafter, family, sampling, batch)
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-compiled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_steps_without_drafts_in_between_change_no_text(drafter, family):
+    """A server asks for them while prompts enter."""
+    case = case_of(family, "sampled")
+    engine = Engine(case.lm, DRAFTERS[drafter](case))
+    batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
+    for row, (prompt, own) in enumerate(zip(PROMPTS, samplings("sampled"), strict=True)):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, own.seed))
+    for number in itertools.count():
+        records = engine.step(batch, drafts=number % 4 > 1)
+        assert number % 4 > 1 or not any(record.drafted for record in records)
+        if all(batch.done):
+            break
+    assert batch.texts == case.texts
+
+
 @cache
 def bfloat16_case(sampling: str) -> Case:
     lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
@@ -338,20 +357,45 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
     ],
     ids=str,
 )
-def test_native_rounds_draft_and_accept_what_the_tensors_do(monkeypatch, name, sampling, family):
-    """Round by round, in every row, where the batch does not stop it."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
-    monkeypatch.setattr(Rounds, "worth", lambda self, rows, nodes: [0.0] * nodes)
+def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
+    """Round by round, in every row."""
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
-    hf = tiny_model(family, **of_family)
-    found = {}
-    for kind, lm in {"tensors": LM(hf), "native": LM(hf).compile_for_decoding()}.items():
-        case = Case(lm, adapter_for(lm), case_of("llama", sampling).texts)
-        engine = Engine(lm, NATIVE[name](case))
+    native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
+    assert native == tensors
+
+
+def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
+    """Tokens, accepted and drafted ones of each round of each text: native, and by tensors."""
+    rounds = []
+    for lm, stepper in ((LM(hf).compile_for_decoding(), CpuStepper), (LM(hf), TensorStepper)):
+        drafter = NATIVE[name](Case(lm, adapter_for(lm), case_of("llama", sampling).texts))
+        if draft_cost is not None:
+            drafter.draft_cost = draft_cost
+        engine = Engine(lm, drafter)
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
-        assert (engine.rounds is not None) == (kind == "native")
-        found[kind] = [[(s.tokens, s.accepted, s.drafted) for s in g.steps] for g in done]
-    assert found["native"] == found["tensors"]
+        assert isinstance(engine.stepper, stepper)
+        rounds.append([[(s.tokens, s.accepted, s.drafted) for s in g.steps] for g in done])
+    return rounds
+
+
+@pytest.mark.parametrize(
+    "name, slope",
+    [
+        ("kangaroo", 0.02),
+        ("kangaroo-tree", 0.02),
+        ("draft-model", 0.02),
+        ("prompt-lookup-reference", 0.1),
+    ],
+)
+def test_both_keep_to_the_budget_of_a_batch_alike(name, slope, measured_budget, monkeypatch):
+    hf, drafted = tiny_model("llama"), []
+    for step in (0.0, slope, 1.0):
+        costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
+        monkeypatch.setattr("kangaroo.engine.measured", lambda lm, costs=costs: costs)
+        native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
+        assert native == tensors
+        drafted.append(sum(count for text in native for _, _, count in text))
+    assert drafted[0] > drafted[1] > drafted[2]
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -370,7 +414,7 @@ def test_native_rounds_leave_rejection_to_the_tensors():
     lm = tiny().compile_for_decoding()
     engine = Engine(lm, kangaroo(lm))
     engine.open(1, 20, Sampling(temperature=1.0, rule=Rule.rejection))
-    assert engine.rounds is None
+    assert isinstance(engine.stepper, TensorStepper)
 
 
 HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32

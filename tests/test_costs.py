@@ -16,7 +16,7 @@ from test_conformance import case_of
 from test_hybrid import choices_without_cache
 
 from kangaroo import costs
-from kangaroo.costs import VerifyCosts
+from kangaroo.budget import Budget, VerifyCosts
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
@@ -25,9 +25,10 @@ from kangaroo.engine import Engine
 from kangaroo.generation import Request
 from kangaroo.huge_pages import LINE, PAGE, settle
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.trained.export import draft_model
+
+pytestmark = pytest.mark.usefixtures("measured_budget")
 
 STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
 FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
@@ -76,9 +77,12 @@ def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list
     return [step.drafted for generation in done for step in generation.steps[1:]]
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
 @pytest.mark.parametrize("name", ["kangaroo", "kangaroo_tree", "prompt_lookup", "draft_model"])
-def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monkeypatch, name):
-    lm = tiny().compile_for_decoding()
+def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
+    monkeypatch, name, compiled
+):
+    lm = tiny().compile_for_decoding() if compiled else tiny()
     kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
     tree = KangarooTree(lm, adapter_for(lm), 4, 0, None, 3, 6, 0.0)
     kangaroo.draft_cost = tree.draft_cost = 0.05  # half a step in a model this small
@@ -94,31 +98,36 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(monk
 
 def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
     """Although all are drafted."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
+    monkeypatch.setattr(Budget, "min_chain_chances", lambda self, rows, nodes, *_: [0.0] * nodes)
     lm = tiny().compile_for_decoding()
     tree = KangarooTree(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
     assert not any(drafted(lm, tree, STEEP, 3, monkeypatch))
     assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
 
 
-def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(monkeypatch):
+@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
+def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(
+    monkeypatch, compiled
+):
     case = case_of("llama", "greedy")
-    lm = LM(case.lm.hf).compile_for_decoding()
-    adapter = adapter_for(lm)
-    engine = Engine(lm, Kangaroo(lm, adapter, 3, 0))
+    lm = LM(case.lm.hf).compile_for_decoding() if compiled else case.lm
+    drafter = Kangaroo(lm, adapter_for(lm), 3, 0)
+    engine = Engine(lm, drafter)
     batch = engine.open(2, 160, Sampling())
     for row, prompt in enumerate(random_prompts(9, 30)):
         engine.admit(batch, row, Request(prompt, 120))
-    rounds = engine.rounds
-    assert rounds is not None
-    monkeypatch.setattr(rounds, "least_gain", lambda rows, nodes, drafting: [1.0] * nodes)
+    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [1.0] * nodes)
     for _ in range(80):
         assert not any(record.drafted for record in engine.step(batch))
-    monkeypatch.setattr(rounds, "least_gain", lambda rows, nodes, drafting: [0.0] * nodes)
+    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [0.0] * nodes)
     before = [list(text) for text in batch.texts]
-    engine.step(batch)
+    if compiled:
+        engine.step(batch)
+        tokens = engine.stepper.buffers.token
+    else:
+        tokens = drafter.propose(batch).tokens_BN
     for row, text in enumerate(before):
-        for drafted in rounds.token[row, 1:4].tolist():
+        for drafted in tokens[row, 1:4].tolist():
             assert choices_without_cache(case, text, Sampling(), 0)[0][0] == drafted
             text.append(drafted)
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import (
@@ -34,7 +35,6 @@ from kangaroo.errors import (
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.model import LM
 from kangaroo.models import byte_tokenizer
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Architecture
@@ -272,8 +272,8 @@ def test_what_was_added_to_a_layer_counts(tmp_path, change, monkeypatch):
 
 def test_a_plain_model_decodes_in_native_code(tmp_path, monkeypatch):
     hf, steps = target(), []
-    step = Rounds.step
-    monkeypatch.setattr(Rounds, "step", lambda *args: steps.append(1) or step(*args))
+    step = CpuStepper.step
+    monkeypatch.setattr(CpuStepper, "step", lambda *args: steps.append(1) or step(*args))
     ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=NEW_TOKENS)
     assert steps
 

@@ -236,14 +236,6 @@ def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
         replace(mix, paths=[*paths, str(tmp_path / "nowhere")]).make(*target)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"turns": []}, {"turns": [0]}, {"answer_temperatures": []}, {"openings": []}]
-)
-def test_turns_and_temperatures_that_cannot_be_are_refused(target, tmp_path, wrong):
-    with pytest.raises(ConfigError, match="at least one"):
-        settings(tmp_path / "data", **wrong).make(*target)
-
-
 def test_an_interrupted_synthesis_ends_with_the_same_data(target, tmp_path):
     lm, tokenizer = target
     settings(tmp_path / "whole").make(lm, tokenizer)

@@ -13,7 +13,7 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError
+from kangaroo.errors import DataError
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig
 from kangaroo.prompts import masked_ids, prompt_ids
@@ -390,8 +390,6 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
     with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
-    with pytest.raises(ConfigError, match="at least one temperature"):
-        config(tmp_path, only_questions, answer_temperatures=[]).make(*target)
 
 
 def test_system_turns_can_be_left_out(target, tmp_path):

@@ -16,7 +16,6 @@ from kangaroo.drafters import chain
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
 from kangaroo.generation import Request
 from kangaroo.sampling import Sampling, pick
 from kangaroo.trained.adapter import Architecture
@@ -149,11 +148,3 @@ def test_confidence_is_the_top_probability_before_temperature_and_filters(case, 
     for sampling in (Sampling(), SAMPLED, Sampling(temperature=0.1, top_k=2)):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 2, sampling)
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
-
-
-def test_settings_that_cannot_work_are_refused_by_name(case):
-    with pytest.raises(ConfigError, match=r"steps.*0"):
-        Kangaroo(case.lm, case.adapter, steps=0)
-    for threshold in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"threshold.*{threshold}"):
-            Kangaroo(case.lm, case.adapter, threshold=threshold)

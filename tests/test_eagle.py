@@ -17,7 +17,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.errors import AdapterMismatch
 from kangaroo.trained import adapter_files
 from kangaroo.trained.eagle_head import Architecture, EagleHead
 from kangaroo.training.batches import collate
@@ -106,8 +106,3 @@ def test_heads_and_adapters_are_not_taken_for_each_other(tmp_path):
         KangarooConfig(adapter=str(path)).build(lm)
     assert isinstance(EagleConfig(adapter=str(path)).build(lm).adapter, EagleHead)
     assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)
-
-
-def test_a_weight_below_zero_is_refused():
-    with pytest.raises(ConfigError, match=r"architecture\.regression=-1"):
-        Architecture(regression=-1)

@@ -215,6 +215,8 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     found = result(record(1, pair()), record(2, pair(), category="rag"))
     assert found["overall"]["longest_round"] == found["by_task"]["rag"]["longest_round"] == 4
     assert scalars(found["overall"])["longest_round"] == 4  # what W&B takes
+    intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
+    assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
     (tmp_path / "kangaroo").mkdir()
     (tmp_path / "kangaroo/summary.json").write_text(json.dumps(found))
     compared = comparison.compare(tmp_path)
@@ -223,5 +225,5 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
         assert " longest |" in page
         assert "- **longest** (`longest_round`): the most tokens that one round wrote." in page
     for table in (report.terminal_table(found), comparison.terminal_table(compared)):
-        (cells,) = [[*col.cells] for col in table.columns if col.header == "longest"]
-        assert cells[-1] == "4"
+        (cells,) = [[*col.cells] for col in table.columns if str(col.header) == "longest"]
+        assert str(cells[-1]) == "4"

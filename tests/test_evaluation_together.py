@@ -187,8 +187,3 @@ def test_vanilla_can_be_a_contestant_where_it_is_no_baseline(bench, tmp_path):
     seconds = time.perf_counter() - start
     assert [summary["drafter"] for summary in summaries] == ["vanilla", "x"]
     assert 0 < summaries[0]["overall"]["verify_seconds"] < seconds
-
-
-def test_hf_every_less_than_one_is_refused(bench, tmp_path):
-    with pytest.raises(ConfigError, match="hf_every must be 1 or more, not 0"):
-        run(tmp_path, bench, hf_every=0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kangaroo.drafters.expected_gain import Costs, Sources, candidates, drafting_pays, tree
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, candidates, drafting_pays
 from kangaroo.drafters.hybrid import verify_curve
 from kangaroo.drafters.odds import assumed
 
@@ -50,7 +50,7 @@ def test_the_tree_is_the_best_of_all_trees(most, pace):
             for some in itertools.combinations(range(len(tokens)), count):
                 if all(not parents[node] or parents[node] - 1 in some for node in some):
                     worth[some] = sum(gains[node] for node in some) - costs.of_nodes(count)
-        own_tokens, own_parents = tree(ODDS, costs, sources, most)
+        own_tokens, own_parents = best_tree(ODDS, costs, sources, most)
         number = {path: i for i, path in enumerate(all_paths(tokens, parents))}
         chosen = tuple(sorted(number[path] for path in shape(own_tokens, own_parents)))
         assert worth[chosen] == pytest.approx(max(worth.values()), abs=1e-12)

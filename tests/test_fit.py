@@ -1,5 +1,6 @@
 """What a training takes is said and refused by the devices found, before anything is loaded."""
 
+import json
 from dataclasses import replace
 
 import psutil
@@ -91,18 +92,33 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_peak(monke
     assert f"about {hours / 8:.2g} hours" in lines[2]
 
 
-def test_conversations_of_a_local_file_are_counted(monkeypatch, tmp_path):
+def test_a_local_file_is_read_before_anything_is_said_of_it(monkeypatch, tmp_path):
     Gpus(monkeypatch, (A100, 80 * GB))
-    file = tmp_path / "questions.jsonl"
-    file.write_text("{}\n{}\n\n{}\n")
+    file = tmp_path / "talks.json"
+    talk = [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 400}]
+    file.write_text(json.dumps([{"conversations": talk}] * 60 + [{"conversations": talk[1:]}]))
     asked = "model=smollm2-135m", "data=conversations", f"data.source={file}"
-    *_, lines = foreseen(*asked)
-    assert lines[1].endswith("for 3 conversations, 3072 tokens (1024 tokens each are assumed)")
-    *_, lines = foreseen(*asked, "data.limit=2")
-    assert "for 2 conversations" in lines[1]
-    file.write_text("")  # that it is empty is told when it is read
-    *_, lines = foreseen(*asked)
-    assert lines[1].endswith("(assumed)")
+    asked += "trainer.holdout=6", "trainer.epochs=1", "trainer.batch_tokens=110"
+    known = f"(by the characters in {file})"
+    _, expected, lines = foreseen(*asked, "data.regenerate=false")
+    assert lines[1].endswith(f"for 60 conversations, 6600 tokens {known}")
+    assert expected.steps == 54  # of one conversation of (40 + 400) / 4 tokens each
+    *_, lines = foreseen(*asked, "data.max_answer_tokens=50", "data.limit=20")
+    assert f"for 20 conversations, 1200 tokens {known}" in lines[1]
+    *_, lines = foreseen(*asked, "data.max_length=32", "data.regenerate=false")
+    assert f"for 60 conversations, 1920 tokens {known}" in lines[1]
+    with pytest.raises(ConfigError, match=r"holdout=60 .* of 60 .*Pass trainer\.holdout=6\."):
+        foreseen(*asked, "trainer.holdout=60")
+    file.write_text("[]")
+    with pytest.raises(DataError, match="holds no conversations"):
+        foreseen(*asked)
+
+
+def test_what_synthesis_would_hold_out_whole_is_refused(monkeypatch):
+    Gpus(monkeypatch, (A100, 80 * GB))
+    asked = "data=self_synthesis", "data.shards=2", "data.shard_size=32", "trainer.holdout=64"
+    with pytest.raises(ConfigError, match=r"holdout=64 .* of 64 .*Pass trainer\.holdout=6\."):
+        foreseen("model=smollm2-135m", *asked)
 
 
 def test_training_that_cannot_fit_is_refused_and_says_what_takes_most(monkeypatch):

@@ -12,8 +12,10 @@ from test_engine_syncs import Syncs
 from test_suffix import found
 
 from kangaroo.cache import BUCKET
+from kangaroo.cpu.drafting import HybridDrafting
+from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.datastore import index, save
-from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
 from kangaroo.drafters.odds import assumed
 from kangaroo.engine import Engine
@@ -83,7 +85,7 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
                 continue
             seed = int(batch.seeds_B[row])
             sources = expected_sources(case, drafter, batch.texts[row], sampling, seed)
-            tokens, parents = tree(odds, COSTS, sources, NODES)
+            tokens, parents = best_tree(odds, COSTS, sources, NODES)
             assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
             assert parents_BN[row, valid_N][1:].tolist() == parents
             drafted.append(len(sources.chain))
@@ -119,10 +121,10 @@ def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pend
     engine = Engine(lm, drafter)
     batch = engine.open(1, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
-    rounds = engine.rounds
-    assert rounds is not None
-    rounds._begin([0])
-    drafter.fill(rounds, [0])
+    assert isinstance(engine.stepper, CpuStepper)
+    rounds = engine.stepper.buffers
+    engine.stepper._begin([0])
+    engine.stepper.drafting.fill(rounds, batch, [0])
     lookup = drafter.looked_up(batch, 0).lookup
     parents, tokens = rounds.parent[0].tolist(), rounds.token[0].tolist()
     node, found = 0, 0
@@ -204,10 +206,8 @@ def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
     config = HybridConfig(adapter="untrained:2")
     assert config.build(case.lm).max_nodes == 15
     assert config.settings()["odds"] is None
-    with pytest.raises(ConfigError, match=r"nodes=0"):
-        replace(config, nodes=0).build(case.lm)
-    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\]"):
-        replace(config, verify_costs=[1.0]).build(case.lm)
+    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\] must be a list of 2 or more"):
+        replace(config, verify_costs=[1.0])
     with pytest.raises(DataError, match="no datastore"):
         replace(config, reference=str(tmp_path)).build(case.lm)
 
@@ -232,4 +232,6 @@ def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, step
     longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
     batch = engine.open(2, longest, Sampling())
     assert batch.n_slots == 2 * BUCKET
-    assert longest - 2 + drafter.native_nodes < batch.n_slots  # from the last pending token on
+    assert (
+        longest - 2 + HybridDrafting(drafter).nodes < batch.n_slots
+    )  # from the last pending token on

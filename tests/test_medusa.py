@@ -155,12 +155,8 @@ def test_adapters_and_heads_are_not_taken_for_each_other(tmp_path):
 
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
-    with pytest.raises(ConfigError, match=r"nodes=0"):
-        MedusaConfig(adapter=saved(lm, tmp_path), nodes=0).build(lm)
     with pytest.raises(ConfigError, match="train them again"):
         MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
-    with pytest.raises(ConfigError, match=r"architecture\.heads=-1"):
-        Architecture(heads=-1)
     with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
         _ = AdapterRecipe("medusa", Architecture(), draft_steps=3).steps
 

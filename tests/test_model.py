@@ -18,7 +18,8 @@ from kangaroo.cache import BUCKET
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import UnsupportedModel
-from kangaroo.model import LM, check_supported
+from kangaroo.model import LM
+from kangaroo.supported import check_supported
 from kangaroo.tree import Tree
 
 ROPES = {

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kangaroo import embedded, placement
+from kangaroo import embedded, models, placement
+from kangaroo.api import load_target
 from kangaroo.errors import (
     ConfigError,
     CorruptFile,
@@ -25,6 +26,7 @@ from kangaroo.errors import (
     ModelTooLarge,
     UnsupportedModel,
 )
+from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
 from kangaroo.shapes import SHAPES
 
@@ -117,14 +119,62 @@ def test_folder_without_weights_is_named(folder):
         load(config(folder))
 
 
-@pytest.mark.parametrize("size", [0, 5, 1000, -1])
-def test_truncated_weights_are_named(folder, size):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(
-        CorruptFile, match=r"model\.safetensors' is truncated or corrupt.*Delete it"
-    ):
+@pytest.mark.parametrize(
+    "content, reason",
+    {
+        b"": "it is empty",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n": "git lfs pull",
+        b"<!DOCTYPE html><html></html>": "it is a web page",
+        5: "",  # bytes that are left of it
+        1000: "",
+        -1: "",
+    }.items(),
+    ids=["empty", "lfs", "html", "5", "1000", "cut by one"],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_a_damaged_file_is_named(folder, name, content, reason):
+    file = folder / name
+    if file.suffix == ".bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(random_model().state_dict(), file)
+        assert load(config(folder))[0].dtype == torch.bfloat16
+    (folder / "training_args.bin").write_bytes(b"no weights")
+    (folder / "a.json").symlink_to("nowhere")
+    file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
+    said = rf"{re.escape(name)}' is truncated or corrupt \(.*{reason}.*\).*Delete it"
+    with pytest.raises(CorruptFile, match=said):
         load(config(folder))
+
+
+def test_a_folder_without_a_tokenizer_says_so(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"no tokenizer that can be read.*tokenizer\.json"):
+        load(config(folder))
+
+
+SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+CHANGES = [
+    ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
+    ({"vocab_size": 200}, CorruptFile, "may not belong together"),
+    ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
+    ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
+    *(
+        ({"quantization_config": {"quant_method": name}}, UnsupportedModel, rf"\({name}\)")
+        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8")
+    ),
+]
+
+
+@pytest.mark.parametrize("change, error, said", CHANGES, ids=lambda value: str(value)[:50])
+def test_a_config_that_cannot_be_served_by_the_weights_says_why(folder, change, error, said):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(error, match=said):
+        load_target(config(folder))
+
+
+def test_a_rotary_factor_of_a_whole_head_is_taken():
+    LM(random_model(rope_parameters=SCALED | {"partial_rotary_factor": 1.0}))
 
 
 def test_missing_weight_is_not_filled_with_random_numbers(folder):
@@ -139,6 +189,22 @@ def test_unknown_architecture_is_refused(folder):
     (folder / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
     with pytest.raises(UnsupportedModel, match="no-such-architecture"):
         load(config(folder))
+
+
+def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, caplog):
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 258}))  # <|pad|>; a turn ends with <|im_end|>
+    lm, _ = load_target(config(folder))
+    assert lm.eos_ids() == [258]
+    assert "ends a turn with <|im_end|>, but its generation config ends a text at <|pad|>" in (
+        caplog.text
+    )
+    assert "\"model.eos_token='<|im_end|>'\"" in caplog.text
+    caplog.clear()
+    lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
+    assert lm.eos_ids() == [258, 257] and not caplog.messages
+    with pytest.raises(ConfigError, match=r"eos_token=</s> is no token.*<\|im_end\|>"):
+        load(config(folder, eos_token="</s>"))
 
 
 # ---- templates ---------------------------------------------------------------------------------
@@ -164,6 +230,32 @@ def test_vicuna_template_takes_another_system_message():
 def test_unknown_template_lists_those_there_are():
     with pytest.raises(ConfigError, match=r"'alpaca'.*chatml or vicuna"):
         load(config(TINY, chat_template="alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[5].content.strip() }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_is_refused_at_load(monkeypatch, template, message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    with pytest.raises(ConfigError, match=rf"cannot be used \(.*{message}.*chatml or vicuna"):
+        load(config(TINY))
+    load(config(TINY, chat_template="vicuna"))
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no user first') }}"])
+def test_a_model_that_may_take_no_such_turn_is_loaded(monkeypatch, template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    load(config(TINY))
 
 
 # ---- random models -----------------------------------------------------------------------------

@@ -8,18 +8,24 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, adapter_for, recipe_of, tiny, tiny_model
+from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
-from kangaroo import last_level, native
+from kangaroo import compiling, last_level, native
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine import Engine
 from kangaroo.model import LM
+from kangaroo.sampling import Sampling
 from kangaroo.trained.adapter import Architecture
 from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.outcomes import back_natively, found_natively
 from kangaroo.tree import Tree
 
 SLOTS = 160
@@ -150,7 +156,7 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
 
 def built_fast(monkeypatch):
     """Builds from now on take few seconds; what they compute is the same."""
-    monkeypatch.setattr(native, "FLAGS", ["-O1" if f == "-O3" else f for f in native.FLAGS])
+    monkeypatch.setattr(compiling, "FLAGS", ["-O1" if f == "-O3" else f for f in compiling.FLAGS])
 
 
 OTHERS = {"any": [], "AVX2": ["-march=haswell"], "AVX-512": ["-march=skylake-avx512"]}
@@ -164,10 +170,75 @@ def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
     hf = tiny_model("qwen3", dtype=torch.bfloat16)
     expected, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     built_fast(monkeypatch)
-    other = ctypes.CDLL(str(native.build(native.compiler(), target)))
+    other = ctypes.CDLL(str(compiling.build(compiling.compiler(), target)))
     monkeypatch.setattr(native, "library", lambda: other)
     found, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
+@torch.no_grad()
+def computed_in_two_threads() -> list[torch.Tensor]:
+    """Logits, texts that are drafted and drawn, and a loss's outcomes and gradient."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
+        adapter = adapter_for(lm, architecture=Architecture(fused=True))
+        engine = Engine(lm, Kangaroo(lm, adapter, steps=4, threshold=0))
+        texts = engine.generate(random_prompts(6, 40), 12, Sampling(temperature=1.0), 1)
+        assert any(step.accepted for text in texts for step in text.steps)
+        logits_CK = 4 * torch.randn(9, 70, generator=torch.Generator().manual_seed(3))
+        index_CJ, inside_CJ = torch.arange(8).expand(9, 8), torch.ones(9, 8, dtype=torch.bool)
+        outcomes = found_natively(logits_CK, index_CJ, inside_CJ)
+        known = logits_CK, index_CJ, inside_CJ, *outcomes[:3]
+        gradient = back_natively(torch.ones(9, 9), *known)
+        chains, _ = logits(lm, [3, 70, 140], random_tokens(3, 11))
+        return [chains, *(torch.tensor(x.tokens) for x in texts), *outcomes, gradient]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_standard_librarys_threads_compute_what_openmps_do(monkeypatch):
+    """Bit by bit: a compiler without OpenMP, such as a Mac's, builds the same code."""
+    unoptimised = ["-O0" if flag == "-O3" else flag for flag in compiling.FLAGS]
+    monkeypatch.setattr(compiling, "FLAGS", unoptimised)  # built in two seconds
+    results = []
+    for openmp in (compiling.OPENMP, ["-include", "no-such-header.h"]):
+        monkeypatch.setattr(compiling, "OPENMP", openmp)
+        library = ctypes.CDLL(str(compiling.build(compiling.compiler(), ["-march=native"])))
+        monkeypatch.setattr(native, "library", lambda library=library: library)
+        results.append(computed_in_two_threads())
+    assert not hasattr(library, "omp_get_thread_num")
+    for by_openmp, by_others in zip(*results, strict=True):
+        assert torch.equal(by_openmp, by_others)
+
+
+def test_the_sources_compile_for_arm64(tmp_path):
+    cross = shutil.which("aarch64-linux-gnu-g++")
+    if cross is None:
+        pytest.skip("there is no cross compiler for arm64")
+    for threads in (compiling.OPENMP, compiling.STANDARD):
+        output = ["-O0", "-S", str(compiling.MAIN), "-o", str(tmp_path / "decode.s")]
+        command = [cross, *compiling.FLAGS, *threads, *output]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_is_asked_only_for_what_it_knows(tmp_path):
+    """As Apple's: no `-march=native` on ARM, no OpenMP."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *march*|*openmp*) exit 1;; esac\necho macros\n')
+    compiler.chmod(0o755)
+    flags, macros = compiling.supported(str(compiler), ["-march=native"], ["-mcpu=native"])
+    assert flags == ["-mcpu=native"] and macros == "macros\n"
+
+
+def test_prompts_are_read_natively_where_torch_has_no_mkldnn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    native.torch_multiplies.cache_clear()
+    assert not native.torch_multiplies(torch.bfloat16) and native.torch_multiplies(torch.float32)
+    native.torch_multiplies.cache_clear()
 
 
 def test_taps_are_the_states_in_between():
@@ -349,8 +420,17 @@ def test_without_a_compiler_decoding_stays_eager(
     fresh_library, monkeypatch, caplog, compiler, reason
 ):
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         lm = tiny().compile_for_decoding()
     assert lm.native_layers is None
     assert "stays eager" in caplog.text and reason in caplog.text
+
+
+def test_the_warning_is_the_compilers_first_error(fresh_library, monkeypatch, caplog):
+    (fresh_library / "bad.cpp").write_text('#include "bad.h"\nint x;\n')
+    (fresh_library / "bad.h").write_text("// nothing here is known\nunknown y;\n")
+    monkeypatch.setattr(compiling, "MAIN", fresh_library / "bad.cpp")
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "bad.h:2" in caplog.text and "unknown" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
 
+from kangaroo.budget import Budget
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -16,7 +17,7 @@ from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.sampling import Rule, Sampling
-from kangaroo.tracking import NoTracker, WandbConfig
+from kangaroo.tracking import NoTracker, WandbConfig, forget
 from kangaroo.trained import eagle_head
 from kangaroo.trained.adapter_files import WEIGHTS, read_config
 from kangaroo.training import curves, results
@@ -180,6 +181,17 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     assert told["compression_rate"] == written / sum(len(g.steps) for g in done)
 
 
+def test_what_is_decoded_in_a_batch_is_what_one_text_at_a_time_gives(monkeypatch):
+    """Though a batch would not draft where that costs more than it brings."""
+    monkeypatch.setattr(Budget, "cost", lambda self, rows, nodes: [1.0 + n for n in range(nodes)])
+    lm = tiny(deep_scale=0.5).compile_for_decoding()
+    trainee, prompts = trained(lm), random_prompts(5, 6, 7, 8)
+    together = decode(lm, [trainee], prompts, 12)
+    monkeypatch.setattr("kangaroo.training.decode._ROWS", 1)
+    assert together == decode(lm, [trainee], prompts, 12)
+    assert together["decode/own-exit2/ctar1"] > 0
+
+
 def test_decoding_leaves_no_trace_in_training(tmp_path):
     lm = tiny()
     trainee = trained(lm, own_head=True)
@@ -275,11 +287,12 @@ def test_a_long_run_is_drawn_as_means_of_steps_and_exact_dots():
 
 
 def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
-    logged = []
+    logged, starts = [], iter([58, 0])  # a part on disk is not told what W&B has
 
     def init(**settings):
         log = lambda metrics, step: logged.append(step)  # noqa: E731
-        return SimpleNamespace(starting_step=58, log=log)
+        assert settings["name"] == "/".join(tmp_path.parts[-2:])
+        return SimpleNamespace(starting_step=next(starts), log=log)
 
     fake = SimpleNamespace(init=init)
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -287,3 +300,9 @@ def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
     for step in (57, 58, 59):  # the checkpoint held step 56
         tracker.log({"loss": 1.0}, step)
     assert logged == [58, 59]
+    tracker = WandbConfig().start({}, tmp_path)
+    for step in (59, 60):
+        tracker.log({"loss": 1.0}, step)
+    assert logged == [58, 59, 60]
+    forget(tmp_path)
+    assert not list(tmp_path.glob("wandb_*"))

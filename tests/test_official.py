@@ -333,6 +333,14 @@ def test_a_checkpoint_of_several_layers_or_of_missing_or_whole_numbers_is_refuse
         official.read(checkpoint(tmp_path, whole, config_of(lm)))
 
 
+def test_weights_that_are_not_finite_are_refused(lm, tmp_path):
+    state = random_state(lm)
+    name = next(iter(official.NAMES))
+    state[name].view(-1)[0] = torch.nan
+    with pytest.raises(CorruptFile, match=f"{name} holds numbers that are not finite"):
+        official.read(checkpoint(tmp_path / "x", state, config_of(lm)))
+
+
 @pytest.mark.parametrize("name", official.NAMES)
 def test_a_shape_that_does_not_fit_the_target_is_named_with_the_one_that_would(lm, tmp_path, name):
     state = random_state(lm)

@@ -240,6 +240,97 @@ def test_nothing_that_is_said_is_taken_for_html(page, told):
     assert page.driver.title == "Kangaroo" and not page.all("img") and not page.all("b")
 
 
+MARKDOWN = {  # and what of HTML it becomes
+    "a **b *c*** _e_ `f*g*` \\*h\\*": "<p>a <strong>b <em>c</em></strong> <em>e</em> "
+    "<code>f*g*</code> *h*</p>",
+    "2 * 3 * 4, snake_case_name, __init__.py, **open": "<p>2 * 3 * 4, snake_case_name, "
+    "__init__.py, **open</p>",
+    "# One\ntext\n## Two ##\n\nmore\nlines": "<h2>One</h2><p>text</p><h3>Two</h3>"
+    "<p>more\nlines</p>",
+    "```python\nif a < b:\n\n    **c**\n```\nd": "<pre><code>if a &lt; b:\n\n    **c**</code></pre>"
+    "<p>d</p>",
+    "~~~\nnot closed": "<pre><code>not closed</code></pre>",
+    "- a\n- b\n  1. c\n\n  2. d\n\ne": '<ul><li><p>a</p></li><li><p>b</p><ol start="1"><li><p>c'
+    "</p></li><li><p>d</p></li></ol></li></ul><p>e</p>",
+    "3. a\n   ```\n   b\n   ```\n4. c": '<ol start="3"><li><p>a</p><pre><code>b</code></pre></li>'
+    "<li><p>c</p></li></ol>",
+    "> a\n> - b\n\n---": "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote><hr>",
+    "|a|b|\n|---|:-:|\n|`c`|d \\| e|\nf": "<table><tr><th>a</th><th>b</th></tr><tr><td>"
+    "<code>c</code></td><td>d | e</td></tr></table><p>f</p>",
+    "[*a*](https://b.c/d?e=f#g) [h](ftp://i)": '<p><a href="https://b.c/d?e=f#g" target="_blank" '
+    'rel="noopener noreferrer"><em>a</em></a> [h](ftp://i)</p>',
+    "> " * 40 + "deep": None,
+    "- " * 40 + "deep": None,
+    "*_`[(" * 60: None,
+}
+
+
+@pytest.mark.parametrize("text", MARKDOWN)
+def test_markdown_becomes_elements(page, told, text):
+    told.parts = [(part, 0) for part in text]  # as it is streamed, cut everywhere
+    page.ask("Why?")
+    html = page.one(".assistant").get_property("innerHTML")
+    assert not page.all(".error") and MARKDOWN[text] in (None, html)
+
+
+ALLOWED = {"href", "target", "rel", "start", "class"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# {ATTACK}\n**{ATTACK}**\n- {ATTACK}\n\n> {ATTACK}\n\n`{ATTACK}`",
+        f"|{ATTACK}|\n|-|\n|{ATTACK}|",
+        f"```<script>\n{ATTACK}\n```\n[{ATTACK}](https://a.b)",
+        "[a](javascript:document.title=1) [a]( javascript:1) [a](JaVaScRiPt:1)",
+        "[a](data:text/html,x) [a](//b.c) [a](vbscript:1)",
+        "[a](java\nscript:1) ![a](javascript:1) <javascript:1>",
+        '[a](https://b.c"onmouseover="document.title=1) [a](https://b.c\'onclick=1)',
+        "[a](https://b.c/<img src=x onerror=document.title=1>) ![a](https://b.c/track.png)",
+        "[a [b](javascript:1)](https://c.d) [a](https://b.c)](javascript:1)",
+        "<a href='javascript:document.title=1'>a</a><svg onload=document.title=1><style>",
+    ],
+)
+@pytest.mark.parametrize("drafted", [0, 1000])
+def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, told, text, drafted):
+    told.parts = [(text, drafted)]
+    page.ask("Why?")
+    for element in page.all(".assistant *"):
+        kind, names = page.driver.execute_script(
+            "return [arguments[0].localName, arguments[0].getAttributeNames()]", element
+        )
+        assert kind not in ("img", "script", "svg", "style", "b") and set(names) <= ALLOWED
+        if kind == "a":
+            assert element.get_property("protocol") in ("http:", "https:")
+            element.click()
+    for window in page.driver.window_handles[1:]:
+        page.driver.switch_to.window(window)
+        page.driver.close()
+    page.driver.switch_to.window(page.driver.window_handles[0])
+    assert page.driver.title == "Kangaroo" and len(page.texts(".assistant")) == 1
+
+
+def test_what_was_drafted_is_green_inside_markdown(page, told):
+    """Marks are no text; so they are of no colour."""
+    told.parts = [("## A**b", 5), ("c** `d", 1), ("e`", 1), ("\n- f", 4)]
+    page.ask("Why?")
+    assert page.texts(".assistant h3 .drafted") == ["A", "c", "e"]
+    assert page.texts(".assistant h3 strong") == ["bc"] and page.texts("code") == ["de"]
+    assert page.texts(".assistant li .drafted") == ["f"]
+
+
+def test_markdown_is_sent_as_it_was_written(page, told):
+    told.parts = [("**an** `answer`", 3)]
+    page.ask("**One**")
+    page.ask("Two")
+    assert [m["content"] for m in told.asked[1]["messages"]] == [
+        "**One**",
+        "**an** `answer`",
+        "Two",
+    ]
+    assert page.texts(".user") == ["**One**", "Two"]
+
+
 def test_what_was_drafted_is_green_to_the_character(page, told):
     told.parts = [("a🦘b", 2), ("c", 0), ("\u0928\u093fd", 3)]
     page.ask("Why?")
@@ -287,7 +378,8 @@ def test_an_answer_that_breaks_off_is_no_whole_one(page, told):
 
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(page, told, width):
-    told.parts = [("a_very_long_word" * 40, 100)]
+    long = "a_very_long_word" * 40
+    told.parts = [(f"{long}\n- {long}\n\n```\n{long}\n```\n|a|{long}|\n|-|-|\n|{long}|b|", 100)]
     page.driver.set_window_size(width, 800)
     page.ask("Another" * 60)
     wide, room = page.driver.execute_script(

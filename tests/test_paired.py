@@ -185,11 +185,6 @@ def test_the_spread_is_that_of_the_newest_run_of_the_model_and_drafter(tmp_path)
         assert assumed.value == planning.ASSUMED and "is assumed" in assumed.source
 
 
-def test_a_width_that_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="interval_width must be above 0, not 0"):
-        planning.told("x", Spread(0.3, ""), 10, 0)
-
-
 def write(folder, name, some, **settings):
     about = ABOUT | {"settings": SETTINGS | {"drafter": name} | settings}
     (folder / name).mkdir()

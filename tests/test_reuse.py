@@ -15,7 +15,6 @@ from test_conformance import DRAFTERS, SAMPLINGS, SCRIPTED, Case, lm_of
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
 from kangaroo.generation import Generation, Request
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 
 LONGEST = 160
@@ -87,7 +86,7 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
 
 
 def resumes(engine: Engine) -> bool:
-    return engine.drafter.resumes or engine.rounds is not None
+    return engine.stepper.resumes
 
 
 def drafts(done: list[list[Generation]]) -> list:
@@ -107,12 +106,6 @@ def check(drafter: str, family: str, sampling: str) -> None:
                 assert said.reused == (turn.known if reuse and resumes(engine) else 0)
         found[reuse] = drafts(done)
     assert found[True] == found[False]
-
-
-@pytest.fixture(autouse=True)
-def drafts_always(monkeypatch):
-    """Native rounds draft wherever they are let, as for one text alone."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, drafting=0: [0.0] * nodes)
 
 
 OWN = [name for name in DRAFTERS if name not in SCRIPTED]
@@ -215,7 +208,7 @@ def test_a_layer_reads_what_was_written_without_drafts():
         while not said.finish:
             (record,) = engine.step(batch, drafts=False)
             engine.record(batch, 0, record, Request(turn[0], 30), said)
-        assert engine.rounds is not None and engine.rounds.unread[0] == 29
+        assert engine.stepper.buffers.unread[0] == 29
         said = engine.admit(batch, 0, Request(prompt, 10))
         assert said.reused == (len(text) - 2 if reuse else 0)
         engine.step(batch)

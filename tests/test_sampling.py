@@ -9,6 +9,7 @@ Shapes: B rows, N positions, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
+from kangaroo.generation import Request
 from kangaroo.sampling import (
     Mixed,
     Sampling,
@@ -196,9 +198,55 @@ def test_filters_work_in_float32_whatever_the_logits_are():
     assert torch.equal(warp(logits_11V, sampling), warp(logits_11V.float(), sampling))
 
 
-def test_the_likeliest_token_always_stays():
-    warped = warp(torch.tensor([[[5.0, 0.0, 0.0]]]), Sampling(temperature=1.0, top_p=1e-9))
-    assert torch.isfinite(warped).tolist() == [[[True, False, False]]]
+# Settings at their ends, and whether they leave but the likeliest token.
+LARGEST = sys.float_info.max
+EXTREMES = [
+    *((Sampling(temperature), True) for temperature in (5e-324, 1e-45, 1e-38, 1e-30, 1e-8)),
+    (Sampling(1e-6), False),
+    *((Sampling(1e-38, top_p=top_p), True) for top_p in (1e-45, 1 - 1e-16)),
+    *((Sampling(1.0, top_p=top_p), True) for top_p in (5e-324, 1e-46, 1e-45, 1e-9)),
+    *((Sampling(LARGEST, top_p=top_p), True) for top_p in (5e-324, 1e-45)),
+    *((Sampling(1.0, top_p), False) for top_p in (1 - 1e-16, 1 - 1e-7)),
+    *((Sampling(hot, top_k=1), True) for hot in (1e-8, 1.0, 1e10, LARGEST)),
+    *((Sampling(1.5, top_k=top_k), False) for top_k in (SIZE, SIZE + 1, 256, 257, 2**31 - 1)),
+    *((Sampling(hot), False) for hot in (1e10, 1e38, 1e39, LARGEST)),
+    (Sampling(LARGEST, 1 - 1e-16, 2**31 - 1), False),
+]
+
+
+@pytest.mark.parametrize("sampling, likeliest", EXTREMES, ids=str)
+def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, likeliest):
+    tokens = over_positions(sampling)
+    if likeliest:
+        assert (tokens == LOGITS_V.argmax()).all()
+    elif sampling.temperature > 1e9:
+        assert_distributed(tokens, torch.ones(SIZE))  # all are alike
+    elif sampling.temperature > 0.1:
+        assert_distributed(tokens, (LOGITS_V / sampling.temperature).softmax(-1))
+    if not sampling.greedy:
+        warped_V = warp(LOGITS_V, sampling)
+        assert torch.isfinite(warped_V[LOGITS_V.argmax()]) and not warped_V.isnan().any()
+
+
+def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
+    """All in one batch, and each alone; the greedy ones write what greedy decoding writes."""
+    (prompt,) = random_prompts(9)
+    rows = [sampling for sampling, _ in EXTREMES]
+    requests = [Request(prompt, 12, 5, sampling=own, ignore_eos=True) for own in rows]
+    by_tensors, native = Engine(tiny(), Vanilla()), Engine(tiny(), Vanilla())
+    native.lm.compile_for_decoding()
+    expected = dict(by_tensors.completions(requests, Sampling(), len(rows)))
+    texts = dict(native.completions(requests, Sampling(), len(rows)))
+    assert native.rounds is not None
+    (greedy,) = native.generate([prompt], 12)
+    for row, (sampling, likeliest) in enumerate(EXTREMES):
+        assert texts[row].tokens == expected[row].tokens, sampling
+        if likeliest:
+            assert texts[row].tokens == greedy.tokens, sampling
+
+
+def test_a_temperature_too_small_for_float32_is_greedy():
+    assert Sampling(9e-7) == Sampling() and Sampling(9e-7).greedy and not Sampling(1e-6).greedy
 
 
 def test_greedy_is_argmax_whatever_the_seed_and_the_filters():

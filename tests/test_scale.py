@@ -163,8 +163,6 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
 @pytest.mark.parametrize(
     "settings, world, message",
     [
-        ({"accumulate": 0}, 2, "accumulate=0 must be 1 or more, or null"),
-        ({"zero_stage": 3}, 2, "zero_stage=3 must be 1 or 2"),
         ({"shard_target": True}, 1, "shard_target=true.*there is one"),
         (
             {"shard_target": True, "remember": True},
@@ -207,5 +205,5 @@ def test_processes_without_a_micro_batch_are_named(
 
 def test_a_missing_deepspeed_is_named(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install kangaroo\[deepspeed\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
         backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from serving_cases import (
     LONGEST,
+    SAMPLINGS,
     Heard,
     alone,
     engine_of,
@@ -21,15 +26,20 @@ from kangaroo.batch import Batch
 from kangaroo.engine import Engine
 from kangaroo.errors import PromptError
 from kangaroo.generation import Request, StepRecord
-from kangaroo.rounds import Rounds
-from kangaroo.serving.scheduler import (
+from kangaroo.models import byte_tokenizer
+from kangaroo.prompts import plain_text
+from kangaroo.serving.jobs import (
     CANCELLED,
     FAILED,
+    STOPPED,
     TIMEOUT,
     Busy,
     Closing,
-    Scheduler,
+    Event,
+    Job,
+    Load,
 )
+from kangaroo.serving.scheduler import Scheduler
 
 
 def test_every_text_is_the_one_that_is_written_alone():
@@ -89,7 +99,6 @@ def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
     """Of each step from now on: texts, whether they might draft, and how much they did."""
-    monkeypatch.setattr(Rounds, "least_gain", lambda self, rows, nodes, *_: [0.0] * nodes)
     step, seen = engine.step, []
 
     def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
@@ -271,16 +280,181 @@ def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
         assert (heard.finish, told.finish, told.tokens) == (TIMEOUT, TIMEOUT, [])
 
 
-def test_nobody_waits_for_decoding_that_has_failed(monkeypatch):
-    def fails(batch, drafts):
-        raise RuntimeError("no memory")
+class Fault(RuntimeError):
+    """What a test lets fail."""
 
+
+Calls = Callable[[int, tuple], bool]  # of a call's number and arguments: whether it fails
+
+
+def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
+    """Let calls of a method fail, as told; returns their numbers."""
+    method, calls, failed = getattr(owner, name), itertools.count(), []
+
+    def call(*given: object, **options: object) -> object:
+        if fails(number := next(calls), (*given, *options.values())):
+            failed.append(number)
+            raise Fault(f"{name}, call {number}")
+        return method(*given, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return failed
+
+
+GUILTY = [250, 251, 252, *range(3, 17)]  # two parts and more, each of eight tokens
+
+
+def crowd() -> list[tuple[Job, Heard]]:
+    """Jobs of all kinds, the guilty one in their middle: with more rows than one it has others
+    beside it. Two end at a stop string, a part of which is written before a fault."""
+    rng, engine = random.Random(11), engine_of(target())
+    requests = [random_request(rng, 30) for _ in range(7)]
+    for request in requests[:2]:
+        request.max_new_tokens = 40
+        written = plain_text(byte_tokenizer(), alone(engine, request))
+        request.stop = [re.findall("[ -~]{2}", written)[-1]]
+    guilty = Request(GUILTY, 40, 3, sampling=SAMPLINGS[1], ignore_eos=True)
+    return [job(request) for request in (*requests[:2], guilty, *requests[2:])]
+
+
+def check_crowd(scheduler: Scheduler, jobs: list[tuple[Job, Heard]], guilty: str | None) -> None:
+    """Each gets the text that it gets alone, and counts of that many tokens; the guilty one ends
+    as told, where there is one."""
+    engine = engine_of(target())
+    for one, heard in jobs:
+        assert heard.ended.wait(60)
+        text = alone(engine, one.request)
+        if guilty and one.request.prompt == GUILTY:
+            assert heard.finish == guilty and heard.tokens == text[: len(heard.tokens)]
+            continue
+        assert heard.tokens == text
+        assert heard.finish == ("stop" if one.request.stop else "length")
+        assert heard.reused < len(one.request.prompt)  # that of a second admission is not told
+    assert scheduler.alive
+    said(scheduler, [9, 8, 7])
+    assert scheduler.load == Load(0, 0, 0) and sorted(scheduler.idle) == [0, 1, 2]
+    assert scheduler.engine.batch.done == [True] * 3
+
+
+def steps_guilty(engine: Engine) -> bool:
+    """Whether a step writes on at the guilty one's text, of which there is something already."""
+    assert engine.batch is not None
+    texts = zip(engine.batch.texts, engine.batch.done, strict=True)
+    return any(text[:17] == GUILTY and len(text) > 20 and not done for text, done in texts)
+
+
+CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
+    "known": lambda engine, number, given: given[2] == GUILTY,
+    "shared": lambda engine, number, given: given[1] == GUILTY,
+    # when the row takes part in steps already
+    "first": lambda engine, number, given: engine.batch.texts[given[0]] == GUILTY,
+    "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
+    "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
+    engine, jobs = engine_of(target()), crowd()
+    with scheduling(engine=engine) as scheduler:
+        said(scheduler, [3, 4])  # the batch is open
+        owner = engine.batch if hasattr(Batch, method) else engine
+        failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, jobs, FAILED)
+    assert len(failed) == (2 if method == "step" else 1)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
+    engine, jobs = engine_of(target()), crowd()
+    admitting, failed = engine.admitting, []
+
+    def parts(batch: Batch, row: int, request: Request):
+        its_parts = admitting(batch, row, request)
+        for number in itertools.count():
+            if request.prompt == GUILTY and number == part:
+                failed.append(number)
+                raise Fault(f"part {number}")
+            try:
+                next(its_parts)
+            except StopIteration as entered:
+                return entered.value
+            yield
+
+    monkeypatch.setattr(engine, "admitting", parts)
+    with scheduling(engine=engine) as scheduler:
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, jobs, FAILED)
+    assert failed == [part]
+
+
+@pytest.mark.parametrize("number", [0, 1, 6])
+@pytest.mark.parametrize("faults", [1, 2])
+def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults):
+    """Once, or once more at the next chance: that ends whom it hits alone."""
+    monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)
+    engine, jobs = engine_of(target()), crowd()
+    with scheduling(engine=engine) as scheduler:
+        failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
+        opened = failing(monkeypatch, engine, "open", lambda n, _: n < 2)  # and is tried again
+        scheduler.submit(*(one for one, _ in jobs))
+        ends = [heard.ended.wait(60) and heard.finish for _, heard in jobs]
+        assert ends.count(FAILED) == faults - 1
+        check_crowd(scheduler, [pair for pair in jobs if pair[1].finish != FAILED], None)
+    assert len(failed) == faults and opened == [0, 1]
+
+
+def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
+    """As where memory does not hold what two texts at a time take."""
+    engine, jobs = engine_of(target()), crowd()
+    with scheduling(engine=engine) as scheduler:
+        failed = failing(monkeypatch, engine, "step", lambda _, given: sum(given[0].done) < 2)
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, jobs, None)
+    assert failed
+
+
+def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
+    jobs = crowd()
     with scheduling() as scheduler:
-        monkeypatch.setattr(scheduler.engine, "step", fails)
-        jobs = [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+        (left, heard), *_ = (pair for pair in jobs if pair[0].request.prompt == GUILTY)
+        left.tell = lambda event: (heard(event), scheduler.cancel(left))
+        failed = failing(
+            monkeypatch, Batch, "stop", lambda _, given: given[0].texts[given[1]][:17] == GUILTY
+        )
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, jobs, CANCELLED)
+    assert len(failed) == 1
+
+
+def test_who_cannot_be_told_holds_up_nobody():
+    def gone(event: Event) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    jobs = crowd()
+    deaf = next(one for one, _ in jobs if one.request.prompt == GUILTY)
+    deaf.tell = gone
+    with scheduling() as scheduler:
+        scheduler.submit(*(one for one, _ in jobs))
+        check_crowd(scheduler, [pair for pair in jobs if pair[0] is not deaf], None)
+    assert 0 < len(deaf.written) < 40
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
+    """After a step that failed, or at the beginning; nobody waits for it."""
+    monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0.05)
+    engine, jobs = engine_of(target()), [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+    opened = [] if begun else failing(monkeypatch, engine, "open", lambda *_: True)
+    with scheduling(engine=engine) as scheduler:
+        if begun:
+            said(scheduler, [3, 4])
+            failing(monkeypatch, engine, "step", lambda *_: True)
+            opened = failing(monkeypatch, engine, "open", lambda *_: True)
         scheduler.submit(*(one for one, _ in jobs))
         assert all(heard.ended.wait(60) for _, heard in jobs)
-        assert {heard.finish for _, heard in jobs} == {FAILED}
-        assert not scheduler.alive and "RuntimeError: no memory" in scheduler.failure
-        with pytest.raises(Closing, match="no memory"):
+        assert {heard.finish for _, heard in jobs} == {STOPPED} and opened == [0, 1, 2]
+        assert not scheduler.alive and "Fault: open, call 2" in scheduler.failure
+        with pytest.raises(Closing, match="Fault"):
             scheduler.submit(jobs[0][0])

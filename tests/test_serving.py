@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from serving_cases import (
     LONGEST,
     PAGE,
@@ -26,12 +26,14 @@ from serving_cases import (
     target,
 )
 
+from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import Devices
 from kangaroo.generation import Request
 from kangaroo.models import byte_tokenizer
 from kangaroo.prompts import plain_text, prompt_ids
 from kangaroo.sampling import Sampling
+from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.http import listen
 from kangaroo.serving.serve import check_memory
@@ -93,6 +95,38 @@ def test_openais_client_is_answered_whole_and_streamed(address):
         client.completions.create(prompt="Once", logprobs=2, **options)
 
 
+def test_openais_client_may_send_its_own_answer_back(address):
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+    options = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    message = client.chat.completions.create(messages=TALK, **options).choices[0].message
+    assert message.refusal is None and message.model_dump()["tool_calls"] is None
+    more = {"role": "user", "content": "And then?"}
+    written = {"role": "assistant", "content": message.content}
+    texts = [
+        client.chat.completions.create(messages=[*TALK, answer, more], **options)
+        .choices[0]
+        .message.content
+        for answer in (written, message, message.model_dump(), written | {"annotations": []})
+    ]
+    assert len(set(texts)) == 1
+    with pytest.raises(BadRequestError, match=r"messages\.1: 'refusal' is not served here"):
+        refused = written | {"refusal": "No."}
+        client.chat.completions.create(messages=[*TALK, refused, more], **options)
+
+
+def test_openais_client_finds_the_model_by_its_name_and_no_other(address):
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+    assert client.models.retrieve("tiny") == client.models.list().data[0]
+    for ask_for in (
+        lambda: client.models.retrieve("someone/other"),
+        lambda: client.completions.create(model="someone/other", prompt="a"),
+    ):
+        with pytest.raises(NotFoundError, match="no model 'someone/other'; this is") as refused:
+            ask_for()
+        error = refused.value
+        assert (error.type, error.code) == ("invalid_request_error", "model_not_found")
+
+
 def test_a_text_is_the_engines_own(address):
     tokenizer = byte_tokenizer()
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": "Why?"}])
@@ -143,6 +177,14 @@ BAD = {
     "stops": ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     "n": ({"prompt": "a", "n": 99}, "n: Input should be less than or equal to 16"),
     "list": ([1, 2], "valid dictionary"),
+    "top_k": ({"prompt": "a", "top_k": 2**63}, "top_k: Input should be less than"),
+    "seed": ({"prompt": "a", "seed": 2**63}, "seed: Input should be less than"),
+    "seeds": ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, f"must be {2**63 - 2} or less where n=2"),
+    "likeliest": ({"prompt": "a", "logprobs": 0}, "'logprobs' is not served here"),
+    "best": ({"prompt": "a", "best_of": True}, "'best_of' is not served here"),
+    "false": ({"prompt": "a", "min_p": False}, "'min_p' is not served here"),
+    "true": ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
+    "word": ({"prompt": "a", "top_p": "0.5"}, "top_p: Input should be a valid number"),
 }
 
 
@@ -153,6 +195,99 @@ def test_what_cannot_be_served_is_refused_by_name(address, name):
     assert told.status_code == 400 and message in told.json()["error"]["message"], told.text
 
 
+def test_what_lies_at_a_bound_is_answered(address):
+    options = {"prompt": "a", "max_tokens": 3, "n": 2, "temperature": 1.0}
+    bounds = {"seed": [2**63 - 2, -(2**63)], "top_k": [2**31 - 1, 1], "top_p": [1, 5e-324]}
+    for name, values in bounds.items():
+        for value in values:
+            assert ask(address, **options | {name: value}).status_code == 200, (name, value)
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_called_json_is_told_of_the_header(address, kind):
+    headers, content = {"content-type": kind} if kind else {}, b'{"prompt": "a"}'
+    told = httpx.post(f"{address}/v1/completions", content=content, headers=headers, timeout=60)
+    sent = f"; '{kind}' was sent" if kind else ""
+    assert told.status_code == 400
+    assert told.json()["error"]["message"] == (
+        f"the header 'Content-Type: application/json' is missing{sent}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/none", 404, "unknown_url"),
+        ("POST", "/none", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_supported"),
+        ("DELETE", "/v1/models/tiny", 405, "method_not_supported"),
+    ],
+)
+def test_a_path_or_method_that_there_is_not_has_openais_error(address, method, path, status, code):
+    told = httpx.request(method, address + path)
+    assert told.status_code == status
+    error = told.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, None)
+    assert error["message"].startswith(f"{method} {path}: ")
+
+
+LOCAL = ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000", "[::1]", "192.168.1.7:8000"]
+STRANGERS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
+
+
+def test_a_page_of_another_name_does_not_reach_the_server(address):
+    """DNS rebinding: its name leads here, which only the header Host shows."""
+
+    def status(where: str, host: str, path: str = "/v1/models") -> int:
+        return httpx.get(where + path, headers={"host": host}).status_code
+
+    assert [status(address, host) for host in LOCAL] == [200] * len(LOCAL)
+    assert [status(address, host) for host in STRANGERS] == [400] * len(STRANGERS)
+    assert {status(address, "evil.example", path) for path in ("/", "/health", "/metrics")} == {400}
+    told = httpx.get(f"{address}/v1/models", headers={"host": "evil.example"}).json()["error"]
+    assert "allowed_hosts=[NAME]" in told["message"] and told["type"] == "invalid_request_error"
+    with serving(allowed_hosts=["kangaroo.lan", "*.lab.example"]) as named:
+        for host in ("localhost", "Kangaroo.lan:8000", "a.lab.example"):
+            assert status(named, host) == 200
+        assert status(named, "lab.example.evil") == status(named, "other.lan") == 400
+    with serving(host="0.0.0.0", allowed_hosts=["*"]) as open_to_all:
+        assert status(open_to_all, "any.example") == 200
+
+
+@pytest.mark.parametrize("template", [{"rag": "a"}, "{{ 1 + 'a' }}", "{% if %}", None])
+def test_a_template_that_fails_is_told_as_any_other_refusal(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with serving(tokenizer=tokenizer) as address:
+        told = ask(address, "chat/completions", messages=TALK)
+        assert told.status_code == 400 and "chat template" in told.json()["error"]["message"]
+        assert ask(address, prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch, caplog):
+    """In a route, which knows of it at once, and in the thread that decodes: whole and streamed."""
+
+    def fault(*given: object) -> None:
+        raise RuntimeError("as in a test")
+
+    def error(told: httpx.Response) -> tuple[int, str]:
+        body = json.loads(told.text.removeprefix("data: "))["error"]
+        return body["code"], body["type"]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Server, "_encoded", fault)
+        told = ask(address, prompt="a")
+        assert told.status_code == 500 and error(told) == (500, "server_error")
+        assert "(RuntimeError)" in told.json()["error"]["message"]
+    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    with monkeypatch.context() as broken:
+        broken.setattr(Engine, "record", fault)
+        told, streamed = ask(address, **body), ask(address, stream=True, **body)
+        assert told.status_code == 500 and error(told) == error(streamed) == (500, "server_error")
+    assert "as in a test" in caplog.text and ask(address, **body).status_code == 200
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
 def test_what_is_no_request_is_refused(address):
     def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
         headers = {"content-type": "application/json"}
@@ -161,6 +296,8 @@ def test_what_is_no_request_is_refused(address):
     assert post(b'{"prompt": "a').status_code == 400
     assert post(b'{"prompt": "\xff\xfe"}').status_code == 400
     assert post(b"").status_code == 400
+    assert post(b"[" * 100_000).status_code == 400
+    assert post(b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}").status_code == 400
     assert post(b'{"prompt": "' + b"a" * 1_000_000 + b'"}').status_code == 400
     assert post(b'{"prompt": "' + b"a" * 2_000_000 + b'"}').status_code == 413
     assert post(b"{}", "/v1/none").status_code == 404
@@ -240,16 +377,6 @@ def test_texts_at_the_same_time_are_those_alone(address):
     for request, told in zip(asked, asyncio.run(all_of_them()), strict=True):
         expected = plain_text(byte_tokenizer(), alone(engine, request))
         assert told["choices"][0]["text"] == expected
-
-
-def test_settings_that_cannot_be_are_refused_by_name():
-    for changes, message in (
-        ({"rows": 0}, "rows=0 must be 1 or more"),
-        ({"port": 70000}, "port=70000 must be 0 to 65535"),
-        ({"timeout": 0.0}, "timeout=0.0 must be above 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ServeConfig(**changes)
 
 
 def test_every_part_of_a_stream_has_the_counts_so_far_if_asked_for(address):

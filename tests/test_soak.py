@@ -136,10 +136,9 @@ def test_another_seed_needs_another_folder(tmp_path):
     assert len(lines(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("options", [{"tokens": -1}, {"tokens": 0}, {"minutes": -1.0}])
-def test_an_amount_that_cannot_be_is_refused(options):
-    with pytest.raises(ConfigError, match="must be 0 or more, and one of them above 0"):
-        SoakConfig(**options)
+def test_an_amount_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="one of them must be above 0"):
+        SoakConfig(tokens=0)
 
 
 class AltersATokenThatWasWritten(Kangaroo):

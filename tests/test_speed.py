@@ -246,8 +246,6 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"prompts": 0},
-        {"repeats": 0},
         {"new_tokens": 7},
         {"context_tokens": 7},
         {"contexts": [600]},

@@ -69,6 +69,17 @@ def test_the_name_of_a_task_is_a_field_of_the_record(tmp_path):
     assert made.tasks == {"a": 1, "all": 1, "b": 1}
 
 
+def test_half_a_surrogate_pair_becomes_a_character_in_both_files(tmp_path):
+    """Where it is said, in a record's other fields, and in the name of its task."""
+    broken = [question(f"Add {i} \ud83d", task="\udcff", source="\ud83e") for i in range(3)]
+    made = split(source_of(tmp_path, broken), held=1, seed=0)
+    assert made.tasks == {"?": 1}
+    made.write(tmp_path / "made")
+    (held_out,) = load_questions(BenchConfig(path=str(tmp_path / "made" / HELD_OUT)))
+    assert held_out.turns[0].endswith(" ?") and held_out.category == "?"
+    assert len(read(Source(str(tmp_path / "made" / TRAINING)), None)) == 2
+
+
 def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt_from(tmp_path):
     """A run of `SHARED` words in any turn; one word less is what many questions have."""
     alike = [question(f"Q{i} {PASSAGE}") for i in range(6)]

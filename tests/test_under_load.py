@@ -67,7 +67,12 @@ def known(rounds: int = 3) -> dict[Cell, Measured]:
 
 BEGUN = {
     "settings": {"model.name": "tiny", "requests": 2, "bench": "demo", "new_tokens": 5},
-    "provenance": {"command": "load.py", "git_revision": "abc", "time": "now"},
+    "provenance": {
+        "command": "load.py",
+        "git_revision": "abc",
+        "time": "now",
+        "hardware": {"cpu": "x", "threads": 2, "cuda": None},
+    },
 }
 
 
@@ -231,21 +236,13 @@ def test_all_cells_ask_the_same_spread_over_the_bench(config, tmp_path):
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(client, "CLIENT", "no_such_client")
-    with pytest.raises(MissingPackage, match=r"pip install 'kangaroo\[load\]'"):
+    with pytest.raises(MissingPackage, match=r"pip install .*\[load\]"):
         client.client_version()
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"requests": 0}, "requests=0 must be 1 or more"),
-        ({"users": []}, "users=\\[\\] must be numbers of 1 or more"),
-        ({"users": [1, 64]}, "requests=32 are fewer than the 64 of users="),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(options, told):
-    with pytest.raises(ConfigError, match=told):
-        LoadConfig("", **options)
+def test_more_users_than_requests_are_refused():
+    with pytest.raises(ConfigError, match="requests=32 are fewer than the 64 of users="):
+        LoadConfig("", users=[1, 64])
 
 
 def test_names_and_addresses_are_checked_before_anything_starts(config):

@@ -12,6 +12,7 @@ from torch import Tensor
 from kangaroo.data import store
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.trained.adapter import Architecture
 from kangaroo.training import backend as backends
 from kangaroo.training.batches import Tokens, collate, frequent_tokens, plan
@@ -25,7 +26,7 @@ Work = Callable[[int], None]
 
 
 @dataclass
-class CostConfig:
+class CostConfig(Ranged):
     """What is measured.
 
     Args:
@@ -40,11 +41,11 @@ class CostConfig:
     """
 
     data: str | None = None
-    micro_batches: int = 4
-    rounds: int = 5
-    exit_layers: list[int] = field(default_factory=lambda: [3, 2, 4, 6])
-    vocabulary: int = 8192
-    length: int = 256
+    micro_batches: Count = 4
+    rounds: Count = 5
+    exit_layers: Filled[Count] = field(default_factory=lambda: [3, 2, 4, 6])
+    vocabulary: Count = 8192
+    length: TextLength = 256
     memory: bool = True
 
 

@@ -39,12 +39,13 @@ from kangaroo.evaluation import speedup as speedups
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.model import LM
 from kangaroo.provenance import provenance
+from kangaroo.ranges import Count, Filled, Ranged
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class SpeedConfig:
+class SpeedConfig(Ranged):
     """What is measured.
 
     Args:
@@ -65,16 +66,16 @@ class SpeedConfig:
     """
 
     bench: BenchConfig = field(default_factory=BenchConfig)
-    prompts: int = 12
-    new_tokens: int = 128
-    repeats: int = 2
+    prompts: Count = 12
+    new_tokens: Count = 128
+    repeats: Count = 2
     rivals: bool = True
     leave_out: list[str] = field(default_factory=list)
-    contexts: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
-    context_tokens: int = 24
-    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    phase_context: int = 256
-    bandwidth_megabytes: int = 1024
+    contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
+    context_tokens: Count = 24
+    batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    phase_context: Count = 256
+    bandwidth_megabytes: Count = 1024
 
 
 def typical(trials: Sequence[Trial], method: str) -> list[Trial]:
@@ -155,8 +156,6 @@ def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -
 
     Errors: `ConfigError` for settings that leave nothing to measure.
     """
-    if min(config.prompts, config.repeats) < 1:
-        raise ConfigError("speed.prompts and speed.repeats must be 1 or more.")
     widest = max(drafter.max_nodes for drafter in drafters)
     least = widest + 2
     if min(config.new_tokens, config.context_tokens) < least:

@@ -7,8 +7,11 @@ import gc
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,26 +23,65 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kangaroo import ranks
+from kangaroo import ranges, ranks
 from kangaroo.cli_schema import register
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import of_project, sole_writer
+from kangaroo.folders import install, of_project, sole_writer
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
+STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
 CONFIGS = str(of_project("configs"))
 
 log = logging.getLogger(__name__)
 
+HELP = """{program}: every setting, with what it is if nothing is said.
+
+== Groups of settings (GROUP=CHOICE) ==
+
+{groups}
+
+== Settings (NAME=VALUE) ==
+
+$CONFIG"""
+
+
+def help_text() -> str:
+    """What `--help` says: groups and choices are the folders and files of configs/. Hydra's own
+    text would list the types of settings among them.
+    """
+    choices: dict[str, list[str]] = {}
+    for file in sorted(Path(CONFIGS).glob("*/**/*.yaml")):
+        choices.setdefault(file.parent.relative_to(CONFIGS).as_posix(), []).append(file.stem)
+    del choices["sweep"]  # W&B's files
+    lines = [f"{group}: {', '.join(names)}" for group, names in choices.items()]
+    return HELP.format(program=Path(sys.argv[0]).name, groups="\n".join(lines))
+
+
+def sweeper_of_extra(name: str) -> str:
+    """A sweeper that an extra of the same name brings. Without it, say so and end: Hydra shows no
+    exception of a resolver.
+    """
+    try:
+        find_spec(f"hydra_plugins.hydra_{name}_sweeper.config")
+    except ModuleNotFoundError as error:  # of the package above it
+        raise SystemExit(
+            f"MissingPackage: +search={name} needs its extra: {install(name)}."
+        ) from error
+    return name
+
+
 register()
+OmegaConf.register_new_resolver("help", help_text, replace=True)
+OmegaConf.register_new_resolver("sweeper_of_extra", sweeper_of_extra, replace=True)
 
 # read when `datasets` is imported, which only commands that need it wait for
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def command(
-    config_name: str, shared: bool = False, goes_on: bool = False
+    config_name: str, shared: bool = False, goes_on: bool = False, keeps: bool = False
 ) -> Callable[[Callable[[Any], float | None]], Callable[[], None]]:
     """A main function that takes its typed config, and says what a user can fix in one line. What
     it returns is what a sweeper that searches (`hydra/sweeper=optuna`) goes by.
@@ -49,6 +91,7 @@ def command(
         shared: several processes can share the work; else torchrun may start but one.
         goes_on: what it writes to its output is gone on with by the same command: two at a time
             would mix what they write.
+        keeps: what it has finished elsewhere is not done again, either.
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
@@ -57,12 +100,15 @@ def command(
         def main(config: DictConfig) -> float | None:
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            found, failure, in_sweep = None, None, sweep_folder() is not None
+            found, failure, stopped, in_sweep = None, None, False, sweep_folder() is not None
             try:
                 if not shared:
                     ranks.check_alone()
+                check_ranges(config)
                 with own_folder(config.output) if goes_on else nullcontext():
                     found = run(OmegaConf.to_object(config))
+            except KeyboardInterrupt:
+                stopped = True
             except Exception as error:
                 fixable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
@@ -72,6 +118,11 @@ def command(
                     log.error("this job failed: %s", failure, exc_info=not fixable)
             # beyond the handler, whose traceback holds the target: the next job needs its memory
             gc.collect()
+            if stopped:
+                if int(os.environ.get("RANK", 0)) == 0:
+                    kept = " What is finished is kept: the same command goes on from there."
+                    sys.stderr.write(f"\nStopped.{kept if goes_on or keeps else ''}\n")
+                raise SystemExit(STOPPED)
             if failure is not None and in_sweep:
                 raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
             if failure is not None:
@@ -81,6 +132,21 @@ def command(
         return main
 
     return decorate
+
+
+def check_ranges(config: DictConfig, place: str = "") -> None:
+    """Refuse numbers outside of their ranges by their place on the command line.
+
+    Errors: `ConfigError`.
+    """
+    kind = OmegaConf.get_type(config)
+    names = [name for name in config if not OmegaConf.is_missing(config, name)]
+    there = {str(name): config[name] for name in names}
+    if kind is not None and is_dataclass(kind):
+        ranges.check(kind, there, place)
+    for name, value in there.items():
+        if isinstance(value, DictConfig):
+            check_ranges(value, f"{place}{name}.")
 
 
 def own_folder(output: str) -> AbstractContextManager[None]:
@@ -129,7 +195,8 @@ def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, D
         chosen = dict(zip(options, values, strict=True))
         name = ",".join([drafter.name, *(f"{k}={v}" for k, v in chosen.items())])
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(drafter), chosen)
+            merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(drafter), chosen))
+            check_ranges(merged, "drafter.")
             found[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
             told = str(error).splitlines()[0]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo import tracking
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
 from kangaroo.cli_schema import EvaluateCommand
@@ -61,16 +62,16 @@ def evaluate(config: EvaluateCommand) -> float | None:
         if config.race and own.is_first:
             _race(config, contestants, lm, tokenizer)
         logger = config.logger if own.is_first else NoTrackerConfig()
+        # before a tracker has begun a run: this may refuse
+        begun = run.begin(
+            lm, tokenizer, contestants, config, model_name=config.model.name, ranks=own
+        )
+        if own.is_first and not config.resume:
+            tracking.forget(Path(config.output))
         with finished(logger.start(_known(config, contestants[0]), Path(config.output))) as tracker:
             try:
-                results = run.evaluate(
-                    lm,
-                    tokenizer,
-                    contestants,
-                    config,
-                    model_name=config.model.name,
-                    log=lambda numbers: tracker.log(numbers, _answered(numbers)),
-                    ranks=own,
+                results = run.finish(
+                    begun, log=lambda numbers: tracker.log(numbers, _answered(numbers))
                 )
                 if own.is_first and len(results) == 1:
                     Console().print(report.terminal_table(results[0]))
@@ -164,5 +165,5 @@ def _together(config: EvaluateCommand, folder: Path) -> None:
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
     elif found := comparison.compare(folder):
         comparison.write(found, folder)
-        Console().print(comparison.terminal_table(found))
+        comparison.show(found, Console())
         log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)

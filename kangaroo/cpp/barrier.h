@@ -6,13 +6,14 @@
 
 #pragma once
 
-#include <omp.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #include <sched.h>
 
 #include <atomic>
+
+#include "threads.h"
 
 namespace {
 
@@ -22,7 +23,7 @@ class Barrier {
  public:
   // Called by all threads of the region that it is shared by.
   void wait() {
-    const int threads = omp_get_num_threads();
+    const int threads = thread_count();
     const unsigned before = passed.load(std::memory_order_relaxed);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived.store(0, std::memory_order_relaxed);

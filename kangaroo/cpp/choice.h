@@ -27,8 +27,7 @@ template <class T> struct Head {
 template <class T>
 void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
   if (!tokens) return;
-#pragma omp parallel num_threads(s.threads)
-  {
+  PARALLEL(s.threads) {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
     for (i64 m = 0; head.norm && m < tokens; m++)
       rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
@@ -46,7 +45,7 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
           for (i64 m = 0; m < tokens; m++)
             put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
         });
-  }
+  };
 }
 
 Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
@@ -174,7 +173,7 @@ std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
       sort_until(i + 1);
       float chance = std::exp(warped(places[i]) - most) / total;
       sum += chance;
-      if (float(sum) - chance >= limit) left = i;
+      if (i && float(sum) - chance >= limit) left = i;
     }
   }
   places.resize(left);

@@ -229,14 +229,13 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
   Scratch<T>& shared = scratch;
   Barrier barrier;
-#pragma omp parallel num_threads(s.threads)
-  {
+  PARALLEL(s.threads) {
     Pass<T> pass(s, tokens, sight, stack.n_slots, shared, barrier, x);
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);
     if (final_norm) pass.finish(final_norm);
-  }
+  };
 }
 
 }  // namespace

@@ -67,17 +67,14 @@ template <class T> struct Outcomes {
 };
 
 template <class T> void find_outcomes(const Outcomes<T>& o) {
-#pragma omp parallel num_threads(o.threads)
-  {
+  PARALLEL(o.threads) {
     std::vector<float> room(o.logits + LANES);
-#pragma omp for
-    for (i64 row = 0; row < o.rows; row++) o.find(row, room.data());
-  }
+    SHARED_FOR(row, o.rows) o.find(row, room.data());
+  };
 }
 
 template <class T> void outcomes_back(const Outcomes<T>& o, const float* gradients, T* to) {
-#pragma omp parallel for num_threads(o.threads)
-  for (i64 row = 0; row < o.rows; row++) o.back(row, gradients, to + row * o.logits);
+  PARALLEL_FOR(o.threads, row, o.rows) { o.back(row, gradients, to + row * o.logits); };
 }
 
 }  // namespace

@@ -7,12 +7,11 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <type_traits>
 #include <vector>
 
 #include "numbers.h"
+#include "threads.h"
 #include "tiles.h"
 #include "turned.h"
 #include "vectors.h"
@@ -53,15 +52,6 @@ template <class T> struct Matrix {
 };
 
 i64 blocks(i64 rows) { return (rows + LANES - 1) / LANES; }
-
-struct Part {  // what one thread does of `count` pieces of work
-  i64 first, last;
-  Part(i64 count) {
-    i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    first = count * thread / threads;
-    last = count * (thread + 1) / threads;
-  }
-};
 
 // One block of weights, and where this thread reads on after it, if anywhere.
 template <class T> struct Block {

@@ -214,10 +214,10 @@ template <class T> class Round {
     read_out(t.sizes, head, x, total, scores);
     std::vector<Choice> choices(total);
     const Gathered<T>& of = pass;  // each thread has a `pass` of its own
-#pragma omp parallel for num_threads(std::min(t.sizes.threads, total))
-    for (i64 m = 0; m < total; m++)
+    PARALLEL_FOR(std::min(t.sizes.threads, total), m, total) {
       choices[m] = choose(head, scores + m * head.outputs, r.draw[of.rows[m]], of.angles[m] + 1, graded,
                           keeps ? r.kept_at(of.rows[m], of.nodes[m]) : Kept{});
+    };
     return choices;
   }
 

@@ -15,7 +15,6 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, answers, cut, cut_by, list_reasons
 from kangaroo.data.making import BYTES_PER_TOKEN, Part, check_room, finish, write_parts
@@ -25,7 +24,9 @@ from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.errors import ConfigError, DataError
 from kangaroo.model import LM
 from kangaroo.prompts import Message, Sample, masked_ids
+from kangaroo.ranges import Count, Filled, NotNegative, Ranged, Seed
 from kangaroo.ranks import Ranks
+from kangaroo.teacher import Likeliest
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ CHARACTERS = 3  # a token; most texts have more
 
 
 @dataclass
-class ConversationsConfig:
+class ConversationsConfig(Ranged):
     """Conversations to train on.
 
     Args:
@@ -67,17 +68,17 @@ class ConversationsConfig:
     split: str = "train"
     revision: str | None = None
     column: str | None = None
-    limit: int | None = None
+    limit: Count | None = None
     skip_bad: bool = False
-    max_length: int = 2048
+    max_length: Count = 2048
     keep_system: bool = True
     regenerate: bool = True
-    max_answer_tokens: int = 320
-    answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
-    teacher: int = 0
-    batch_size: int = 64
-    shard_size: int = 512
-    seed: int = 0
+    max_answer_tokens: Count = 320
+    answer_temperatures: Filled[NotNegative] = field(default_factory=lambda: [0.0, 0.7])
+    teacher: Likeliest = 0
+    batch_size: Count = 64
+    shard_size: Count = 512
+    seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
@@ -94,9 +95,6 @@ class ConversationsConfig:
         Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
         `ConfigError` for a template that does not show which part is the assistant's.
         """
-        if not self.answer_temperatures:
-            raise ConfigError("data.answer_temperatures must name at least one temperature.")
-        teacher.check(self.teacher, "data.teacher")
         if self.teacher and not self.regenerate:
             raise ConfigError(
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kangaroo.prompts import Sample
+from kangaroo.ranges import Chance, CountOrZero, Ranged
 
 NGRAM = 4  # tokens or words of a phrase; shorter phrases come again in any text
 SHINGLE = 5  # characters, not words: some languages have no blanks between words
@@ -19,7 +20,7 @@ _PRIME = (1 << 31) - 1
 
 
 @dataclass
-class FilterConfig:
+class FilterConfig(Ranged):
     """What is dropped when the dataset is put together; shards stay as they were written.
 
     Args:
@@ -31,9 +32,9 @@ class FilterConfig:
             questions that are equal except for case and punctuation.
     """
 
-    min_answer_tokens: int = 4
-    max_repetition: float = 0.7
-    near_duplicate: float = 0.7
+    min_answer_tokens: CountOrZero = 4
+    max_repetition: Chance = 0.7
+    near_duplicate: Chance = 0.7
 
 
 def select(

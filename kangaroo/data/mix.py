@@ -18,13 +18,14 @@ from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
+from kangaroo.ranges import Ranged, Seed
 from kangaroo.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class MixConfig:
+class MixConfig(Ranged):
     """What is mixed.
 
     Args:
@@ -37,7 +38,7 @@ class MixConfig:
     name: str = "mix"
     path: str = "???"
     paths: list[str] = field(default_factory=list)
-    seed: int = 0
+    seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:

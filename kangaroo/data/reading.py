@@ -14,7 +14,7 @@ from huggingface_hub import hf_hub_download
 
 from kangaroo.data.filters import list_reasons
 from kangaroo.errors import DataError
-from kangaroo.prompts import Message, content_text
+from kangaroo.prompts import Message, content_text, mended
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
@@ -267,8 +267,7 @@ def _text(number: int, turn: dict[str, Any]) -> str:
     except ValueError as error:
         details = f"turn {number}: its 'content' or 'value' {error}"
         raise BadRecord("turn without text", details) from error
-    # half of a surrogate pair, which JSON can hold and no tokenizer takes
-    return content.encode("utf-8", errors="replace").decode()
+    return mended(content)
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:

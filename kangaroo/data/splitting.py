@@ -16,7 +16,7 @@ from typing import Any
 
 from kangaroo.data.reading import Source, named_records
 from kangaroo.errors import DataError
-from kangaroo.prompts import Message
+from kangaroo.prompts import Message, mended
 
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"
 SHARED = 20  # words in a row: passages that questions share, rather than words that ask
@@ -42,11 +42,11 @@ class Split:
         return dict(Counter(question["category"] for question in self.held_out))
 
     def write(self, folder: Path) -> None:
-        """Both as files of JSON lines, whole or not at all."""
+        """Both as files of JSON lines, whole or not at all; `mended`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
             partial = folder / f"{name}.partial"
-            lines = (json.dumps(record, ensure_ascii=False) for record in records)
+            lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
             partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(partial, folder / name)
 
@@ -102,7 +102,7 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
 
 def task_of(record: dict[str, Any]) -> str:
     """What its source calls a record's task."""
-    return str(record.get("task") or record.get("category") or "all")
+    return mended(str(record.get("task") or record.get("category") or "all"))
 
 
 def user_turns(messages: Sequence[Message]) -> list[str]:

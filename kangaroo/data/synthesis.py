@@ -16,19 +16,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import Part, finish, write_parts
 from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
-from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Count, Filled, NotNegative, Ranged, Seed
 from kangaroo.ranks import Ranks
+from kangaroo.teacher import Likeliest
 
 
 @dataclass
-class SynthesisConfig:
+class SynthesisConfig(Ranged):
     """What the target is asked to write.
 
     Args:
@@ -55,18 +55,18 @@ class SynthesisConfig:
 
     name: str = "self_synthesis"
     path: str = "???"
-    shards: int = 3
-    shard_size: int = 512
-    batch_size: int = 64
-    turns: list[int] = field(default_factory=lambda: [1])
-    max_question_tokens: int = 128
-    max_answer_tokens: int = 320
+    shards: Count = 3
+    shard_size: Count = 512
+    batch_size: Count = 64
+    turns: Filled[Count] = field(default_factory=lambda: [1])
+    max_question_tokens: Count = 128
+    max_answer_tokens: Count = 320
     keep_unfinished_questions: bool = False
-    openings: list[str] = field(default_factory=lambda: [""])
-    question_temperature: float = 1.0
-    answer_temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
-    teacher: int = 0
-    seed: int = 0
+    openings: Filled[str] = field(default_factory=lambda: [""])
+    question_temperature: NotNegative = 1.0
+    answer_temperatures: Filled[NotNegative] = field(default_factory=lambda: [0.0, 0.7])
+    teacher: Likeliest = 0
+    seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
@@ -80,16 +80,8 @@ class SynthesisConfig:
                 and the others do not wait for it. None: there is only this process.
 
         Errors: `DataError` where no conversation is usable, the disk has no room, or the folder was
-        begun with other settings; `ConfigError` for turns or temperatures that cannot work.
+        begun with other settings.
         """
-        if not (self.turns and self.answer_temperatures and self.openings):
-            raise ConfigError(
-                f"data.turns={self.turns}, data.answer_temperatures={self.answer_temperatures} and "
-                f"data.openings={self.openings} must name at least one each."
-            )
-        if min(self.turns) < 1:
-            raise ConfigError(f"data.turns={self.turns}: a conversation has at least one turn.")
-        teacher.check(self.teacher, "data.teacher")
         settings: dict[str, Any] = {"model": lm.name} | asdict(self)
         del settings["path"]
         if not self.teacher:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.drafters.chain import Chain, Token, check_limits
+from kangaroo.drafters.chain import Chain, Token
 from kangaroo.model import LM
 from kangaroo.sampling import pick
 
@@ -24,9 +24,9 @@ class Autoregressive(Chain):
     """
 
     taps: tuple[int, ...] = ()
+    needs_costs = False
 
     def __init__(self, lm: LM, steps: int, threshold: float, window: int):
-        check_limits(steps, threshold)
         self.lm, self.steps, self.threshold, self.window = lm, steps, threshold, window
         self.max_nodes = steps
 

@@ -6,16 +6,16 @@ Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from kangaroo.batch import Batch
+from kangaroo.budget import Budget
 from kangaroo.cache import Block
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter, Rounds
+from kangaroo.ranges import Ranged
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.tree import Draft, Tree
@@ -31,12 +31,14 @@ class Drafter(Protocol):
             for them, and as many for places before the start of a text (`LM.block`, `below`).
         resumes: whether a prompt may come to `prefill` without a beginning that the row's text
             before it had as well, up to the last two tokens of that text, or that it has adopted.
-            In native rounds, all do.
+            In native code, all do.
+        needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
     taps: tuple[int, ...]
     max_nodes: int
     resumes: bool
+    needs_costs: bool
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
@@ -64,7 +66,7 @@ class Drafter(Protocol):
 
 
 @dataclass
-class DrafterConfig(ABC):
+class DrafterConfig(Ranged, ABC):
     """The settings of a drafter; a subclass adds its own, and `build`.
 
     Args:
@@ -130,6 +132,7 @@ class Stateless:
 
     taps: tuple[int, ...] = ()
     resumes = True
+    needs_costs = False
 
     def begin(self, batch: Batch) -> None:
         """Nothing is kept."""
@@ -163,12 +166,18 @@ def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
 
 
 # The chance of a token that was looked up, where those before it are right. The first may be wrong
-# more often, which the rounds count.
+# more often, which the budget counts.
 LOOKED_UP = 0.8
 
 
-class FromText(Stateless, NativeDrafter):
-    """Drafts chains by reading the text alone, on the host."""
+class FromText(Stateless, ABC):
+    """Drafts chains by reading the text alone, on the host.
+
+    Attributes:
+        max_nodes: as of every drafter.
+    """
+
+    max_nodes: int
 
     @abstractmethod
     def continuation(self, row: int, text: list[int]) -> list[int]:
@@ -180,11 +189,12 @@ class FromText(Stateless, NativeDrafter):
         """
 
     def propose(self, batch: Batch) -> Draft:
-        found = [self.continuation(row, text) for row, text in enumerate(batch.texts)]
-        return Draft.listed(batch.last(1), found)
+        length = self.chain_length(batch.budget, batch.active)
+        chains = [self.continuation(row, text)[:length] for row, text in enumerate(batch.texts)]
+        return Draft.listed(batch.last(1), chains)
 
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        least = rounds.least_gain(len(rows), self.max_nodes)
-        most = next((n for n, gain in enumerate(least) if gain >= LOOKED_UP**n), self.max_nodes)
-        for row in rows:
-            rounds.add(row, self.continuation(row, rounds.batch.texts[row])[:most])
+    def chain_length(self, budget: Budget, rows: int) -> int:
+        """How many tokens of a continuation pay for their verification in so many rows."""
+        least = budget.min_chain_chances(rows, self.max_nodes)
+        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
+        return next(longest, self.max_nodes)

@@ -18,6 +18,7 @@ from kangaroo.drafters.suffix import SuffixAutomaton, shared
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
+from kangaroo.ranges import Count, Ranged
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
 
@@ -27,7 +28,7 @@ Choices = list[tuple[int, float]]  # tokens and their probabilities, the likelie
 
 
 @dataclass
-class CalibrateConfig:
+class CalibrateConfig(Ranged):
     """On how much is counted.
 
     Args:
@@ -35,8 +36,8 @@ class CalibrateConfig:
         max_length: tokens of each.
     """
 
-    holdout: int = 128
-    max_length: int = 2048
+    holdout: Count = 128
+    max_length: Count = 2048
 
 
 @dataclass

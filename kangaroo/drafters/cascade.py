@@ -5,8 +5,6 @@ Shapes: B rows, N draft nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,6 @@ from kangaroo.cache import Block
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -51,7 +48,7 @@ class CascadeConfig(DrafterConfig):
         return self.first.made_by() | self.second.made_by()
 
 
-class Cascade(NativeDrafter):
+class Cascade:
     """Each of the two sees every round, whoever drafted in it."""
 
     def __init__(self, lm: LM, first: Drafter, second: Drafter, extend: bool = False):
@@ -64,6 +61,7 @@ class Cascade(NativeDrafter):
         self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
         self.resumes = first.resumes and second.resumes
+        self.needs_costs = second.needs_costs
 
     def begin(self, batch: Batch) -> None:
         self.first.begin(batch)
@@ -94,41 +92,6 @@ class Cascade(NativeDrafter):
     ) -> None:
         self.first.observe(batch, draft, verdict, taps)
         self.second.observe(batch, draft, verdict, taps)
-
-    def is_native(self) -> bool:
-        first, second = self.first, self.second
-        return (
-            isinstance(first, FromText)
-            and isinstance(second, NativeDrafter)
-            and second.is_native()
-            and not self.extend
-        )
-
-    @property
-    def _native_pair(self) -> tuple[FromText, NativeDrafter]:
-        assert isinstance(self.first, FromText) and isinstance(self.second, NativeDrafter)
-        return self.first, self.second
-
-    @property
-    def native_exit(self) -> int:
-        return self._native_pair[1].native_exit
-
-    @property
-    def native_nodes(self) -> int:
-        first, second = self._native_pair
-        return max(first.max_nodes, second.native_nodes)
-
-    @property
-    def needs_costs(self) -> bool:
-        return self._native_pair[1].needs_costs
-
-    def native_drafting(self) -> Structure | None:
-        return self._native_pair[1].native_drafting()
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        first, second = self._native_pair
-        first.fill(rounds, rows)
-        second.fill(rounds, [row for row in rows if rounds.count[row] == 1])
 
     def _extended(self, batch: Batch, draft: Draft) -> Draft:
         """A chain, gone on from by the first drafter."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.sampling import Rule, Sampling, warp
 from kangaroo.tree import Draft, Tree
@@ -43,12 +42,14 @@ class Chain(ABC):
         lm: the model that drafts, or the target where its layers draft.
         steps: at most this many draft tokens a round.
         threshold: 0 never stops early.
+        draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
     """
 
     lm: LM
     steps: int
     threshold: float
+    draft_cost: float
     window: int
 
     @abstractmethod
@@ -72,22 +73,30 @@ class Chain(ABC):
         return draft
 
     def propose(self, batch: Batch) -> Draft:
-        """A chain below each row's pending token."""
+        """A chain below each row's pending token, as long as the budget of a batch allows."""
+        least = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
+        if least[0] >= 1:
+            return Draft.nothing(batch.last(1))
+        stops = self.threshold > 0 or any(least)
         # where each text has sampling of its own, none is accepted by rejection
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
         rejection = alike.rule is Rule.rejection and not alike.greedy
         pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
         block = chain_block(self.lm, batch, self.window, self.steps)
         ids, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
+        chance_B1 = torch.ones_like(pending_B1, dtype=torch.float32)
         for token in self.tokens(batch, block):
             ids.append(token.id_B1)
             valid.append(active_B1)
             if rejection:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
-            if self.threshold > 0 and len(ids) <= self.steps:
-                active_B1 = active_B1 & (confidence(token.logits_BK) > self.threshold)
-                if not active_B1.any():  # the one sync a drafted token that a threshold costs
+            if stops and len(ids) <= self.steps:
+                confidence_B1 = confidence(token.logits_BK)
+                chance_B1 = chance_B1 * confidence_B1
+                goes_on_B1 = (confidence_B1 > self.threshold) & (chance_B1 > least[len(ids) - 1])
+                active_B1 = active_B1 & goes_on_B1
+                if not active_B1.any():  # the one sync a drafted token that stopping costs
                     break
         draft = Draft(
             tokens_BN=torch.cat(ids, 1),
@@ -96,14 +105,6 @@ class Chain(ABC):
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
         return self.finish(draft, block.narrow(self.window, len(ids)))
-
-
-def check_limits(steps: int, threshold: float) -> None:
-    """Raise `ConfigError` where a drafter cannot draft by these."""
-    if steps < 1:
-        raise ConfigError(f"drafter.steps must be 1 or more, not {steps}; see drafter=vanilla.")
-    if not 0 <= threshold < 1:
-        raise ConfigError(f"drafter.threshold must lie in [0, 1), not {threshold}.")
 
 
 def chain_block(lm: LM, batch: Batch, window: int, steps: int, room: int | None = None) -> Block:

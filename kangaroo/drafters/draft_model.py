@@ -5,7 +5,6 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.autoregressive import Autoregressive
@@ -23,14 +21,12 @@ from kangaroo.errors import ConfigError
 from kangaroo.memory import weights
 from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
-from kangaroo.rounds import NativeDrafter, Nodes, Rounds
+from kangaroo.ranges import DraftSize, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.export import draft_model
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
-
-BEHIND = 4  # tokens of a text that a native draft reads by itself; more are read like a prompt
 
 
 @dataclass
@@ -41,6 +37,7 @@ class DraftModelConfig(DrafterConfig):
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
         adapter: an adapter of the target; exported with the layers below it, it is such a model.
+            Not read where `model` is given.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
             never stops early.
@@ -49,15 +46,18 @@ class DraftModelConfig(DrafterConfig):
     name: str = "draft_model"
     model: str | None = None
     adapter: str | None = None
-    steps: int = 4
-    threshold: float = 0.0
+    steps: DraftSize = 4
+    threshold: Threshold = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None:
+            self.adapter = None
 
     def build(self, lm: LM) -> DraftModel:
         """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
-        if (self.model is None) == (self.adapter is None):
-            raise ConfigError(
-                f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
-            )
+        if self.model is None and self.adapter is None:
+            raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
         if self.adapter is not None:
             adapter, _ = adapter_files.load(self.adapter, lm, Adapter, vocabulary=0)
             hf = draft_model(lm, adapter)
@@ -111,7 +111,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
 
 
-class DraftModel(Autoregressive, NativeDrafter):
+class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
     whatever it has not read, which may be much where drafting did not pay for a while.
@@ -136,12 +136,7 @@ class DraftModel(Autoregressive, NativeDrafter):
 
     def begin(self, batch: Batch) -> None:
         self.prompts.clear()
-        self.nodes: Nodes | None = None
-        # In native rounds, of each row: the text that the cache is of, how many of its tokens were
-        # read, and the drafted ones after these, which the text may have taken.
-        self.texts: list[list[int] | None] = [None] * batch.size
-        self.read = [0] * batch.size
-        self.drafted: list[list[int]] = [[] for _ in range(batch.size)]
+        self.read = [0] * batch.size  # in native code, how many tokens of each row's text were read
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
@@ -163,10 +158,10 @@ class DraftModel(Autoregressive, NativeDrafter):
     def read_prompts(self) -> None:
         """Write the keys of new prompts."""
         for tokens_1T, block in self.prompts:
-            self._read(tokens_1T, int(block.positions_RT[0, 0]), block.rows.start)
+            self.read_chunk(tokens_1T, int(block.positions_RT[0, 0]), block.rows.start)
         self.prompts.clear()
 
-    def _read(self, tokens_1T: Tensor, first: int, row: int) -> None:
+    def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
         own = self.lm.chunk(first, first + tokens_1T.shape[1], row, self.cache.n_slots)
         self.lm.run(self._embed(tokens_1T), self.cache, own, self.layers)
@@ -184,58 +179,6 @@ class DraftModel(Autoregressive, NativeDrafter):
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
             tokens_BN = tokens_BN.clamp(max=self.vocab_size - 1)
         return self.lm.embed(tokens_BN)
-
-    def is_native(self) -> bool:
-        return self.lm.native_layers is not None
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        self.prompts.clear()  # the texts have them
-        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
-        if least[0] >= 1:
-            return
-        own = self.nodes = self.nodes or self._nodes()
-        own.count[:] = own.end[:] = 0
-        for row in rows:
-            self._catch_up(own, rounds, row)
-        given = own.count.tolist()
-        own.draft(rows, self.steps, self.threshold, least)
-        for row in rows:
-            new = slice(given[row], int(own.count[row]))
-            tokens = own.token[row, new].tolist()
-            self.read[row] = len(rounds.batch.texts[row])
-            self.drafted[row] = tokens[: int(own.has_state[row, new].sum())]
-            rounds.add(row, tokens)
-
-    def _nodes(self) -> Nodes:
-        """Chains of this model's own: the states are the output of its last layer."""
-        stack, head, norm = self.lm.native_layers, self.lm.native_head, self.lm.hf.model.norm
-        assert stack is not None and head is not None
-        final = head.native(norm.weight)
-        final.outputs = self.vocab_size + min(self.padding, 0)
-        drafting = native.NativeDrafting(stack=stack.native(self.cache, range(0)), head=final)
-        return Nodes(self.lm, self.cache, BEHIND + self.steps, self.lm.n_layers, drafting)
-
-    def _catch_up(self, own: Nodes, rounds: Rounds, row: int) -> None:
-        """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
-        text = rounds.batch.texts[row]
-        if text is not self.texts[row]:  # another prompt has taken the row
-            self.texts[row], self.drafted[row] = text, []
-            own.draw[row] = rounds.draw[row]
-        at, last = self.read[row], len(text) - 1
-        for token in self.drafted[row]:
-            if at >= last or text[at] != token:
-                break
-            at += 1
-        if len(text) - at > BEHIND:
-            chunk = self.lm.prompt_chunk(last)
-            for first in range(at, last, chunk):
-                self._read(torch.tensor([text[first : min(first + chunk, last)]]), first, row)
-            at = last
-        most = self.vocab_size - 1  # as in `_embed`
-        pending = [min(token, most) for token in text[at:]]
-        own.base[row], own.token[row, 0], own.has_state[row, 0] = at, pending[0], 0
-        own.add(row, pending[1:])
-        own.end[row] = len(pending) - 1
 
     def propose(self, batch: Batch) -> Draft:
         self.read_prompts()

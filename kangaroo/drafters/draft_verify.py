@@ -17,7 +17,10 @@ from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
+from kangaroo.folders import command_line
 from kangaroo.model import LM
+from kangaroo.models import options_of
+from kangaroo.ranges import CountOrZero, DraftSize, Threshold
 
 
 @dataclass
@@ -26,16 +29,21 @@ class DraftVerifyConfig(DrafterConfig):
 
     Args:
         subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
-        skip: these layers instead, counted from 0.
+        skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
     """
 
     name: str = "draft_verify"
     subset: str | None = None
-    skip: list[int] | None = None
-    steps: int = 6
-    threshold: float = 0.6
+    skip: list[CountOrZero] | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.skip is not None:
+            self.subset = None
 
     def build(self, lm: LM) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
@@ -47,7 +55,7 @@ class DraftVerifyConfig(DrafterConfig):
         if self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
-                "python scripts/search_layers.py writes."
+                f"{command_line('search_layers', **options_of(lm.name))} writes."
             )
         return layer_subset.read(self.subset, lm).skip
 
@@ -76,6 +84,7 @@ class DraftVerify(Stateless, Autoregressive):
             )
         super().__init__(lm, steps, threshold, window=0)
         self.runs = layer_subset.runs(skip, lm.n_layers)
+        self.draft_cost = layer_subset.draft_cost(lm, skip)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         x_BND = self.lm.embed(tokens_BN)

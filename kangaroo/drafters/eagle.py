@@ -10,6 +10,7 @@ from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Threshold, check_nodes
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.eagle_head import Architecture, EagleHead
 
@@ -29,12 +30,16 @@ class EagleConfig(EarlyExitConfig):
     """
 
     name: str = "eagle"
-    threshold: float = 0.0
-    top_k: int = 1
-    nodes: int = 32
+    threshold: Threshold = 0.0
+    top_k: Count = 1
+    nodes: DraftSize = 32
 
     kind: ClassVar[type[EagleHead]] = EagleHead
     parts: ClassVar[type[Architecture]] = Architecture
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
         """Errors: `ConfigError`."""

@@ -6,28 +6,24 @@ of a prefill chunk, W window, U = W + 1, D hidden size.
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kangaroo import native
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
-from kangaroo.drafters.chain import check_limits
 from kangaroo.errors import AdapterMismatch
 from kangaroo.memory import weights
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter
+from kangaroo.ranges import Count, CountOrZero, DraftSize, Threshold
 from kangaroo.trained import adapter, adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.base import Architecture
 from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer, weight
+from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
@@ -48,10 +44,10 @@ class EarlyExitConfig(TrainedConfig):
             adapter was saved with.
     """
 
-    exit_layer: int | None = None
-    steps: int = 6
-    threshold: float = 0.6
-    vocabulary: int | None = None
+    exit_layer: Count | None = None
+    steps: DraftSize = 6
+    threshold: Threshold = 0.6
+    vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
     parts: ClassVar[type[Architecture]] = adapter.Architecture  # of an untrained one
@@ -89,7 +85,7 @@ class EarlyExitConfig(TrainedConfig):
         return {} if self._untrained() is not None else super().made_by()
 
 
-class EarlyExit(NativeDrafter):
+class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
@@ -102,10 +98,11 @@ class EarlyExit(NativeDrafter):
     it then passes over the accepted path once more (`follow`).
     """
 
+    needs_costs = False
+
     def __init__(
         self, lm: LM, adapter: Layer, steps: int, threshold: float, head: DraftHead | None = None
     ):
-        check_limits(steps, threshold)
         self.lm, self.adapter = lm, adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.steps, self.threshold = steps, threshold
@@ -119,6 +116,13 @@ class EarlyExit(NativeDrafter):
         if self.deep_tap is not None:
             self.taps += (self.deep_tap,)
         self.max_nodes = steps
+        # of a token of the chain, in vanilla steps: the share of the target's weights that is read
+        # for it, by the layers below the exit and by all
+        whole = weights(*lm.layers, lm.head)
+        head_share = self.head.size / len(lm.head.weight)
+        self.shallow_cost = weights(*lm.layers[: self.exit_layer]) / whole
+        own = weights(adapter) + head_share * weights(lm.head)
+        self.draft_cost = self.shallow_cost + own / whole
         self.window = steps if self.reads_deep else 1
         self.cache = lm.cache_like(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
@@ -126,40 +130,6 @@ class EarlyExit(NativeDrafter):
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, Tensor | None, Block]] = []  # not read yet
-
-    @property
-    def native_exit(self) -> int:
-        return self.exit_layer
-
-    def is_native(self) -> bool:
-        return self.adapter.native_inputs() is not None
-
-    def native_drafting(self) -> Structure | None:
-        layer, head = self.adapter.native_layer, self.head.native
-        inputs = self.adapter.native_inputs()
-        assert layer is not None and head is not None and inputs is not None
-        return native.NativeDrafting(
-            stack=layer.native(self.cache, range(self.adapter.depth)),
-            norm=native.pointer(weight(self.adapter.norm)),
-            head=head.native(ids_N=self.head.vocabulary_K),
-            deep=native.pointer(self.deep_BSD),
-            deep_tap=self.deep_tap or 0,
-            **inputs,
-        )
-
-    @cached_property
-    def draft_cost(self) -> float:
-        """Of a token of the chain, in vanilla steps: the share of the target's weights that is read
-        for it."""
-        head = self.head.size / len(self.lm.head.weight) * weights(self.lm.head)
-        own = (weights(self.adapter) + head) / weights(*self.lm.layers, self.lm.head)
-        return self.shallow_cost + own
-
-    @cached_property
-    def shallow_cost(self) -> float:
-        """The part of it that the layers below the exit take."""
-        shallow = weights(*self.lm.layers[: self.exit_layer])
-        return shallow / weights(*self.lm.layers, self.lm.head)
 
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""

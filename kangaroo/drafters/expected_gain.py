@@ -101,7 +101,7 @@ def drafting_pays(odds: Odds, costs: Costs, sources: Sources, most: int) -> bool
     return after - before > costs.pace * cost
 
 
-def tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
+def best_tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
     """Tokens and parents, as `Draft.listed` takes them, of the tree that gains most for its cost.
 
     The gain of a node is the chance that its whole path is right. No parent's is lower than its

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from kangaroo.batch import Batch
+from kangaroo.budget import Budget
 from kangaroo.drafters import datastore, odds
 from kangaroo.drafters.chain import Token, chain_block
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.early_exit import EarlyExitConfig
-from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
-from kangaroo.errors import ConfigError
+from kangaroo.folders import command_line
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
+from kangaroo.models import options_of
+from kangaroo.ranges import DraftSize, Length, NotNegative, Positive, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft
 
 REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched for
-
-OF_A_CPU = [1.0, 1.03, 1.09, 1.2, 2.3]  # as `HybridConfig.verify_costs`
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,15 @@ log = logging.getLogger(__name__)
 def say_assumed(adapter: str) -> None:
     """That nothing was counted for this adapter."""
     log.warning(
-        "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: python "
-        "scripts/calibrate.py model=... 'drafter.adapter=\"%s\"'",
-        *(adapter, odds.FILE, adapter),
+        "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: %s",
+        *(adapter, odds.FILE, count_again(adapter)),
     )
+
+
+def count_again(adapter: str) -> str:
+    """The command that counts what an adapter is right at."""
+    target = options_of(adapter_files.read_config(adapter).target)
+    return command_line("calibrate", **target, drafter__adapter=adapter)
 
 
 @dataclass
@@ -57,8 +62,8 @@ class HybridConfig(EarlyExitConfig):
         threshold: as of Kangaroo; 0 leaves it to the expected gain where the chain stops.
         nodes: of the tree that is verified, the pending token aside: at most this many.
         verify_costs: of verifying 1, 2, 4, 8, ... tokens, in vanilla steps; between two of them,
-            and beyond the last two, a straight line. Null is measured, once for each machine and
-            number of threads, where decoding is native; elsewhere a CPU's are assumed.
+            and beyond the last two, a straight line. Null is measured, once for each device and
+            number of threads.
         draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
         pace: tokens that decoding writes in the time of a vanilla step: what further work in a
             round has to be worth.
@@ -67,25 +72,19 @@ class HybridConfig(EarlyExitConfig):
     """
 
     name: str = "hybrid"
-    threshold: float = 0.0
-    nodes: int = 15
-    verify_costs: list[float] | None = None
-    draft_cost: float = 0.05
-    pace: float = 1.5
+    threshold: Threshold = 0.0
+    nodes: DraftSize = 15
+    verify_costs: Annotated[list[Positive], Length(2)] | None = None
+    draft_cost: NotNegative = 0.05
+    pace: Positive = 1.5
     reference: str | None = None
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
         """Errors: `ConfigError`, and whatever `odds.read` and `datastore.load` raise."""
-        given = self.verify_costs
-        if self.nodes < 1 or (given is not None and len(given) < 2):
-            raise ConfigError(
-                f"drafter.nodes={self.nodes} must be 1 or more, and drafter.verify_costs="
-                f"{self.verify_costs} must say what 1 token costs and what 2 do, at least."
-            )
         reference = None if self.reference is None else datastore.load(self.reference, lm)
         costs = None
-        if given is not None:
-            costs = Costs(verify_curve(given, self.nodes), self.draft_cost, self.pace)
+        if self.verify_costs is not None:
+            costs = Costs(verify_curve(self.verify_costs, self.nodes), self.draft_cost, self.pace)
         return Hybrid(
             lm,
             trained,
@@ -104,12 +103,14 @@ class HybridConfig(EarlyExitConfig):
         if self._untrained() is not None:
             return None
         folder = adapter_files.find(self.adapter, (odds.FILE,))
-        return odds.read(folder, adapter_files.weights_hash(self.adapter))
+        weights = adapter_files.weights_hash(self.adapter)
+        return odds.read(folder, weights, count_again(self.adapter))
 
     def _counted_or_assumed(self) -> Odds:
         if (found := self.counted()) is not None:
             return found
-        say_assumed(self.adapter)
+        if self._untrained() is None:
+            say_assumed(self.adapter)
         return odds.assumed()
 
     def settings(self) -> dict[str, Any]:
@@ -191,8 +192,8 @@ class Hybrid(LayerChain):
     ):
         super().__init__(lm, adapter, steps, threshold, head)
         self.odds, self.nodes, self.reference, self.pace = odds, nodes, reference, pace
-        self.measures = costs is None
-        self.costs = costs or self._costs(verify_curve(OF_A_CPU, nodes))
+        self.needs_costs = costs is None
+        self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, pace)
         self.max_nodes = max(nodes, steps)
         self.lookups: list[Lookup] = []
 
@@ -200,54 +201,27 @@ class Hybrid(LayerChain):
         super().begin(batch)
         self.lookups = [Lookup(text, self.reference) for text in batch.texts]
 
-    def _costs(self, verify: Sequence[float]) -> Costs:
-        return Costs(verify, self.draft_cost, self.pace)
+    def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
+        """Those of a round of so many rows, where they are measured.
+
+        Args:
+            shared_states: the states of what the lookup says are computed with the pending token's.
+        """
+        if self.needs_costs:
+            states = self.shallow_cost if shared_states else 0.0
+            verify = budget.cost(rows, self.nodes)
+            self.costs = Costs(verify, self.draft_cost, self.pace, states)
 
     def propose(self, batch: Batch) -> Draft:
+        self.take_costs(batch.budget, batch.active, shared_states=False)
         sources = [
-            None if done else self.looked_up(batch, row)
-            for row, done in enumerate(batch.done_B.tolist())  # one sync
+            None if done else self.looked_up(batch, row) for row, done in enumerate(batch.done)
         ]
         self._draft_chains(batch, sources)
-        trees = [
-            ([], []) if own is None else tree(self.odds, self.costs, own, self.nodes)
-            for own in sources
-        ]
-        tokens, parents = [own[0] for own in trees], [own[1] for own in trees]
-        chains = all(own == list(range(len(own))) for own in parents)
+        trees = [([], []) if source is None else self.tree(source) for source in sources]
+        tokens, parents = [nodes for nodes, _ in trees], [above for _, above in trees]
+        chains = all(above == list(range(len(above))) for above in parents)
         return Draft.listed(batch.last(1), tokens, None if chains else parents)
-
-    @property
-    def native_nodes(self) -> int:
-        return self.steps + 2 * self.nodes  # the chain, the lookup, and the tree's further choices
-
-    @property
-    def needs_costs(self) -> bool:
-        return self.measures
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        self.read_prompts()
-        if self.measures:
-            costs = self._costs(rounds.cost(len(rows), self.nodes))
-            self.costs = replace(costs, states=self.shallow_cost)
-        sources = {row: self.looked_up(rounds.batch, row) for row in rows}
-        growing = [row for row, own in sources.items() if self._pays(own)]
-        for row in growing:  # one pass gives their states together with the pending token's
-            rounds.add(row, sources[row].lookup)
-        for _ in range(self.steps):
-            if not growing:
-                break
-            rounds.draft(growing, 1, self.threshold)
-            for row in growing:
-                choices = rounds.choices[row].tolist(), rounds.chances[row].tolist()
-                (best, confidence), *further = zip(*choices, strict=True)
-                own = sources[row]
-                own.chain.append(best)
-                own.confidence.append(confidence)
-                own.further.append(further[: self.head.size - 1])
-            growing = [row for row in growing if self._goes_on(sources[row])]
-        for row, own in sources.items():
-            rounds.plant(row, *tree(self.odds, self.costs, own, self.nodes))
 
     def looked_up(self, batch: Batch, row: int) -> Sources:
         """What the lookup says of a row, up to where its text would end."""
@@ -258,9 +232,13 @@ class Hybrid(LayerChain):
         end = next((i for i, token in enumerate(found, 1) if token in batch.ends[row]), None)
         return Sources(length, found[:end])
 
+    def tree(self, sources: Sources) -> tuple[list[int], list[int]]:
+        """The best tree of all that they say."""
+        return best_tree(self.odds, self.costs, sources, self.nodes)
+
     def _draft_chains(self, batch: Batch, sources: Sequence[Sources | None]) -> None:
         """Add to each row's sources a chain, as long as that pays."""
-        growing = {row: own for row, own in enumerate(sources) if own and self._pays(own)}
+        growing = {row: own for row, own in enumerate(sources) if own and self.pays(own)}
         if not growing:
             return
         block = chain_block(self.lm, batch, self.window, self.steps)
@@ -271,16 +249,18 @@ class Hybrid(LayerChain):
                 own.chain.append(best)
                 own.confidence.append(confidence)
                 own.further.append(further)
-            growing = {row: own for row, own in growing.items() if self._goes_on(own)}
+            growing = {row: own for row, own in growing.items() if self.goes_on(own)}
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
-    def _pays(self, sources: Sources) -> bool:
+    def pays(self, sources: Sources) -> bool:
+        """Whether a further token of the chain may be expected to pay."""
         return drafting_pays(self.odds, self.costs, sources, self.nodes)
 
-    def _goes_on(self, sources: Sources) -> bool:
-        return sources.confidence[-1] > self.threshold and self._pays(sources)
+    def goes_on(self, sources: Sources) -> bool:
+        """Whether it does after the last one's confidence."""
+        return sources.confidence[-1] > self.threshold and self.pays(sources)
 
     def _choices(
         self, batch: Batch, token: Token, position_B: Tensor

@@ -8,6 +8,7 @@ from typing import Any
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Threshold, check_nodes
 from kangaroo.trained.draft_head import DraftHead
 
 
@@ -25,10 +26,14 @@ class KangarooTreeConfig(EarlyExitConfig):
     """
 
     name: str = "kangaroo_tree"
-    threshold: float = 0.4
-    top_k: int = 10
-    nodes: int = 32
-    least: float | None = None
+    threshold: Threshold = 0.4
+    top_k: Count = 10
+    nodes: DraftSize = 32
+    least: Threshold | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> KangarooTree:
         """Errors: `ConfigError`."""

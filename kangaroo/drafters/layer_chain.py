@@ -5,7 +5,7 @@ Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import AnySampling, pick
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
@@ -38,13 +37,6 @@ class LayerChain(EarlyExit, Chain):
     ):
         super().__init__(lm, adapter, steps, threshold, head)
         self.hidden: list[Tensor] = []  # shallow states of the round's nodes
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
-        if least[0] >= 1:  # no row drafts, so prompts need not be read yet
-            return
-        self.read_prompts()
-        rounds.draft(rows, self.steps, self.threshold, least)
 
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)

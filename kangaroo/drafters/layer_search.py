@@ -18,18 +18,19 @@ from tqdm import tqdm
 
 from kangaroo.cache import Block, KVCache
 from kangaroo.clock import running
-from kangaroo.drafters.layer_subset import LayerSubset, runs, write
+from kangaroo.drafters.layer_subset import LayerSubset, draft_cost, runs, write
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
+from kangaroo.ranges import Count, DraftSize, Ranged, Seed
 from kangaroo.trained.adapter_files import target_hash
 
 Subset = tuple[int, ...]  # the layers that are skipped, ascending
 
 
 @dataclass
-class SearchConfig:
+class SearchConfig(Ranged):
     """How much is tried, and on what.
 
     Args:
@@ -40,11 +41,11 @@ class SearchConfig:
         seed: of the order in which subsets are tried.
     """
 
-    budget: int = 200
-    conversations: int = 8
-    max_length: int = 512
-    steps: int = 6
-    seed: int = 0
+    budget: Count = 200
+    conversations: Count = 8
+    max_length: Count = 512
+    steps: DraftSize = 6
+    seed: Seed = 0
 
 
 @dataclass
@@ -65,11 +66,8 @@ def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) 
 
     Errors: `ConfigError`.
     """
-    if config.budget < 1 or config.conversations < 1 or lm.n_layers < 2:
-        raise ConfigError(
-            f"search.budget={config.budget} and search.conversations={config.conversations} must "
-            f"be 1 or more, and the target must have 2 layers, not {lm.n_layers}."
-        )
+    if lm.n_layers < 2:
+        raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
     asked = [
         sample["input_ids"][: config.max_length] for sample in samples[-config.conversations :]
@@ -154,17 +152,6 @@ def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
     if rng.random() < 0.5:
         skipped ^= {rng.randrange(n_layers)}
     return tuple(sorted(skipped)) if 0 < len(skipped) < n_layers else subset
-
-
-def draft_cost(lm: LM, skip: Subset) -> float:
-    """Weights that a draft token reads, as a share of a token's."""
-
-    def count(modules: Sequence[torch.nn.Module]) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
-    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
-    head = count([lm.head])
-    return (count(kept) + head) / (count(list(lm.layers)) + head)
 
 
 def expected_speedup(agreement: float, cost: float, steps: int) -> float:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo import native
 from kangaroo.batch import Batch
+from kangaroo.budget import Budget
 from kangaroo.cache import Block
 from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.layer import Layer
 from kangaroo.tree import Draft, Tree
@@ -67,28 +66,23 @@ class LayerTree(EarlyExit):
         least: float | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
-        if not 0 < top_k <= self.head.size or nodes < 1:
+        if top_k > self.head.size:
             raise ConfigError(
-                f"drafter.top_k={top_k} must lie in 1 to {self.head.size}, the tokens to draft "
-                f"from, and drafter.nodes={nodes} must be 1 or more."
+                f"drafter.top_k={top_k} is more than the {self.head.size} tokens to draft from."
             )
-        if least is not None and not 0 <= least < 1:
-            raise ConfigError(f"drafter.least must lie in [0, 1), or be null; not {least}.")
         self.top_k, self.nodes, self.least = top_k, nodes, least
         self.max_nodes = top_k * steps
 
-    def is_native(self) -> bool:
-        return super().is_native() and self.top_k <= native.MOST_CHOICES
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        least = rounds.least_gain(len(rows), self.steps, self.draft_cost)
-        if least[0] >= 1:  # no row drafts, so prompts need not be read yet
-            return
-        self.read_prompts()
-        worth = [max(chance, self.least or 0.0) for chance in rounds.worth(len(rows), self.nodes)]
-        rounds.draft_trees(rows, self.top_k, self.threshold, least, worth, self.least is None)
+    def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
+        """What the n-th likeliest node has to exceed to be verified in so many rows."""
+        chances = budget.min_node_chances(rows, self.nodes)
+        return [max(chance, self.least or 0.0) for chance in chances]
 
     def propose(self, batch: Batch) -> Draft:
+        rows, budget = batch.active, batch.budget
+        least = budget.min_chain_chances(rows, self.steps, self.draft_cost)
+        if least[0] >= 1:
+            return Draft.nothing(batch.last(1))
         self.read_prompts()
         active_B = ~batch.done_B
         root, at, f_BND, deep_BND = self._root(batch)
@@ -101,13 +95,13 @@ class LayerTree(EarlyExit):
             levels.append(level)
             if step == self.steps:
                 break
-            if self.threshold > 0:
-                active_B = active_B & (level.score_BL.amax(1) > self.threshold)
+            if (limit := max(self.threshold, least[step])) > 0:
+                active_B = active_B & (level.score_BL.amax(1) > limit)
                 if not active_B.any():  # the one sync a level that a threshold costs
                     break
             f_BND, at = level.f_BLD, level.block.to(level.f_BLD.device)
             deep_BND = take(adapted_BLD, of_parent_BL) if self.reads_deep else None
-        return self._pruned(levels)
+        return self._pruned(levels, self.min_node_chances(budget, rows) if rows > 1 else [])
 
     def _root(self, batch: Batch) -> tuple[Level, Block, Tensor, Tensor | None]:
         """The pending token, and what the adapter's first pass reads: the window and this."""
@@ -165,12 +159,19 @@ class LayerTree(EarlyExit):
         )
         return level, of_parent_BL
 
-    def _pruned(self, levels: list[Level]) -> Draft:
-        """What is verified; see `kept`."""
+    def _pruned(self, levels: list[Level], worth: list[float]) -> Draft:
+        """What is verified.
+
+        Args:
+            worth: as of `best_count`; of one text alone the drafter's own rule decides.
+        """
         parents_BN = torch.cat([level.parents_BL for level in levels], 1)
         valid_BN = torch.cat([level.valid_BL for level in levels], 1)
         score_BN = torch.cat([level.score_BL for level in levels], 1)
         keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
+        if worth:
+            rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
+            keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth))
         size = int(keep_BN.sum(1).max())  # one sync a round
         # nodes that are kept, in their order; rows with fewer are filled up with others
         index_BN = (~keep_BN).int().argsort(dim=1, stable=True)[:, :size]
@@ -213,6 +214,18 @@ def kept(
         dropped_BN = score_BN <= least
     keep_BN = valid_BN & ~dropped_BN
     return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
+
+
+def best_count(score_BN: Tensor, keep_BN: Tensor, worth: Sequence[float]) -> Tensor:
+    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`.
+
+    Args:
+        worth: of the nodes that are kept, the likeliest first, what each has to exceed.
+    """
+    gains_BN = torch.where(keep_BN, score_BN, -1.0).sort(descending=True).values[:, 1:]
+    gains_BN = gains_BN[:, : len(worth)] - gains_BN.new_tensor(worth[: gains_BN.shape[1]])
+    sums_BN = torch.nn.functional.pad(gains_BN.cumsum(1), (1, 0))
+    return sums_BN.argmax(1, keepdim=True)
 
 
 def ranks(key_BN: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kangaroo.batch import Batch
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import MOST_NODES, DraftSize, Range, check_nodes
 from kangaroo.tree import Draft, Tree
 from kangaroo.verify import Verdict
 
@@ -36,11 +38,25 @@ class LookaheadConfig(DrafterConfig):
     """
 
     name: str = "lookahead"
-    window: int = 15
-    ngram: int = 5
-    guesses: int = 15
-    pool: int = 4096
+    window: DraftSize = 15
+    ngram: Annotated[int, Range(2, MOST_NODES)] = 5
+    guesses: DraftSize = 15
+    pool: Annotated[int, Range(1, 1 << 20)] = 4096
     pool_from_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool < max(self.window, self.guesses):
+            raise ConfigError(
+                f"drafter.pool={self.pool} must hold the n-grams of a round at least: "
+                f"window={self.window} new ones, guesses={self.guesses} of the old."
+            )
+        check_nodes(self.nodes, window=self.window, guesses=self.guesses, ngram=self.ngram)
+
+    @property
+    def nodes(self) -> int:
+        """Of a round, the pending token aside."""
+        return (self.window + self.guesses) * (self.ngram - 1)
 
     def build(self, lm: LM) -> Lookahead:
         return Lookahead(self)
@@ -55,17 +71,8 @@ class Lookahead(Stateless):
     """
 
     def __init__(self, options: LookaheadConfig):
-        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
-            value = getattr(options, name)
-            if value < least:
-                raise ConfigError(f"drafter.{name} must be {least} or more, not {value}.")
-        if options.pool < max(options.window, options.guesses):
-            raise ConfigError(
-                f"drafter.pool={options.pool} must hold the n-grams of a round at least: "
-                f"window={options.window} new ones, guesses={options.guesses} of the old."
-            )
         self.options, self.levels = options, options.ngram - 1
-        self.max_nodes = (options.window + options.guesses) * self.levels
+        self.max_nodes = options.nodes
 
     def begin(self, batch: Batch) -> None:
         size, options, device = batch.size, self.options, batch.length_B.device

@@ -18,6 +18,7 @@ from kangaroo.cache import Block
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
 from kangaroo.trained.medusa_heads import MedusaHeads
@@ -39,8 +40,8 @@ class MedusaConfig(TrainedConfig):
     """
 
     name: str = "medusa"
-    nodes: int = 63
-    top_k: int = 10
+    nodes: DraftSize = 63
+    top_k: Count = 10
 
     @classmethod
     def chain(cls, steps: int) -> MedusaConfig:
@@ -67,14 +68,14 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     Args:
         guesses: how often guess i of head k is right.
 
-    Errors: `ConfigError` for no heads, no guesses or no nodes.
+    Errors: `ConfigError` for no heads, or no guesses.
 
     Source: Medusa, arXiv 2401.10774, appendix on optimised tree construction.
     """
-    if nodes < 1 or not guesses or not guesses[0]:
+    if not guesses or not guesses[0]:
         raise ConfigError(
-            f"drafter.nodes={nodes} and drafter.top_k must be 1 or more, and the heads' "
-            "config.json must say how often their guesses are right; if not, train them again."
+            "the heads' config.json does not say how often their guesses are right; train them "
+            "again."
         )
     # the best first; of equals the shallower
     open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
@@ -97,6 +98,7 @@ class Medusa:
     """
 
     resumes = True  # of a prompt only the last state counts
+    needs_costs = False
 
     def __init__(
         self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices

@@ -9,8 +9,8 @@ from kangaroo.batch import Batch
 from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
-from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize
 
 
 @dataclass
@@ -26,8 +26,8 @@ class PromptLookupConfig(DrafterConfig):
     """
 
     name: str = "prompt_lookup"
-    max_matching_ngram_size: int = 3
-    num_pred_tokens: int = 10
+    max_matching_ngram_size: Count = 3
+    num_pred_tokens: DraftSize = 10
     reference: str | None = None
 
     def build(self, lm: LM) -> PromptLookup:
@@ -54,12 +54,6 @@ class PromptLookup(FromText):
         num_pred_tokens: int = 10,
         reference: Datastore | None = None,
     ):
-        for name, value in (
-            ("max_matching_ngram_size", max_matching_ngram_size),
-            ("num_pred_tokens", num_pred_tokens),
-        ):
-            if value < 1:
-                raise ConfigError(f"drafter.{name} must be 1 or more, not {value}.")
         self.largest, self.max_nodes = max_matching_ngram_size, num_pred_tokens
         self.reference = reference
 

@@ -5,7 +5,6 @@ Shapes: M occurrences, S steps, K prefixes of what follows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
+from kangaroo.ranges import Count, DraftSize
 from kangaroo.tree import Draft
 
 
@@ -38,11 +37,19 @@ class RestConfig(DrafterConfig):
 
     name: str = "rest"
     datastore: str = "???"
-    max_token_span: int = 16
-    min_token_span: int = 2
-    max_matches: int = 1000
-    steps: int = 10
-    num_draft: int = 64
+    max_token_span: Count = 16
+    min_token_span: Count = 2
+    max_matches: Count = 1000
+    steps: DraftSize = 10
+    num_draft: DraftSize = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_token_span < self.min_token_span:
+            raise ConfigError(
+                f"drafter.max_token_span={self.max_token_span} is below "
+                f"drafter.min_token_span={self.min_token_span}; nothing would be looked for."
+            )
 
     def build(self, lm: LM) -> Rest:
         """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
@@ -63,15 +70,6 @@ class Rest(FromText):
     """
 
     def __init__(self, store: Datastore, options: RestConfig):
-        for name in ("min_token_span", "max_matches", "steps", "num_draft"):
-            value = getattr(options, name)
-            if value < 1:
-                raise ConfigError(f"drafter.{name} must be 1 or more, not {value}.")
-        if options.max_token_span < options.min_token_span:
-            raise ConfigError(
-                f"drafter.max_token_span={options.max_token_span} is below "
-                f"drafter.min_token_span={options.min_token_span}; nothing would be looked for."
-            )
         self.store, self.options = store, options
         self.max_nodes = options.num_draft
 
@@ -79,10 +77,6 @@ class Rest(FromText):
         trees = [self.tree(text) for text in batch.texts]
         tokens, parents = [tree[0] for tree in trees], [tree[1] for tree in trees]
         return Draft.listed(batch.last(1), tokens, parents)
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        for row in rows:
-            rounds.add(row, *self.tree(rounds.batch.texts[row]))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
         """The path of the tree that takes the most frequent child of every node."""

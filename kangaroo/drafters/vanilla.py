@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kangaroo.batch import Batch
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.model import LM
-from kangaroo.rounds import NativeDrafter, Rounds
 from kangaroo.tree import Draft
 
 
@@ -22,13 +20,10 @@ class VanillaConfig(DrafterConfig):
         return Vanilla()
 
 
-class Vanilla(Stateless, NativeDrafter):
+class Vanilla(Stateless):
     """Proposes nothing."""
 
     max_nodes = 0
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.nothing(batch.last(1))
-
-    def fill(self, rounds: Rounds, rows: Sequence[int]) -> None:
-        """Nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +12,19 @@ from rich.console import Group
 
 from kangaroo import tables
 from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.estimate.devices import PEAK, Device, matmul_speed
 from kangaroo.estimate.expectation import Expectation, Text
+from kangaroo.ranges import Count, Positive, Ranged, Share
 from kangaroo.tables import Row, number, share
 from kangaroo.training.config import TrainerConfig
 
+ASSUMED = 68_000  # conversations
+
 
 @dataclass
-class EstimateConfig:
+class EstimateConfig(Ranged):
     """What a plan assumes.
 
     Args:
@@ -27,21 +33,22 @@ class EstimateConfig:
         flops: FLOP/s of a device; None is that of its kind.
         utilisation: the share of it that training reaches: an assumption.
         processes: None takes as many as `trainer.accumulate` keeps busy; without that, one.
-        conversations, length: of data=conversations, whose source is not opened, and the mean of
-            its tokens a conversation. The released code trains on 68000 of ShareGPT; the length is
-            an assumption. data=self_synthesis is taken to write all that it may.
+        conversations: of data=conversations. None reads them where the source is a local file or
+            folder, and counts their characters; of others it takes 68000, the number of ShareGPT's
+            that the released code trains on. data=self_synthesis is taken to write all that it may.
+        length: the mean of their tokens where they are not read: an assumption.
         assistant_share: of the tokens: an assumption.
         table: a Markdown file, to which this estimate is added as a row.
     """
 
     name: str = "run"
     device: Device = Device.a100
-    flops: float | None = None
-    utilisation: float = 0.4
-    processes: int | None = None
-    conversations: int = 68_000
-    length: int = 1024
-    assistant_share: float = 0.75
+    flops: Positive | None = None
+    utilisation: Share = 0.4
+    processes: Count | None = None
+    conversations: Count | None = None
+    length: Count = 1024
+    assistant_share: Share = 0.75
     table: str | None = None
 
     def devices(self, trainer: TrainerConfig) -> int:
@@ -54,19 +61,60 @@ class EstimateConfig:
         peak = matmul_speed(dtype) if measured else self.flops or PEAK[self.device]
         return self.utilisation * peak
 
-    def text(self, data: SynthesisConfig | ConversationsConfig, trainer: TrainerConfig) -> Text:
-        """How much text `data` will be, by its settings alone."""
+    def text(
+        self, data: SynthesisConfig | ConversationsConfig, trainer: TrainerConfig
+    ) -> tuple[Text, str]:
+        """How much text `data` will be, and how that is known.
+
+        Errors: `DataError` for a local source that cannot be read.
+        """
         if isinstance(data, ConversationsConfig):
-            count = min(self.conversations, data.limit or self.conversations)
             longest = min(data.max_length, trainer.max_length)
-            tokens, sharded = count * min(self.length, longest), data.regenerate
+            if self.conversations is None and (text := text_of_source(data, longest)) is not None:
+                return text, f"by the characters in {data.source}"
+            count = self.conversations or ASSUMED
+            count, sharded = min(count, data.limit or count), data.regenerate
+            tokens = count * min(self.length, longest)
         else:
             turn = data.max_question_tokens + data.max_answer_tokens
             sizes = [min(turn * turns, trainer.max_length) for turns in data.turns]
             count, longest, sharded = data.shards * data.shard_size, max(sizes), True
             tokens = sum(data.shard_size * sizes[i % len(sizes)] for i in range(data.shards))
         learnt, kept = int(self.assistant_share * tokens), data.teacher
-        return Text(count, tokens, learnt, longest, sharded=sharded, teacher=kept)
+        return Text(count, tokens, learnt, longest, sharded=sharded, teacher=kept), "assumed"
+
+
+def text_of_source(data: ConversationsConfig, longest: int) -> Text | None:
+    """How much text the conversations of a source will be, each cut at `longest` tokens, by their
+    characters; answers that the target writes are taken to be as long as they may. None where the
+    source is not on this machine, or has nothing to learn from, which is refused when it is used.
+
+    Errors: those of `reading.read`.
+    """
+    if not Path(data.source).expanduser().exists():
+        return None
+    source = Source(data.source, data.subset, data.split, data.revision, data.column)
+    learnt_role = "user" if data.regenerate else "assistant"
+    sizes, learnt = [], 0.0
+    for messages in read(source, data.limit, Counter() if data.skip_bad else None):
+        turns, _ = regular(messages)
+        answers = [turn for turn in turns if turn["role"] == learnt_role]
+        asked = sum(len(turn["content"]) for turn in turns if turn["role"] != "assistant")
+        written = sum(len(turn["content"]) for turn in turns if turn["role"] == "assistant")
+        said = written / Text.characters
+        if data.regenerate:
+            said = float(data.max_answer_tokens * len(answers))
+        size = asked / Text.characters + said
+        if answers:
+            sizes.append(min(size, longest))
+            learnt += said * sizes[-1] / size
+    if not sizes:
+        return None
+    return Text(
+        *(len(sizes), math.ceil(sum(sizes)), math.ceil(learnt), math.ceil(max(sizes))),
+        sharded=data.regenerate,
+        teacher=data.teacher,
+    )
 
 
 def row(

@@ -20,6 +20,7 @@ from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.training.work import check_holdout
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
 
@@ -71,14 +72,16 @@ def foresee(
     data: Data,
     trainer: TrainerConfig,
     processes: int,
+    holds_out: bool = True,
 ) -> tuple[Devices, Expectation, list[str]]:
     """The devices that a run trains on, what it will take there, and both as lines for the log.
 
     Args:
         lm: shapes alone, such as a blueprint's.
+        holds_out: false where the run only writes the data.
 
-    Errors: `ConfigError` where it cannot fit. Remembered states do not count yet: until the data
-    are there, how much text they are is assumed.
+    Errors: `ConfigError` where it cannot fit, or would hold out all that there is. Remembered
+    states do not count yet: until the data are there, how much text they are is not known for sure.
     """
     # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
     reads = replace(model, device="cpu", device_map=None) if trainer.shard_target else model
@@ -86,6 +89,8 @@ def foresee(
     writing, devices = Writing.of(lm, data), found(trains)
     check_writing(writing, found(reads))
     text, source = _text(data, trainer)
+    if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
+        check_holdout(trainer.holdout, text.conversations)
     expected = expect(lm, recipes, trainer, text, processes)
     check_training(
         {name: size for name, size in expected.memory.items() if name != REMEMBERED}, devices
@@ -177,36 +182,20 @@ def _to_write(data: Data) -> tuple[int, int]:
     return rows, max(data.turns) * turn
 
 
-def _lines(data: SynthesisConfig | ConversationsConfig) -> int | None:
-    """How many conversations a local .jsonl file holds, without reading them; None for others,
-    and for an empty one, which is refused when it is read.
-    """
-    if not isinstance(data, ConversationsConfig):
-        return None
-    file = Path(data.source)
-    if file.suffix != ".jsonl" or not file.is_file():
-        return None
-    with file.open("rb") as lines:
-        return sum(not line.isspace() for line in lines) or None
-
-
 def _text(data: Data, trainer: TrainerConfig) -> tuple[Text, str]:
     """How much text there is or will be, and how that is known.
 
-    Errors: `DataError` where a part of a mix is missing.
+    Errors: `DataError` where a part of a mix is missing, or a local source cannot be read.
     """
     there = store.is_complete(Path(data.path))
     if isinstance(data, MixConfig):
         folders = [data.path] if there else data.paths
         longest = trainer.max_length
     else:
-        lines = None if there else _lines(data)
-        assumed = EstimateConfig() if lines is None else EstimateConfig(conversations=lines)
-        text = assumed.text(data, trainer)
         if not there:
-            known = "assumed" if lines is None else f"{assumed.length} tokens each are assumed"
-            return text, known
-        folders, longest = [data.path], text.longest
+            return EstimateConfig().text(data, trainer)
+        longest = EstimateConfig(conversations=1).text(data, trainer)[0].longest
+        folders = [data.path]
     parts = [store.about(Path(folder)) for folder in folders]
     kept = [(part.get("teacher") or {}).get("likeliest", 0) for part in parts]
     conversations, tokens, learnt = (

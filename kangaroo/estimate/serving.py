@@ -18,13 +18,23 @@ from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import PEAK, Device
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
+from kangaroo.ranges import (
+    Count,
+    DraftSize,
+    Filled,
+    NotNegative,
+    Positive,
+    Ranged,
+    Share,
+    Threshold,
+)
 from kangaroo.trained import for_vllm
 from kangaroo.trained.base import Trainable
 from kangaroo.training.recipe import AdapterRecipe
 
 
 @dataclass
-class ServingConfig:
+class ServingConfig(Ranged):
     """A target on several GPUs of one machine, what may draft for it, and what a GPU does.
 
     Args:
@@ -47,29 +57,22 @@ class ServingConfig:
     """
 
     draft: ModelConfig
-    gpus: list[int] = field(default_factory=lambda: [4, 8])
-    texts: list[int] = field(default_factory=lambda: [1, 8, 32])
-    context: int = 4096
-    draft_acceptance: float = 0.75
-    adapter_acceptance: float = 0.57
-    most_steps: int = 10
+    gpus: Filled[Count] = field(default_factory=lambda: [4, 8])
+    texts: Filled[Count] = field(default_factory=lambda: [1, 8, 32])
+    context: Count = 4096
+    draft_acceptance: Threshold = 0.75
+    adapter_acceptance: Threshold = 0.57
+    most_steps: DraftSize = 10
     gpu: str = "H100 SXM"
-    memory: float = 80e9
-    bandwidth: float = 3.35e12
-    flops: float = PEAK[Device.h100]
-    memory_share: float = 0.92
-    reserved: float = 5e9
-    bandwidth_share: float = 0.8
-    flops_share: float = 0.6
-    sum_seconds: float = 10e-6
+    memory: Positive = 80e9
+    bandwidth: Positive = 3.35e12
+    flops: Positive = PEAK[Device.h100]
+    memory_share: Share = 0.92
+    reserved: NotNegative = 5e9
+    bandwidth_share: Share = 0.8
+    flops_share: Share = 0.6
+    sum_seconds: NotNegative = 10e-6
     page: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("draft_acceptance", "adapter_acceptance"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"serving.{name}={getattr(self, name)} must be a chance from 0 to below 1."
-                )
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import planning
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
 from kangaroo.model import LM
 from kangaroo.provenance import flat
+from kangaroo.ranges import Count, CountOrZero, Index, Positive, Ranged, Seed
 from kangaroo.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,12 @@ class Baseline(Enum):
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Ranged):
     """What is asked and how it is answered.
 
     Args:
         output: folder of records and artefacts; a run that was stopped goes on from there.
-        task: ask only the questions of this task (`bench.task_of`); None is all.
+        task: ask only the questions of this task (`bench.Question`); None is all.
         question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
             flags of these names); None is the end of the list.
         question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
@@ -60,17 +61,17 @@ class EvaluateConfig:
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
     task: str | None = None
-    question_begin: int = 0
-    question_end: int | None = None
-    question_every: int = 1
-    max_new_tokens: int | None = None
+    question_begin: Index = 0
+    question_end: Index | None = None
+    question_every: Count = 1
+    max_new_tokens: Count | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
+    seed: Seed = 0
     baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
-    hf_every: int = 1
-    warmup: int = 3
+    hf_every: Count = 1
+    warmup: CountOrZero = 3
     noise_floor: bool = False
-    interval_width: float = 0.05
+    interval_width: Positive = 0.05
     spread_from: str | None = None
     resume: bool = True
 
@@ -100,18 +101,12 @@ def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
     """
     all_questions = load_questions(config.bench)
     if config.task is not None:
-        tasks = list(dict.fromkeys(task_of(question.category) for question in all_questions))
+        tasks = list(dict.fromkeys(question.task for question in all_questions))
         if config.task not in tasks:
             raise ConfigError(
                 f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
             )
-        all_questions = [x for x in all_questions if task_of(x.category) == config.task]
-    for name, every in {
-        "question_every": config.question_every,
-        "hf_every": config.hf_every,
-    }.items():
-        if every < 1:
-            raise ConfigError(f"{name} must be 1 or more, not {every}.")
+        all_questions = [x for x in all_questions if x.task == config.task]
     questions = all_questions[config.question_begin : config.question_end : config.question_every]
     if not questions:
         raise ConfigError(
@@ -121,8 +116,6 @@ def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
     limit = config.max_new_tokens
     if limit is None:
         limit = config.bench.max_new_tokens
-    if limit < 1:
-        raise ConfigError(f"max_new_tokens must be 1 or more, not {limit}.")
     return questions, limit
 
 

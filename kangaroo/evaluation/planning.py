@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation.records import SUMMARY
 from kangaroo.evaluation.speedup import speedup
 
@@ -48,16 +47,13 @@ class Spread:
 
 
 def told(name: str, spread: Spread, questions: int, wanted: float) -> str:
-    """What to expect, in a sentence.
-
-    Errors: `ConfigError` for a width that no number of questions has.
-    """
-    if not wanted > 0:
-        raise ConfigError(f"interval_width must be above 0, not {wanted}; 0.05 is 5%.")
+    """What to expect, in a sentence."""
+    takes = f"interval_width={wanted} takes {spread.questions(wanted)} questions ({spread.source})"
+    if questions == 1:
+        return f"{name}, 1 question: the speedup of one has no interval; {takes}"
     return (
         f"{name}, {questions} questions: expect a 95% interval of the speedup that is "
-        f"{spread.width(questions):.0%} of it wide; interval_width={wanted} takes "
-        f"{spread.questions(wanted)} questions ({spread.source})"
+        f"{spread.width(questions):.0%} of it wide; {takes}"
     )
 
 

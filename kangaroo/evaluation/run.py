@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
+from kangaroo.errors import ConfigError, DataError, NotLossless
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
-from kangaroo.evaluation.bench import Question
+from kangaroo.evaluation.bench import Question, check_first_turns, seed_of
 from kangaroo.evaluation.config import (
     Baseline,
     Contestant,
@@ -37,7 +37,7 @@ from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids
+from kangaroo.prompts import Message
 from kangaroo.provenance import flat, git_revision
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule
@@ -64,13 +64,30 @@ def evaluate(
         ranks: the processes that share the questions out, of which the first writes the artefacts.
             None: there is only this one.
 
-    Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
-    rounding does not explain it; `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
+    Errors: those of `begin` and `finish`.
+    """
+    examiner = begin(lm, tokenizer, contestants, config, model_name=model_name, ranks=ranks)
+    return finish(examiner, log)
+
+
+def begin(
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    contestants: Sequence[Contestant],
+    config: EvaluateConfig,
+    *,
+    model_name: str,
+    ranks: Ranks | None = None,
+) -> Examiner:
+    """Everything before the first question; the arguments are those of `evaluate`.
+
+    Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
     if config.noise_floor:
         contestants = [*contestants, noise_floor(contestants[0], config)]
     ranks, places = ranks or Ranks(), folders(contestants, config)
     questions, limit = asked(config)
+    check_first_turns(questions, lm, tokenizer)
     fixed = settings_of(lm, config, questions, limit)
     if ranks.is_first:
         foretell(contestants, config, model_name, len(questions))
@@ -80,10 +97,26 @@ def evaluate(
             cost = {"parameters": parameters, "training": one.made_by}
             store.enter(place, about, cost, config.resume)
     ranks.wait()  # no rank reads before the folders are this run's
-    examiner = Examiner(lm, tokenizer, contestants, config, limit)
-    examiner.share(questions, places, ranks, log)
+    found = [store.read(place) for place in places]
+    known = set.intersection(*({record.question_id for record in some} for some in found))
+    if known:
+        check_revision(places[0], len(known), len(questions))
+    done = [[record for record in some if record.question_id in known] for some in found]
+    return Examiner(lm, tokenizer, contestants, config, limit, questions, places, done, ranks)
+
+
+def finish(
+    examiner: Examiner, log: Callable[[dict[str, float]], None] | None = None
+) -> list[dict[str, Any]]:
+    """Ask all that is left, and report; see `evaluate`.
+
+    Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
+    rounding does not explain it; `PromptError`, `DataError`.
+    """
+    ranks, places, config = examiner.ranks, examiner.places, examiner.config
+    examiner.share(log)
     ranks.wait()
-    results = [_reported(place, questions, ranks) for place in places]
+    results = [_reported(place, examiner.questions, ranks) for place in places]
     ranks.wait()
     if ranks.is_first:  # the others wait while it reports
         if len(places) > 1:
@@ -94,7 +127,7 @@ def evaluate(
     return results
 
 
-def _reported(folder: Path, questions: list[Question], ranks: Ranks) -> dict[str, Any]:
+def _reported(folder: Path, questions: Sequence[Question], ranks: Ranks) -> dict[str, Any]:
     """The summary of a complete run; the first rank writes the artefacts.
 
     Errors: `DataError` where questions are missing.
@@ -143,7 +176,13 @@ def check_revision(folder: Path, known: int, asked: int) -> None:
 
 
 class Examiner:
-    """Asks questions of the contestants and the baselines."""
+    """Asks questions of the contestants and the baselines.
+
+    Args:
+        places: the folders of the contestants.
+        done: of each contestant, the questions that all of them have answered already.
+        ranks: the processes that share the questions out.
+    """
 
     def __init__(
         self,
@@ -152,7 +191,12 @@ class Examiner:
         contestants: Sequence[Contestant],
         config: EvaluateConfig,
         limit: int,
+        questions: Sequence[Question],
+        places: Sequence[Path],
+        done: Sequence[list[Record]],
+        ranks: Ranks,
     ):
+        self.questions, self.places, self.done, self.ranks = questions, places, done, ranks
         self.lm, self.tokenizer, self.config, self.limit = lm, tokenizer, config, limit
         sampling, self.contestants = config.sampling, contestants
         self.engines = [Engine(lm, one.drafter) for one in contestants]
@@ -168,28 +212,17 @@ class Examiner:
         comparable = sampling.greedy or sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.methods
 
-    def share(
-        self,
-        questions: list[Question],
-        places: Sequence[Path],
-        ranks: Ranks,
-        log: Callable[[dict[str, float]], None] | None,
-    ) -> None:
-        """Answer this rank's share of the questions, those aside that all contestants have answered
-        already.
-        """
-        found = [store.read(place) for place in places]
-        known = set.intersection(*({record.question_id for record in some} for some in found))
-        if known:
-            check_revision(places[0], len(known), len(questions))
-        done = [[record for record in some if record.question_id in known] for some in found]
+    def share(self, log: Callable[[dict[str, float]], None] | None) -> None:
+        """Answer this rank's share of the questions, those aside that are answered already."""
+        questions, done, ranks = self.questions, self.done, self.ranks
+        known = {record.question_id for record in done[0]}
         own = list(enumerate(questions))[ranks.rank :: ranks.world]
         todo = [(at, question) for at, question in own if question.question_id not in known]
         if not todo:
             return
         for _ in range(self.config.warmup):
             self.ask(questions[0], list(self.methods))
-        writers = [store.Writer(place, ranks.rank) for place in places]
+        writers = [store.Writer(place, ranks.rank) for place in self.places]
         answered = len(own) - len(todo)
         bar = tqdm(
             todo, "", len(own), initial=answered, unit="question", disable=not ranks.is_first
@@ -238,7 +271,7 @@ class Examiner:
         held = [footprint(e.drafter, [self.lm, e.batch]).bytes for e in self.engines]
         about, now = (question.question_id, question.category), time.time()
         return [
-            Record(*about, list(own), finished=now, drafter_bytes=size)
+            Record(*about, list(own), finished=now, drafter_bytes=size, task=question.task)
             for own, size in zip(zip(*turns, strict=True), held, strict=True)
         ]
 
@@ -253,16 +286,9 @@ class Examiner:
 
         Errors: `PromptError` where the conversation fills the model's context.
         """
-        prompt = prompt_ids(self.tokenizer, messages)
-        room = self.lm.context - len(prompt)
-        if room < 1:
-            raise PromptError(
-                f"question {question.question_id}, turn {number} has {len(prompt)} tokens, and the "
-                f"model's context is {self.lm.context}. Leave it out (question_begin, "
-                "question_end), or lower max_new_tokens if the answer before it is what is long."
-            )
-        limit = min(self.limit, room)
-        seed = self.config.seed + 1000 * question.question_id + number
+        prompt = question.prompt(self.lm, self.tokenizer, messages)
+        limit = min(self.limit, self.lm.context - len(prompt))
+        seed = seed_of(question.question_id, number, self.config.seed)
         runs = {name: self.methods[name](prompt, limit, seed) for name in names}
         baselines = {name: runs[name] for name in ("vanilla", "hf") if name in runs}
         turns = []

@@ -35,8 +35,9 @@ from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, PromptError
-from kangaroo.model import LM, check_supported
+from kangaroo.model import LM
 from kangaroo.sampling import Sampling
+from kangaroo.supported import check_supported
 from kangaroo.trained import adapter_files
 
 FOLDER = "custom_generate"

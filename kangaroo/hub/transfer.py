@@ -21,8 +21,6 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from kangaroo.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 from kangaroo.hub import custom_generate
@@ -86,12 +84,7 @@ def check(folder: Path) -> AdapterConfig:
     holds other weights than config.json says.
     """
     config = adapter_files.read_config(str(folder))
-    try:
-        weights = sum(tensor.numel() for tensor in load_file(folder / WEIGHTS).values())
-    except (ValueError, SafetensorError) as error:
-        raise CorruptFile(
-            f"'{folder / WEIGHTS}' cannot be read ({error}); fetch it again."
-        ) from error
+    weights = sum(tensor.numel() for tensor in adapter_files.read_weights(folder).values())
     if weights != config.parameters:
         raise CorruptFile(
             f"'{folder / WEIGHTS}' holds {weights} weights, and {CONFIG} says "

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError, CorruptFile
-from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.speedup import interval
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Positive, Ranged
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Architecture
 from kangaroo.tuning import replay
@@ -30,7 +31,7 @@ MEASURES = ("agreement", "ctar1", "compression_rate")
 
 
 @dataclass
-class LearningCurveConfig:
+class LearningCurveConfig(Ranged):
     """Which adapters, and on which questions.
 
     Args:
@@ -47,10 +48,10 @@ class LearningCurveConfig:
     runs: str
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
-    question_every: int = 1
-    max_new_tokens: int = 128
-    steps: int = 6
-    ahead: float = 10.0
+    question_every: Count = 1
+    max_new_tokens: Count = 128
+    steps: DraftSize = 6
+    ahead: Positive = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Result:
     Args:
         values: by measure: `agreement`, the share of positions in the target's text where the
             adapter's likeliest token is the next one; `ctar1` and `compression_rate` of decoding.
-        intervals: of these, 95% over questions.
+        intervals: of these, 95% over questions; None of one question.
         tasks: the values on each task alone.
     """
 
     reader: Reader
     values: dict[str, float]
-    intervals: dict[str, list[float]]
+    intervals: dict[str, list[float] | None]
     tasks: dict[str, dict[str, float]]
 
 
@@ -163,7 +164,7 @@ def result(reader: Reader, traced: Sequence[TracedQuestion], steps: int) -> Resu
             for question in traced
         ]
     )
-    tasks = np.array([task_of(question.category) for question in traced])
+    tasks = np.array([question.task for question in traced])
     return Result(
         reader,
         values(counts_Q6),

@@ -29,9 +29,10 @@ from kangaroo.serving.answers import Answer, Piece
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.forms import AsChat, AsText, Form, event, problem
 from kangaroo.serving.guard import Guard
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.metrics import Metrics, Watch
 from kangaroo.serving.protocol import Asked, Chat, Completion, StreamOptions
-from kangaroo.serving.scheduler import CANCELLED, FAILED, TIMEOUT, Busy, Closing, Scheduler
+from kangaroo.serving.scheduler import Scheduler
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
 STATUS: dict[type[KangarooError], int] = {
@@ -41,10 +42,12 @@ STATUS: dict[type[KangarooError], int] = {
     ConfigError: 400,  # there is no chat template
 }
 FAULTS = {  # how a job ends without its text
-    FAILED: (503, "decoding has failed; see the server's log."),
+    FAILED: (500, "decoding has failed for this request; see the server's log."),
+    STOPPED: (503, "decoding has failed; see the server's log."),
     TIMEOUT: (503, "the answer took too long."),
     CANCELLED: (503, "the server is shutting down."),
 }
+CODES = {404: "unknown_url", 405: "method_not_supported"}  # of paths and methods
 ROLES = {"developer": "system"}
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -74,9 +77,11 @@ def make_app(
         app.add_exception_handler(error, partial(said, status))
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, unrouted)
+    app.add_exception_handler(Exception, server.failed)
     app.post("/v1/completions", response_model=None)(server.completions)
     app.post("/v1/chat/completions", response_model=None)(server.chat)
     app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}", response_model=None)(server.one_model)
     app.get("/health")(server.health)
     app.get("/metrics")(server.metrics)
     app.get("/", response_class=HTMLResponse)(page)
@@ -91,6 +96,10 @@ async def said(status: int, request: Request, error: Exception) -> Response:
 async def invalid(request: Request, error: Exception) -> Response:
     """Of a body that is not what the route takes; every fault by its place."""
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):  # not read as JSON
+        kind = request.headers.get("content-type")
+        sent = f"; '{kind}' was sent" if kind else ""
+        return problem(400, f"the header 'Content-Type: application/json' is missing{sent}.")
     faults = []
     for one in error.errors()[:8]:
         # of a field of several types pydantic names each, some by their validators
@@ -104,7 +113,8 @@ async def invalid(request: Request, error: Exception) -> Response:
 async def unrouted(request: Request, error: Exception) -> Response:
     """Of a path or a method that there is not."""
     assert isinstance(error, HTTPException)
-    return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return problem(error.status_code, message, CODES.get(error.status_code))
 
 
 async def page() -> str:
@@ -135,11 +145,26 @@ class Server:
         """For Prometheus."""
         return Response(self.counts.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
 
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """Of a fault of the server's own, which its log shows; it is answered outside `Guard`."""
+        self.counts.requests.labels("500").inc()
+        return problem(500, f"the server has failed ({type(error).__name__}); see its log.")
+
     async def models(self) -> dict[str, Any]:
-        """The one model."""
-        known = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
-        longest = self.scheduler.longest
-        return {"object": "list", "data": [known | {"drafter": self.drafter, "max_len": longest}]}
+        """The one model, in a list."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def one_model(self, name: str) -> Response:
+        """The model, if that is its name."""
+        return JSONResponse(self._model()) if name == self.model else self._no_model(name)
+
+    def _model(self) -> dict[str, Any]:
+        kind = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
+        return kind | {"drafter": self.drafter, "max_len": self.scheduler.longest}
+
+    def _no_model(self, name: str) -> Response:
+        message = f"there is no model '{name}'; this is '{self.model}'."
+        return problem(404, message, "model_not_found")
 
     async def completions(self, asked: Completion, request: Request) -> Response:
         """Text that goes on from a prompt."""
@@ -161,8 +186,8 @@ class Server:
     async def _answer(
         self, asked: Asked, prompt: list[int], limit: int | None, request: Request, form: Form
     ) -> Response:
-        if asked.model not in (None, self.model):
-            return problem(404, f"there is no model '{asked.model}'; this is '{self.model}'.")
+        if asked.model is not None and asked.model != self.model:
+            return self._no_model(asked.model)
         room = self.scheduler.longest - len(prompt)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)

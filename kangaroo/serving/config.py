@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from kangaroo.errors import ConfigError
+from kangaroo.ranges import Count, NotNegative, Positive, Range, Ranged
 
 
 @dataclass
-class ServeConfig:
+class ServeConfig(Ranged):
     """How a model is served.
 
     Args:
         host, port: where; by default this machine alone can reach it.
+        allowed_hosts: names by which clients may call it, besides `host`, `localhost` and any
+            address; `*` in one stands for any characters. Were all allowed, a page in a user's
+            browser could let its own name lead here, and read the answers.
         rows: texts that are written at the same time.
         longest: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
@@ -29,24 +33,15 @@ class ServeConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    rows: int = 16
-    longest: int | None = None
-    prefill_chunk: int | None = None
+    port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000
+    allowed_hosts: list[str] = field(default_factory=list)
+    rows: Count = 16
+    longest: Count | None = None
+    prefill_chunk: Count | None = None
     reuse: bool = True
-    most_waiting: int = 256
-    timeout: float | None = 600.0
-    grace: float = 30.0
+    most_waiting: Count = 256
+    timeout: Positive | None = 600.0
+    grace: NotNegative = 30.0
     api_key: str | None = None
-    most_bytes: int = 1 << 20
-    most_connections: int = 1024
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"port={self.port} must be 0 to {(1 << 16) - 1}.")
-        for name in ("rows", "most_waiting", "most_bytes", "most_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more.")
-        for name in ("longest", "timeout"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+    most_bytes: Count = 1 << 20
+    most_connections: Count = 1024

@@ -11,14 +11,21 @@ from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 
+from kangaroo.prompts import mended
 from kangaroo.serving.answers import Answer, Piece, Usage
 
 
-def problem(status: int, message: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
-    kind = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
-    message = message.encode(errors="replace").decode()  # it may name what was sent
-    told = {"message": message, "type": kind.get(status, "server_error"), "code": status}
+def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """An error as OpenAI's clients read it.
+
+    Args:
+        code: as OpenAI calls it; None is the status.
+    """
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    message = mended(message)  # it may name what was sent
+    told = {"message": message, "type": kind, "param": None, "code": code or status}
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": told}, status, headers)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import Response
 from starlette.datastructures import Headers
@@ -40,6 +43,13 @@ class Guard:
         await self.app(scope, replayed(body, receive), counted_send)
 
     def _refusal(self, headers: Headers, path: str) -> Response | None:
+        host = headers.get("host", "")
+        if not is_allowed(host, ["localhost", self.limits.host, *self.limits.allowed_hosts]):
+            return problem(
+                400,
+                f"this server is not called '{host}', as the header Host says. Ask for localhost "
+                "or its address, or have it started with allowed_hosts=[NAME].",
+            )
         key = self.limits.api_key
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
         if (
@@ -66,6 +76,20 @@ class Guard:
                 return b"", self._too_large()
             if not message.get("more_body", False):
                 return bytes(body), None
+
+
+def is_allowed(host: str, names: Sequence[str]) -> bool:
+    """Whether a Host header has a name that one of these patterns fits, or an address: only a name
+    can be made to lead elsewhere. starlette's `TrustedHostMiddleware` takes no address but those
+    that are listed, and says nothing of the fix."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""  # without port and brackets, in small letters
+        if any(fnmatchcase(name, pattern.lower()) for pattern in names):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

@@ -6,7 +6,7 @@ give another answer than was asked for.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,23 +15,16 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     model_validator,
 )
 
-from kangaroo.prompts import content_text
+from kangaroo.generation import SEEDS
+from kangaroo.prompts import content_text, whole
+from kangaroo.sampling import MOST_TOP_K
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
-SEEDS = 2**63
-
-
-def whole(text: str) -> str:
-    """The text, if it is one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from error
-    return text
 
 
 Text = Annotated[str, AfterValidator(whole)]
@@ -71,8 +64,36 @@ NOTHING: dict[str, list[Any]] = {
 IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 
 
+def is_same(value: Any, harmless: Any) -> bool:
+    """Whether they are equal as JSON has it, where true is no number."""
+    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+
+
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False)
+    """An object of a request: null is as good as left out; what is not served is refused by name.
+
+    Attributes:
+        nothing: fields that are not served, with the values that ask for nothing.
+        ignored: fields that change no answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    nothing: ClassVar[dict[str, list[Any]]] = {}
+    ignored: ClassVar[set[str]] = set()
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, fields: Any) -> Any:
+        """The fields that ask for something."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None}
+        for name, harmless in cls.nothing.items():
+            if name in given:
+                value = given.pop(name)
+                if not any(is_same(value, one) for one in harmless):
+                    raise ValueError(f"'{name}' is not served here; leave it out")
+        return {name: value for name, value in given.items() if name not in cls.ignored}
 
 
 class StreamOptions(Strict):
@@ -91,11 +112,12 @@ class StreamOptions(Strict):
 class Asked(Strict):
     """What both kinds of requests have in common."""
 
+    nothing, ignored = NOTHING, IGNORED
     model: str | None = None
     max_tokens: StrictInt | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: StrictInt = Field(default=0, ge=0)
+    temperature: StrictFloat = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: StrictFloat = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: StrictInt = Field(default=0, ge=0, le=MOST_TOP_K)
     n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(
@@ -105,17 +127,12 @@ class Asked(Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def without_what_asks_for_nothing(cls, fields: Any) -> Any:
-        """Null is as good as left out; what is not served is refused by name."""
-        if not isinstance(fields, dict):
-            return fields
-        given = {name: value for name, value in fields.items() if value is not None}
-        for name, harmless in NOTHING.items():
-            if name in given and given.pop(name) not in harmless:
-                raise ValueError(f"'{name}' is not served here; leave it out")
-        return {name: value for name, value in given.items() if name not in IGNORED}
+    @model_validator(mode="after")
+    def with_seeds_for_all_choices(self) -> Asked:
+        """Choice i has seed + i."""
+        if self.seed is not None and self.seed + self.n > SEEDS:
+            raise ValueError(f"seed={self.seed} must be {SEEDS - self.n} or less where n={self.n}")
+        return self
 
 
 class Completion(Asked):
@@ -138,6 +155,13 @@ class TextPart(Strict):
 class Message(Strict):
     """A turn of a conversation."""
 
+    nothing = {  # of an answer that is sent back
+        "refusal": [],
+        "annotations": [[]],
+        "audio": [],
+        "function_call": [],
+        "tool_calls": [[]],
+    }
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: str | None = None

@@ -4,6 +4,11 @@ Of the prompts that can be read, the next part is one of that whose first token 
 long after it arrived as it takes to read alone. So a short prompt does not wait for a long one that
 came just before it, and a long one is overtaken by those alone that arrive while it could be read.
 
+What fails for a job alone ends that job. A step is one call for all rows: if it fails, the batch is
+opened anew, and each job that had a row goes on alone for a step, from what it has written. Who
+fails again is ended; the others go on together, with the same texts, since noise depends on seed,
+position and token alone.
+
 What happens to a job is told to it from that thread; it may be cancelled from any.
 """
 
@@ -13,93 +18,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from kangaroo.batch import Batch
 from kangaroo.engine import Engine
-from kangaroo.errors import KangarooError
-from kangaroo.generation import Generation, Request, StepRecord
+from kangaroo.generation import Request, StepRecord
 from kangaroo.sampling import Sampling
+from kangaroo.serving.jobs import FAILED, STOPPED, Busy, Closing, Event, Job, Load
 
 log = logging.getLogger(__name__)
 
-CANCELLED, TIMEOUT, FAILED = "cancelled", "timeout", "failed"  # how a job can end, beside a text
-
-
-class Busy(KangarooError):
-    """No more requests can wait."""
-
-
-class Closing(KangarooError):
-    """The server takes no more requests."""
-
-
-@dataclass
-class Event:
-    """A step of a job.
-
-    Args:
-        tokens: what was written.
-        accepted: how many of them were draft tokens: the first ones.
-        drafted: how many were proposed.
-        finish: how the job ended: "eos", "length", "stop", or one of this module; empty where it
-            goes on.
-        reused: of the first step, tokens of the prompt that were in the cache already.
-    """
-
-    tokens: list[int]
-    accepted: int = 0
-    drafted: int = 0
-    finish: str = ""
-    reused: int = 0
-
-
-@dataclass(eq=False)
-class Job:
-    """A request and who is told about it.
-
-    Args:
-        tell: called in the engine's thread, once for every step; it must return at once.
-        deadline: by `time.monotonic`, after which the job ends as it is; None is never.
-
-    Attributes:
-        arrived: when it was submitted, by the same clock.
-        due: when its first token is due; None until that is asked.
-    """
-
-    request: Request
-    tell: Callable[[Event], object]
-    deadline: float | None = None
-    cancelled: bool = False
-    arrived: float = field(default=0.0, init=False)
-    due: float | None = field(default=None, init=False)
-
-    @property
-    def over(self) -> str:
-        """Why the job should end before its text does; empty if it should not."""
-        if self.cancelled:
-            return CANCELLED
-        late = self.deadline is not None and time.monotonic() > self.deadline
-        return TIMEOUT if late else ""
-
-
-@dataclass
-class Entering:
-    """A prompt on its way into a row."""
-
-    job: Job
-    row: int
-    parts: Generator[None, None, Generation]
-
-
-@dataclass
-class Load:
-    """How much there is to do: texts that are written, that enter, and that wait."""
-
-    running: int
-    entering: int
-    waiting: int
+OPENINGS = 3  # of a batch before decoding ends: memory may become free meanwhile
+PAUSE = 0.2  # seconds between two of them
 
 
 @dataclass
@@ -118,8 +50,8 @@ class Scheduler:
     most_waiting: int
     failure: str = ""
     waiting: deque[Job] = field(default_factory=deque)
-    running: dict[int, tuple[Job, Generation]] = field(default_factory=dict)
-    entering: list[Entering] = field(default_factory=list)
+    entering: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
     read_tokens: int = 0  # of prompts that have entered
     read_seconds: float = 0.0  # which that took
     closing: bool = False
@@ -192,17 +124,15 @@ class Scheduler:
 
     def _jobs(self) -> list[Job]:
         """All there are; for the thread that decodes."""
-        entering = [entering.job for entering in self.entering]
-        return [*self.waiting, *entering, *(job for job, _ in self.running.values())]
+        return [*self.waiting, *self.entering, *self.running]
 
     def _run(self) -> None:
         try:
-            batch = self.engine.open(self.rows, self.longest, Sampling())
+            batch = self._open()
             while self._wait():
-                self._drop(batch)
-                self._enter(batch)
-                if self.running:
-                    self._step(batch)
+                if not self._round(batch):
+                    self._suspect()
+                    batch = self._open()
         except Exception as error:  # no job may wait for a thread that is gone
             log.exception("decoding has failed")
             self.failure = f"decoding has failed: {type(error).__name__}: {error}"
@@ -212,7 +142,16 @@ class Scheduler:
                 self.entering.clear()
                 self.running.clear()
             for job in left:
-                job.tell(Event([], finish=FAILED))
+                self._tell(job, Event([], finish=STOPPED))
+
+    def _open(self) -> Batch:
+        for _ in range(OPENINGS - 1):
+            try:
+                return self.engine.open(self.rows, self.longest, Sampling())
+            except Exception:
+                log.exception("no batch could be opened; once more")
+            time.sleep(PAUSE)
+        return self.engine.open(self.rows, self.longest, Sampling())
 
     def _wait(self) -> bool:
         """Until there is something to do; false when there will be nothing more."""
@@ -223,89 +162,176 @@ class Scheduler:
                 self.changed.wait()
         return True
 
+    def _round(self, batch: Batch) -> bool:
+        """A part of a prompt and a step of all texts. Returns whether the batch is as it should be;
+        when this has returned, nothing holds what an error's traceback did."""
+        try:
+            self._drop(batch)
+            self._enter(batch)
+            if self.running:
+                self._step(batch)
+        except Exception:
+            log.exception("a step has failed; each text goes on alone")
+            return False
+        return True
+
+    def _suspect(self) -> None:
+        """All jobs leave their rows, to go on alone. One that was alone is ended."""
+        jobs = [*self.running, *self.entering]
+        self.running.clear()
+        self.entering.clear()
+        self.idle = list(range(self.rows))
+        for job in reversed(jobs):
+            job.row = job.parts = job.generation = None
+            if job.suspect:
+                self._tell(job, Event([], finish=FAILED))
+                continue
+            job.suspect = True
+            with self.changed:
+                self.waiting.appendleft(job)
+
+    def _leave(self, job: Job) -> int | None:
+        """A job leaves the queue, or its row, which is returned: the batch has to stop that."""
+        row, job.row = job.row, None
+        job.parts = job.generation = None
+        for jobs in (self.entering, self.running):
+            if job in jobs:
+                jobs.remove(job)
+        with self.changed:
+            if job in self.waiting:
+                self.waiting.remove(job)
+        if row is not None:
+            self.idle.append(row)
+        return row
+
+    def _end(self, batch: Batch, job: Job, why: str) -> None:
+        """A job ends before its text does."""
+        row = self._leave(job)
+        self._tell(job, Event([], finish=why))
+        if row is not None:
+            batch.stop(row)
+
+    @contextmanager
+    def _blaming(self, batch: Batch, job: Job) -> Iterator[None]:
+        """What fails here fails for this job alone."""
+        try:
+            yield
+        except Exception:
+            log.exception("a request has failed")
+            self._end(batch, job, FAILED)
+
     def _drop(self, batch: Batch) -> None:
         """End the jobs that should end before their texts do."""
         with self.changed:
             if self.abandoning:
                 for job in self._jobs():
                     job.cancelled = True
-            ended = {job: job.over for job in self._jobs() if job.over}
-            self.waiting = deque(job for job in self.waiting if job not in ended)
-        for row, (job, _) in list(self.running.items()):
-            if job in ended:
-                batch.stop(row)
-                self._free(row)
-        for entering in [entering for entering in self.entering if entering.job in ended]:
-            entering.parts.close()
-            self.idle.append(entering.row)
-            self.entering.remove(entering)
-        for job, why in ended.items():
-            job.tell(Event([], finish=why))
+            ended = [(job, job.over) for job in self._jobs() if job.over]
+        for job, why in ended:
+            self._end(batch, job, why)
+
+    def _readable(self) -> list[Job]:
+        """Jobs whose prompts can be read now; a suspect is alone in the batch."""
+        with self.changed:
+            waiting = list(self.waiting)
+        suspects = [job for job in (*self.entering, *self.running, *waiting) if job.suspect]
+        if suspects:
+            return self.entering if self.entering or self.running else suspects[:1]
+        return [*self.entering, *(waiting if self.idle else [])]
 
     def _enter(self, batch: Batch) -> None:
         """A part of a prompt enters its row, if there is one that can be read."""
-        with self.changed:
-            waiting = list(self.waiting) if self.idle else []
-        jobs = [*(entering.job for entering in self.entering), *waiting]
-        if not jobs:
+        due: dict[Job, float] = {}
+        for job in self._readable():
+            with self._blaming(batch, job):
+                due[job] = self._due(batch, job)
+        if not due:
             return
-        job = min(jobs, key=lambda job: self._due(batch, job))
-        if job in waiting:
-            self._admit(batch, job)
-        entering = next(entering for entering in self.entering if entering.job is job)
-        try:
-            next(entering.parts)
-        except StopIteration as entered:
-            self.entering.remove(entering)
-            generation = entered.value
-            self.running[entering.row] = job, generation
-            self.read_tokens += len(job.request.prompt) - generation.reused
+        job = min(due, key=due.__getitem__)
+        with self._blaming(batch, job):
+            if job.parts is None:
+                self._admit(batch, job)
+            assert job.parts is not None
+            try:
+                next(job.parts)
+                return
+            except StopIteration as entered:
+                generation = job.generation = entered.value
+            job.parts = None
+            self.entering.remove(job)
+            self.running.append(job)
+            self.read_tokens += len(job.text) - generation.reused
             self.read_seconds += generation.prefill_seconds
-            self._told(entering.row, generation.steps[0])
+            self._told(job, generation.steps[0])
 
     def _due(self, batch: Batch, job: Job) -> float:
         """When a job's first token is due, by what prompts have taken so far."""
         if job.due is None:
-            _, known = self.engine.known(batch, 0, job.request.prompt)
-            unread = len(job.request.prompt) - known
+            _, known = self.engine.known(batch, 0, job.text)
+            unread = len(job.text) - known
             job.due = job.arrived + unread * self.read_seconds / max(self.read_tokens, 1)
         return job.due
 
     def _admit(self, batch: Batch, job: Job) -> None:
-        """A job that waits takes a free row."""
-        row = self._row_for(batch, job.request)  # nobody who submits waits for this
+        """A job that waits takes a free row, and goes on from what it has written."""
+        row = self._row_for(batch, job.text)  # nobody who submits waits for this
+        request = replace(job.request, written=list(job.written))
+        job.parts = self.engine.admitting(batch, row, request)
+        job.row = row
+        self.idle.remove(row)
+        self.entering.append(job)
         with self.changed:
             self.waiting.remove(job)
-        self.idle.remove(row)
-        self.entering.append(Entering(job, row, self.engine.admitting(batch, row, job.request)))
 
-    def _row_for(self, batch: Batch, request: Request) -> int:
-        """The free row of a text that the prompt goes on from; where there is none, the row that
+    def _row_for(self, batch: Batch, text: list[int]) -> int:
+        """The free row of a text that this one goes on from; where there is none, the row that
         was written longest ago, so that others may still be gone on from."""
-        known = {row: batch.shared(row, request.prompt) for row in self.idle}
+        known = {row: batch.shared(row, text) for row in self.idle}
         best = max(known, key=known.__getitem__)
         return best if 2 * known[best] > len(batch.texts[best]) else self.idle[0]
-
-    def _free(self, row: int) -> None:
-        del self.running[row]
-        self.idle.append(row)
 
     def _step(self, batch: Batch) -> None:
         """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
         is free for it: with longer steps between the parts of prompts, first tokens would be later.
+        A suspect drafts, since that may be what failed.
         """
+        suspect = self.running[0] if self.running[0].suspect else None
         with self.changed:
             prompts = bool(self.entering) or (bool(self.idle) and bool(self.waiting))
-        records = self.engine.step(batch, drafts=not prompts)
-        for row, (job, generation) in list(self.running.items()):
-            self.engine.record(batch, row, records[row], job.request, generation)
-            self._told(row, records[row])
+        records = self.engine.step(batch, drafts=suspect is not None or not prompts)
+        for job in list(self.running):
+            assert job.row is not None and job.generation is not None
+            with self._blaming(batch, job):
+                self.engine.record(batch, job.row, records[job.row], job.request, job.generation)
+                self._told(job, records[job.row])
+        if suspect is not None:
+            self._acquit(batch, suspect)
 
-    def _told(self, row: int, record: StepRecord) -> None:
+    def _acquit(self, batch: Batch, job: Job) -> None:
+        """A suspect has made a step alone; unless its text has ended, it waits for the others."""
+        job.suspect, row = False, job.row
+        if row is None or not any(other.suspect for other in self._jobs()):
+            return
+        self._leave(job)
+        with self.changed:
+            self.waiting.appendleft(job)
+        batch.stop(row)
+
+    def _told(self, job: Job, record: StepRecord) -> None:
         """A job hears of its step; where that was the last, its row is free."""
-        job, generation = self.running[row]
+        generation = job.generation
+        assert generation is not None
+        reused = 0 if job.written else generation.reused
+        job.written += record.tokens
         if generation.finish:
-            self._free(row)
-        reused = generation.reused if len(generation.steps) == 1 else 0
+            self._leave(job)
         counts = record.accepted, record.drafted
-        job.tell(Event(list(record.tokens), *counts, generation.finish, reused))
+        self._tell(job, Event(list(record.tokens), *counts, generation.finish, reused))
+
+    def _tell(self, job: Job, event: Event) -> None:
+        """Whoever cannot be told has gone."""
+        try:
+            job.tell(event)
+        except Exception:
+            log.exception("nobody hears of a request any more")
+            job.cancelled = True

@@ -23,6 +23,7 @@ from kangaroo.evaluation import records as store
 from kangaroo.evaluation.lossless import first_difference, fork
 from kangaroo.generation import Generation
 from kangaroo.provenance import git_revision
+from kangaroo.ranges import CountOrZero, NotNegative, Ranged, Seed
 from kangaroo.soak import certificate
 from kangaroo.soak.cells import Cell, Difference, cell_of
 from kangaroo.soak.settings import SAMPLINGS, Build, Draw, Part, Setting
@@ -34,7 +35,7 @@ FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that ro
 
 
 @dataclass
-class SoakConfig:
+class SoakConfig(Ranged):
     """How much is decoded.
 
     Args:
@@ -46,18 +47,16 @@ class SoakConfig:
         resume: false forgets what `output` holds.
     """
 
-    tokens: int = 1_000_000
-    minutes: float = 0.0
-    seed: int = 0
+    tokens: CountOrZero = 1_000_000
+    minutes: NotNegative = 0.0
+    seed: Seed = 0
     device: str = "cpu"
     resume: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokens < 0 or self.minutes < 0 or self.tokens + self.minutes == 0:
-            raise ConfigError(
-                f"soak.tokens={self.tokens} and soak.minutes={self.minutes} must be 0 or more, and "
-                "one of them above 0."
-            )
+        super().__post_init__()
+        if self.tokens + self.minutes == 0:
+            raise ConfigError("soak.tokens=0 and soak.minutes=0: one of them must be above 0.")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,8 @@ def missing(task: Task, seed: int, known: dict[str, Cell]) -> Iterator[Cell]:
 def decode(part: str, number: int, name: str, setting: Setting, build: Build, seed: int) -> Cell:
     """Requests of a setting by one drafter, compared with vanilla's texts.
 
-    The batch, the drafter's options and the size of prompt chunks are drawn at random. A row that
+    The batch, the drafter's options, the size of prompt chunks and whether rows draft where it does
+    not pay are drawn at random. A row that
     is done takes the next request. The last quarter comes after all others have ended, in the
     cache that the engine has kept.
     """
@@ -137,11 +137,12 @@ def decode(part: str, number: int, name: str, setting: Setting, build: Build, se
     draw = Draw(Random(f"{seed}/{part}/{number}/{name}"))
     drafter = build(setting, draw)
     chunk = draw.of("prefill_chunk", *setting.prefill_chunks)
-    engine = Engine(setting.lm, drafter, prefill_chunk=chunk)
-    engine.eos_ids = setting.eos_ids
     rows = draw.of("batch", *BATCHES)
     count = min(max(FEWEST, 2 * rows), len(setting.requests))
     chosen = draw.rng.sample(range(len(setting.requests)), count)
+    always = draw.of("always_drafts", True, False)
+    engine = Engine(setting.lm, drafter, prefill_chunk=chunk, always_drafts=always)
+    engine.eos_ids = setting.eos_ids
     how, done = SAMPLINGS[setting.sampling], dict[int, Generation]()
     for wave in (chosen[: -(count // 4)], chosen[-(count // 4) :]):
         requests = [setting.requests[index] for index in wave]

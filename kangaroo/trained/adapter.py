@@ -19,6 +19,7 @@ from kangaroo import native
 from kangaroo.errors import AdapterMismatch, ConfigError
 from kangaroo.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.model import LM
+from kangaroo.ranges import Layers
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
 from kangaroo.trained.layer import Attention, Layer
@@ -44,7 +45,7 @@ class Architecture(base.Architecture):
     """
 
     attention: bool = True
-    attention_layers: int = 1
+    attention_layers: Layers = 1
     feed_forward: bool = False
     own_head: bool = False
     fused: bool = False
@@ -52,15 +53,16 @@ class Architecture(base.Architecture):
     drafter: ClassVar[str] = "kangaroo"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.attention or self.feed_forward):
             raise ConfigError(
                 "an adapter of no part drafts nothing: leave adapter.architecture.attention or "
                 "adapter.architecture.feed_forward on."
             )
-        if self.attention_layers < 1 or (self.attention_layers > 1 and not self.attention):
+        if self.attention_layers > 1 and not self.attention:
             raise ConfigError(
-                f"adapter.architecture.attention_layers={self.attention_layers} must be 1 or more, "
-                "and more than 1 needs adapter.architecture.attention=true."
+                f"adapter.architecture.attention_layers={self.attention_layers} needs "
+                "adapter.architecture.attention=true."
             )
 
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from kangaroo.discovery import classes
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.folders import SHIPPED, located
+from kangaroo.folders import SHIPPED, command_line, located
 from kangaroo.model import LM
+from kangaroo.models import options_of
 from kangaroo.trained.base import Architecture, Trainable
 from kangaroo.trained.draft_head import DraftHead
 
@@ -53,6 +54,7 @@ class AdapterConfig:
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
         training: provenance: data, schedule, held-out results, versions, command.
+        target_weights: `LM.fingerprint` of the target; None where it is not known.
     """
 
     target: str
@@ -65,6 +67,7 @@ class AdapterConfig:
     vocabulary: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    target_weights: str | None = None
 
 
 def target_hash(lm: LM) -> str:
@@ -93,6 +96,7 @@ def describe(
         vocabulary=vocabulary,
         facts=facts or {},
         training=training,
+        target_weights=lm.fingerprint,
     )
 
 
@@ -133,7 +137,7 @@ def save(
 def find(
     path: str,
     files: Sequence[str] = (WEIGHTS, CONFIG, VOCABULARY),
-    fix: str = "Train one (python train.py) or pass drafter.adapter= a folder or hub id.",
+    fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
@@ -176,12 +180,12 @@ def _trained(missing: Path) -> Path:
             f"no adapter at '{missing}', and training left several: {several}. Pass "
             "drafter.adapter= one of them."
         )
-    train = f"python train.py model={name}"
+    target = options_of(name)
     if drafter == "kangaroo":
-        made = f"({train}), import an official checkpoint (python scripts/import_adapter.py "
-        made += f"source=... model={name}),"
+        imported = command_line("import_adapter", "source=CHECKPOINT", **target)
+        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
-        made = f"({train} adapter={drafter})"
+        made = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
         f"Train one {made} or pass drafter.adapter= a folder or hub id."
@@ -274,19 +278,16 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config = read_config(path)
-    try:
-        state = load_file(folder / WEIGHTS)
-    except (ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
+    config, state = read_config(path), read_weights(folder)
     if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
             f"{config.n_layers} layers, config {config.target_hash}); this target is "
             f"{lm.name} ({lm.n_layers} layers, config "
             f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
-            "python train.py model=..."
+            f"{command_line('train', **options_of(lm.name))}"
         )
+    warn_of_weights(path, config, lm)
     size = config.vocabulary or 0 if vocabulary is None else vocabulary
     with torch.device("meta"):
         own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
@@ -305,6 +306,41 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     return adapter.eval().requires_grad_(False), vocabulary_K
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in an adapter's folder.
+
+    Errors: `CorruptFile`, also for weights that are not finite.
+    """
+    try:
+        state = load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
+    if (name := not_finite(state)) is not None:
+        raise _unreadable(folder, f"{name} holds numbers that are not finite")
+    return state
+
+
+def not_finite(state: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a number that is not finite; None where there is none."""
+    return next((name for name, x in state.items() if not x.isfinite().all()), None)
+
+
+def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
+    """Warn where the target has the right shape, but other weights than the adapter learnt from.
+
+    An adapter that does not say which these were is judged by the target's name.
+    """
+    before, now = config.target_weights, lm.fingerprint
+    if now is None or (before == now if before else config.target == lm.name):
+        return
+    log.warning(
+        "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts stay "
+        "the same, but it may draft worse: drafter.adapter= one trained for it, or train one "
+        "(python train.py model=...).",
+        *(path, config.target, before or "not recorded", lm.name, now),
+    )
+
+
 def read_config(path: str) -> AdapterConfig:
     """What an adapter was made for.
 
@@ -321,9 +357,9 @@ def read_config(path: str) -> AdapterConfig:
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
         architecture = kinds()[kind](**parts)
         return AdapterConfig(**fields, architecture=architecture)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # no JSON, wrong fields
+    except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> CorruptFile:
+def _unreadable(path: Path, error: Exception | str) -> CorruptFile:
     return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch it again.")

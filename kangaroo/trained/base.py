@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from kangaroo.cache import Block
 from kangaroo.model import LM
+from kangaroo.ranges import Ranged
 from kangaroo.trained.draft_head import DraftHead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Architecture(ABC):
+class Architecture(Ranged, ABC):
     """What a trained part is made of: a dataclass of options, kept in its config.json.
 
     Attributes:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import NotNegative
 from kangaroo.trained import base
 from kangaroo.trained.layer import Layer
 
@@ -34,15 +34,9 @@ class Architecture(base.Architecture):
             (Its noise on the states is not here: `draft_steps` shows the head its own mistakes.)
     """
 
-    regression: float = 10.0
+    regression: NotNegative = 10.0
 
     drafter: ClassVar[str] = "eagle"
-
-    def __post_init__(self) -> None:
-        if self.regression < 0:
-            raise ConfigError(
-                f"adapter.architecture.regression={self.regression} must be 0 or more."
-            )
 
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> EagleHead:
         return EagleHead(lm, self)

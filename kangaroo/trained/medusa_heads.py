@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kangaroo.cache import Block
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Layers
 from kangaroo.trained import base
 from kangaroo.trained.base import Trainable, vocabulary_size
 from kangaroo.trained.draft_head import DraftHead
@@ -39,14 +40,10 @@ class Architecture(base.Architecture):
         own_head: LM heads of their own, begun as the target's, instead of the target's.
     """
 
-    heads: int = 4
+    heads: Layers = 4
     own_head: bool = True
 
     drafter: ClassVar[str] = "medusa"
-
-    def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ConfigError(f"adapter.architecture.heads={self.heads} must be 1 or more.")
 
     def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
         return MedusaHeads(lm, self, vocabulary_K)

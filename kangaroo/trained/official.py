@@ -186,7 +186,8 @@ def _unreadable(path: Path, reason: str) -> CorruptFile:
 
 
 def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> None:
-    """Raise `AdapterMismatch` unless these are the weights of the paper's adapter."""
+    """Raise `AdapterMismatch` unless these are the weights of the paper's adapter, and
+    `CorruptFile` where one is not finite."""
     paper = "the paper's adapter has one attention layer, two norms, and the target's head"
     if config.num_hidden_layers != 1 or any(name.startswith("layers.1.") for name in state):
         raise AdapterMismatch(
@@ -202,6 +203,8 @@ def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> N
     for name in NAMES:
         if not state[name].is_floating_point():
             raise AdapterMismatch(f"'{path}': {name} holds {state[name].dtype}, no weights.")
+    if (wrong := adapter_files.not_finite(state)) is not None:
+        raise _unreadable(path, f"{wrong} holds numbers that are not finite")
 
 
 def _check_target(lm: LM) -> None:

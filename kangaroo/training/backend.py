@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import TORCHRUN, command_line, install
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
@@ -46,13 +47,9 @@ class Options(Protocol):
 
 def check(config: Options, ranks: Ranks) -> None:
     """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
-    if config.zero_stage not in (0, 1, 2):
-        raise ConfigError(
-            f"trainer.zero_stage={config.zero_stage} must be 1 or 2, or 0 for plain torch."
-        )
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
-            "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
+            f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}. "
             "trainer=default needs nothing, and trains the same weights in as many processes."
         )
     if config.muon and config.zero_stage:
@@ -60,20 +57,11 @@ def check(config: Options, ranks: Ranks) -> None:
             f"trainer.muon=true and trainer.zero_stage={config.zero_stage} exclude each other: "
             "DeepSpeed spreads AdamW alone here. Leave one of them out."
         )
-    if config.accumulate is not None and config.accumulate < 1:
-        raise ConfigError(
-            f"trainer.accumulate={config.accumulate} must be 1 or more, or null for one "
-            "micro-batch in each process."
-        )
-    if config.average is not None and not 0 < config.average < 1:
-        raise ConfigError(
-            f"trainer.average={config.average} must lie between 0 and 1, such as 0.999, or be null "
-            "for the weights themselves."
-        )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
-            "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            "more (torchrun --nproc-per-node=N train.py ...), or leave it out."
+            "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
+            "it out, or start more: "
+            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}"
         )
     if config.shard_target and config.remember:
         raise ConfigError(

@@ -11,6 +11,7 @@ from kangaroo import tables
 from kangaroo.errors import CorruptFile
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
+from kangaroo.ranges import Count, CountOrZero, Ranged
 from kangaroo.ranks import Ranks
 from kangaroo.trained import adapter_files
 from kangaroo.trained.base import Trainable
@@ -23,7 +24,7 @@ from kangaroo.training.results import STEPS
 
 
 @dataclass
-class CompareConfig:
+class CompareConfig(Ranged):
     """Which adapters are compared, and on how much.
 
     Args:
@@ -34,9 +35,9 @@ class CompareConfig:
     """
 
     adapters: list[str] = field(default_factory=list)
-    holdout: int = 128
-    prompts: int = 24
-    new_tokens: int = 96
+    holdout: Count = 128
+    prompts: CountOrZero = 24
+    new_tokens: Count = 96
 
 
 def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:

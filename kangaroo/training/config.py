@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from kangaroo.ranges import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Range,
+    Ranged,
+    Seed,
+    TextLength,
+    Threshold,
+)
 
 MOVES_NOTHING = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
@@ -12,7 +24,7 @@ MOVES_NOTHING = """
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Ranged):
     """How adapters are trained.
 
     Args:
@@ -49,31 +61,31 @@ class TrainerConfig:
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
-    epochs: int = 3
-    learning_rate: float = 5e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    epochs: Count = 3
+    learning_rate: Positive = 5e-3
+    betas: tuple[Threshold, Threshold] = (0.9, 0.95)
+    weight_decay: NotNegative = 0.0
     muon: bool = False
-    warmup_steps: int = 30
-    batch_tokens: int = 512
+    warmup_steps: CountOrZero = 30
+    batch_tokens: Count = 512
     packing: bool = False
     remember: bool = False
     kept: bool | None = None
-    accumulate: int | None = None
-    clip: float = 1.0
-    average: float | None = None
-    max_length: int = 2048
-    holdout: int = 128
-    tokens: int | None = None
-    loss_chunk: int = 256
-    evaluate_every: int = 200
-    save_every: int = 50
-    decode_every: int = 1000
-    decode_prompts: int = 16
-    decode_tokens: int = 128
-    seed: int = 0
-    vocabulary: int | None = None
-    zero_stage: int = 0
+    accumulate: Count | None = None
+    clip: Positive = 1.0
+    average: Annotated[float, Range(above=0, below=1)] | None = None
+    max_length: TextLength = 2048
+    holdout: Count = 128
+    tokens: Count | None = None
+    loss_chunk: Count = 256
+    evaluate_every: Count = 200
+    save_every: Count = 50
+    decode_every: Count = 1000
+    decode_prompts: CountOrZero = 16
+    decode_tokens: Count = 128
+    seed: Seed = 0
+    vocabulary: Count | None = None
+    zero_stage: Annotated[int, Range(0, 2)] = 0
     shard_target: bool = False
 
     def identity(self) -> dict[str, Any]:

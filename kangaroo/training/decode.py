@@ -94,7 +94,8 @@ def _greedy(
 def _rounds(
     lm: LM, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling
 ) -> list[StepRecord]:
-    done = Engine(lm, drafter).generate(prompts, new_tokens, sampling, batch_size=_ROWS)
+    engine = Engine(lm, drafter, always_drafts=True)
+    done = engine.generate(prompts, new_tokens, sampling, batch_size=_ROWS)
     return [record for generation in done for record in generation.steps]
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from kangaroo import memory
 from kangaroo.clock import running
-from kangaroo.errors import ConfigError
+from kangaroo.errors import Diverged
 from kangaroo.model import LM
 from kangaroo.prompts import Sample
 from kangaroo.provenance import provenance
@@ -52,6 +52,7 @@ class Run:
         total: optimizer steps.
         prompts: held-out ones to decode.
         frequent_K: what the assistant writes, the most frequent token first.
+        about: provenance of the data.
         remembered: what the target computed of each micro-batch, where that is kept.
     """
 
@@ -67,6 +68,7 @@ class Run:
     backend: backends.TorchBackend
     checkpoint: Checkpoint
     progress: Progress
+    about: dict[str, Any]
     remembered: dict[tuple[int, ...], Seen] = field(default_factory=dict)
 
 
@@ -90,11 +92,16 @@ def train(
         ranks: the processes that share the work, all with these arguments; the first one alone
             writes files. None: there is only this one.
 
-    Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
-    to train on or `output` holds the checkpoint of other settings.
+    Errors: those of `begin` and `go_on`.
     """
-    run = _begin(lm, samples, recipes, config, output, about, ranks or Ranks())
-    progress, first = run.progress, run.trained[0].name
+    return go_on(begin(lm, samples, recipes, config, output, about, ranks or Ranks()), tracker)
+
+
+def go_on(run: Run, tracker: Tracker) -> list[Path]:
+    """All steps that are left; see `train`. Errors: `Diverged`."""
+    progress, first, output = run.progress, run.trained[0].name, run.checkpoint.folder
+    if progress.step:
+        log.info("going on after step %d of %d", progress.step, run.total)
     bar = tqdm(
         total=run.total,
         initial=progress.step,
@@ -104,13 +111,15 @@ def train(
     )
     while progress.step < run.total:
         metrics = _step(run)
+        _check_finite(run, [name for name, x in metrics.items() if not math.isfinite(x)])
         with run.backend.averaged():
             metrics |= _measure(run)
         if run.ranks.is_first:
             run.checkpoint.log(progress.step, metrics)
             tracker.log(metrics, progress.step)
         if _due(run, run.config.save_every):
-            state = run.backend.state()
+            state = run.backend.state()  # on the host: to look at it costs no time of a device
+            _check_finite(run, ["a weight"] if adapter_files.not_finite(state["weights"]) else [])
             if run.ranks.is_first:
                 run.checkpoint.save(state, progress)
         bar.update()
@@ -120,12 +129,12 @@ def train(
     if run.ranks.is_first:
         with run.backend.averaged():
             for trainee in run.trained:
-                _save(run, trainee, about, output / trainee.name)
+                _save(run, trainee, output / trainee.name)
         curves.write(output)
     return [output / trainee.name for trainee in run.trained]
 
 
-def _begin(
+def begin(
     lm: LM,
     samples: Sequence[Sample],
     recipes: Sequence[AdapterRecipe],
@@ -134,7 +143,11 @@ def _begin(
     about: dict[str, Any],
     ranks: Ranks,
 ) -> Run:
-    """Everything before the first step: what is learnt, by whom, and from where on."""
+    """Everything before the first step: what is learnt, by whom, and from where on.
+
+    Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
+    to train on or `output` holds the checkpoint of other settings.
+    """
     config = kept.settled(lm, samples, config, about)
     config, accumulate = settled(config, output, ranks)
     work = Work.of(samples, config)
@@ -149,10 +162,6 @@ def _begin(
     longest = min(config.max_length, lm.context - config.decode_tokens)
     prompts = prompts_of(work.held_out, decoded, longest, config.decode_tokens)
     frequent_K = frequent_tokens(work.kept)
-    if config.vocabulary is not None and config.vocabulary < 1:
-        raise ConfigError(
-            f"trainer.vocabulary={config.vocabulary} must be 1 or more; unset it for all tokens."
-        )
     vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
     shard_on = ranks.device if config.shard_target else None
     trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
@@ -165,7 +174,7 @@ def _begin(
     total = math.ceil(len(work.batches) / accumulate)
     return Run(
         *(lm, config, ranks, work, accumulate, total, prompts, frequent_K),
-        *(trained, backend, checkpoint, progress),
+        *(trained, backend, checkpoint, progress, about),
     )
 
 
@@ -216,6 +225,19 @@ def _step(run: Run) -> dict[str, float]:
     for trainee, rate in zip(run.trained, rates, strict=True):
         metrics[f"train/{trainee.name}/learning_rate"] = share * rate
     return metrics
+
+
+def _check_finite(run: Run, wrong: Sequence[str]) -> None:
+    """Stop where something is not finite any more; the last checkpoint has what came before.
+
+    Errors: `Diverged`.
+    """
+    if wrong:
+        raise Diverged(
+            f"{wrong[0]} is not finite at step {run.progress.step} of {run.total}: the training "
+            f"has diverged. '{run.checkpoint.folder}' keeps the last checkpoint before that. Train "
+            "anew, with a lower trainer.learning_rate= and another output=."
+        )
 
 
 def _due(run: Run, every: int) -> bool:
@@ -280,7 +302,7 @@ def _look(
     return look(lm, tokens, trained, config.loss_chunk)
 
 
-def _save(run: Run, trainee: Trainee, about: dict[str, Any], folder: Path) -> None:
+def _save(run: Run, trainee: Trainee, folder: Path) -> None:
     def mine(metrics: dict[str, float], prefix: str) -> dict[str, float]:
         own = f"{prefix}/{trainee.name}/"
         return {k.removeprefix(own): v for k, v in metrics.items() if k.startswith(own)}
@@ -294,7 +316,7 @@ def _save(run: Run, trainee: Trainee, about: dict[str, Any], folder: Path) -> No
         "adapter": trainee.settings(),
         "trainer": asdict(run.config),
         "progress": progress,
-        "data": about,
+        "data": run.about,
         "processes": run.ranks.world,
     } | provenance()
     vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens

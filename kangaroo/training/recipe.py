@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kangaroo.errors import ConfigError
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Filled, NotNegative, Positive, Ranged
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Adapter
 from kangaroo.trained.base import Trainable
@@ -21,7 +22,7 @@ RANDOM = "random"  # a start
 
 
 @dataclass
-class AdapterRecipe:
+class AdapterRecipe(Ranged):
     """One adapter for each exit layer, all from the same frozen pass.
 
     Args:
@@ -41,18 +42,12 @@ class AdapterRecipe:
 
     name: str = "???"
     architecture: Any = "???"
-    exit_layers: list[int] = field(default_factory=lambda: [3])
+    exit_layers: Filled[Count] = field(default_factory=lambda: [3])
     loss: Loss = Loss.cross_entropy
-    draft_steps: int = 1
-    step_decay: float = 0.8
-    learning_rate: float | None = None
+    draft_steps: DraftSize = 1
+    step_decay: NotNegative = 0.8
+    learning_rate: Positive | None = None
     start: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.draft_steps < 1:
-            raise ConfigError(f"adapter.draft_steps must be 1 or more, not {self.draft_steps}.")
-        if not self.exit_layers:
-            raise ConfigError("adapter.exit_layers is empty; name at least one layer, such as [3].")
 
     @property
     def steps(self) -> int:

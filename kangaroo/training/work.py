@@ -35,11 +35,7 @@ class Work:
         """Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is
         left to train on."""
         check_trainable(samples, config.max_length)
-        if not 0 < config.holdout < len(samples):
-            raise ConfigError(
-                f"trainer.holdout={config.holdout} must leave some of the {len(samples)} samples "
-                "to train on, and hold at least one out."
-            )
+        check_holdout(config.holdout, len(samples))
         kept, held_out = samples[: -config.holdout], samples[-config.holdout :]
         kept = first(kept, config.tokens, config.max_length)
         tokens = [min(len(sample["input_ids"]), config.max_length) for sample in kept]
@@ -56,6 +52,15 @@ class Work:
         return Work(kept, held_out, tokens, positions, batches)
 
 
+def check_holdout(holdout: int, count: int) -> None:
+    """Errors: `ConfigError` where nothing of so many samples is left to train on."""
+    if holdout >= count:
+        fix = f"Pass trainer.holdout={max(1, count // 10)}" if count > 1 else "Give it more data"
+        raise ConfigError(
+            f"trainer.holdout={holdout} leaves nothing to train on of {count} conversations. {fix}."
+        )
+
+
 def first(samples: Sequence[Sample], tokens: int | None, max_length: int) -> Sequence[Sample]:
     """The first samples that together hold so many of the assistant's tokens; None is all.
 
@@ -64,9 +69,9 @@ def first(samples: Sequence[Sample], tokens: int | None, max_length: int) -> Seq
     if tokens is None:
         return samples
     known = list(itertools.accumulate(sum(s["loss_mask"][1:max_length]) for s in samples))
-    if not 0 < tokens <= known[-1]:
+    if tokens > known[-1]:
         raise ConfigError(
-            f"trainer.tokens={tokens} must be 1 to the {known[-1]} tokens of the assistant that "
+            f"trainer.tokens={tokens} is more than the {known[-1]} tokens of the assistant that "
             "the data has beside what is held out. Lower it, or make more data."
         )
     return samples[: bisect.bisect_left(known, tokens) + 1]

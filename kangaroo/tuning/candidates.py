@@ -21,6 +21,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.errors import ConfigError
 from kangaroo.folders import SHIPPED, of_project
 from kangaroo.model import LM
+from kangaroo.ranges import Count, DraftSize, Filled, Positive, Ranged, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.adapter import Architecture
 
@@ -28,7 +29,7 @@ KINDS = ("kangaroo", "hybrid", "cascade", "prompt_lookup", "kangaroo_tree")
 
 
 @dataclass
-class SearchSpace:
+class SearchSpace(Ranged):
     """The settings that are tried, each with each.
 
     Args:
@@ -45,19 +46,19 @@ class SearchSpace:
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
 
-    drafters: list[str] = field(default_factory=lambda: list(KINDS[:4]))
+    drafters: Filled[str] = field(default_factory=lambda: list(KINDS[:4]))
     adapters: list[str] | None = None
-    vocabularies: list[int] = field(default_factory=lambda: [1024, 4096])
-    thresholds: list[float] = field(
+    vocabularies: list[Count] = field(default_factory=lambda: [1024, 4096])
+    thresholds: Filled[Threshold] = field(
         default_factory=lambda: [0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     )
-    steps: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    paces: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
-    nodes: list[int] = field(default_factory=lambda: [7, 9, 15])
-    lookups: list[int] = field(default_factory=lambda: [3, 5, 8])
-    top_k: int = 3
-    tree_nodes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
-    least: list[float | None] = field(default_factory=lambda: [None, 0.05, 0.1])
+    steps: Filled[DraftSize] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
+    paces: Filled[Positive] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
+    nodes: Filled[DraftSize] = field(default_factory=lambda: [7, 9, 15])
+    lookups: Filled[DraftSize] = field(default_factory=lambda: [3, 5, 8])
+    top_k: Count = 3
+    tree_nodes: Filled[DraftSize] = field(default_factory=lambda: [4, 8, 16, 32])
+    least: Filled[Threshold | None] = field(default_factory=lambda: [None, 0.05, 0.1])
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
@@ -66,10 +67,6 @@ class SearchSpace:
                 raise ConfigError(
                     f"search.drafters has '{name}'; what a trace can replay is {', '.join(KINDS)}."
                 )
-        of_drafters = "thresholds", "steps", "paces", "nodes", "lookups", "tree_nodes", "least"
-        for name in ("drafters", *of_drafters):
-            if not getattr(self, name):
-                raise ConfigError(f"search.{name} is empty; give at least one value.")
 
 
 @dataclass(frozen=True)

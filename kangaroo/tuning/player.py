@@ -11,20 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from kangaroo.costs import measured
+from kangaroo.cpu.stepper import runs_natively
 from kangaroo.drafters import odds
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs
-from kangaroo.drafters.hybrid import OF_A_CPU, HybridConfig, verify_curve
+from kangaroo.drafters.hybrid import HybridConfig, verify_curve
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.odds import Odds
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import VanillaConfig
-from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.speedup import interval, speedup
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.tuning import replay
 from kangaroo.tuning.candidates import Candidate, Source, parts
@@ -116,13 +115,14 @@ class Player:
         """By the numbers that decoding takes too."""
         if config.adapter not in self.odds:
             self.odds[config.adapter] = config.counted() or odds.assumed()
-        verify, draft_cost = verify_curve(OF_A_CPU, config.nodes), source.drafter.draft_cost
-        states = 0.0
         if config.verify_costs is not None:
             verify, draft_cost = verify_curve(config.verify_costs, config.nodes), config.draft_cost
-        elif Rounds.can_run(self.lm, source.drafter, Sampling()):
+            states = 0.0
+        else:
             verify = measured(self.lm).curve(1, config.nodes)
-            states = source.drafter.shallow_cost
+            draft_cost = source.drafter.draft_cost
+            native = runs_natively(self.lm, source.drafter, Sampling())
+            states = source.drafter.shallow_cost if native else 0.0
         costs = Costs(verify, draft_cost, config.pace, states)
         limits = config.threshold, config.steps, config.nodes
         return HybridSettings(self.odds[config.adapter], costs, *limits)
@@ -149,8 +149,8 @@ class Score:
         return speedup(self.pairs_Q2)
 
     @property
-    def interval(self) -> list[float]:
-        """95% interval of the speedup over questions."""
+    def interval(self) -> list[float] | None:
+        """95% interval of the speedup over questions; one question has none."""
         return interval(self.pairs_Q2)
 
     @property
@@ -209,5 +209,5 @@ def score(
         accepted = sum(sum(replayed.accepted) for replayed in rounds)
         drafted = sum(sum(replayed.drafted) for replayed in rounds)
         counts.append((tokens, forwards, accepted, drafted))
-    tasks = tuple(task_of(question.category) for question in questions)
+    tasks = tuple(question.task for question in questions)
     return Score(candidate, np.stack([vanilla_Q, seconds], 1), np.array(counts), tasks)

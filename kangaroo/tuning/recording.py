@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block, occupied
+from kangaroo.cpu.stepper import runs_natively
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine import Engine
 from kangaroo.model import LM
-from kangaroo.rounds import Rounds
 from kangaroo.sampling import Sampling
 from kangaroo.tree import Draft, Tree
 from kangaroo.tuning.trace import Drafted, Grown, Turn
@@ -158,9 +158,9 @@ def read_text(
         pending: the target's states of these positions. Before them lies the prompt, which the
             drafter has read.
     """
-    # In native rounds the prompt's keys stay as they are; elsewhere a round's first pass writes
+    # In native code the prompt's keys stay as they are; elsewhere a round's first pass writes
     # those of its last tokens again, which may round otherwise.
-    window = 0 if Rounds.can_run(lm, drafter, Sampling()) else drafter.window
+    window = 0 if runs_natively(lm, drafter, Sampling()) else drafter.window
     f_1TD = torch.cat([taps[drafter.exit_layer] for taps in pending], 1)
     f_1TD = torch.cat([drafter.shallow_BWD[:, drafter.window - window :], f_1TD], 1)
     begin, end = batch.lengths[0] - 1 - len(pending), batch.lengths[0] - 1

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from kangaroo.batch import Batch
+from kangaroo.budget import Budget, free
 from kangaroo.cache import KVCache
 from kangaroo.drafters.base import FromText
 from kangaroo.drafters.datastore import Datastore
-from kangaroo.drafters.expected_gain import Costs, Sources, drafting_pays, tree
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.hybrid import Lookup
 from kangaroo.drafters.odds import Odds
 from kangaroo.drafters.suffix import shared
@@ -185,7 +186,7 @@ def hybrid(turn: Turn, drafted: Drafted, settings: HybridSettings, ends: Collect
         end = next((i for i, token in enumerate(found, 1) if token in ends), None)
         sources = Sources(length, found[:end])
         draft_chain(sources, drafted, at - 1, settings)
-        tokens, parents = tree(settings.odds, settings.costs, sources, settings.nodes)
+        tokens, parents = best_tree(settings.odds, settings.costs, sources, settings.nodes)
         right = walked(tokens, parents, turn.text[at:])
         replay.add(at, right, len(turn.text) - at, len(tokens), len(sources.chain))
         text += turn.text[at : at + right + 1]
@@ -227,7 +228,7 @@ def text_batch(turn: Turn, ends: Collection[int]) -> Batch:
     """A row as decoding has it after the prefill, with no model behind it."""
     longest, cpu = len(turn.prompt) + len(turn.text), torch.device("cpu")
     cache = KVCache(1, longest + 1, 1, 1, torch.float32, devices=[])
-    batch = Batch(cache, longest, Sampling(), frozenset(ends), cpu)
+    batch = Batch(cache, longest, Sampling(), frozenset(ends), cpu, Budget(free))
     batch.place(0, torch.tensor(turn.prompt), Request(turn.prompt, len(turn.text)))
     batch.append(0, turn.text[:1])
     return batch

@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import BenchConfig, Question, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.model import LM
 from kangaroo.native import build_name
+from kangaroo.ranges import Count, Ranged, Seed
 from kangaroo.tuning import costs, trace
 from kangaroo.tuning.bench import trace_bench
 from kangaroo.tuning.candidates import SearchSpace, Source, candidates, sources
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class TuneConfig:
+class TuneConfig(Ranged):
     """What is searched, and on which questions.
 
     Args:
@@ -58,14 +59,14 @@ class TuneConfig:
     output: str
     bench: BenchConfig = field(default_factory=BenchConfig)
     search: SearchSpace = field(default_factory=SearchSpace)
-    seed: int = 0
-    tuning_questions: int = 18
-    reporting_questions: int = 24
-    max_new_tokens: int = 64
-    measure_turns: int = 3
-    measure_tokens: int = 40
-    confirm: int = 3
-    confirm_questions: int = 10
+    seed: Seed = 0
+    tuning_questions: Count = 18
+    reporting_questions: Count = 24
+    max_new_tokens: Count = 64
+    measure_turns: Count = 3
+    measure_tokens: Count = 40
+    confirm: Count = 3
+    confirm_questions: Count = 10
     resume: bool = True
 
 
@@ -92,7 +93,7 @@ class Tuned:
     confirmed: list[Confirmed]
     best: Confirmed
     report: dict[str, dict[str, Any]]
-    gain: tuple[float, list[float]] | None
+    gain: tuple[float, list[float] | None] | None
     seconds: dict[str, float]
 
 
@@ -166,15 +167,14 @@ def split(questions: Sequence[Question], config: TuneConfig) -> Split:
     Errors: `ConfigError` where the bench has too few.
     """
     wanted = config.tuning_questions, config.reporting_questions
-    if min(wanted) < 1 or sum(wanted) > len(questions):
+    if sum(wanted) > len(questions):
         raise ConfigError(
-            f"tuning_questions={wanted[0]} and reporting_questions={wanted[1]} must each be 1 or "
-            f"more, and together no more than the {len(questions)} questions of the bench, since "
-            "none may be in both."
+            f"tuning_questions={wanted[0]} and reporting_questions={wanted[1]} must together be no "
+            f"more than the {len(questions)} questions of the bench, since none may be in both."
         )
     by_task: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        by_task[task_of(question.category)].append(question)
+        by_task[question.task].append(question)
     rng = random.Random(config.seed)
     for some in by_task.values():
         rng.shuffle(some)

@@ -9,13 +9,14 @@ from pathlib import Path
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.ranges import Count, Filled, Ranged
 from kangaroo.serving.config import ServeConfig
 
 BASELINE = "vanilla"  # whose numbers the others are divided by
 
 
 @dataclass
-class LoadConfig:
+class LoadConfig(Ranged):
     """How much is asked of whom.
 
     Args:
@@ -38,19 +39,15 @@ class LoadConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     server: ServeConfig = field(default_factory=lambda: ServeConfig(port=0, reuse=False))
     urls: dict[str, str] = field(default_factory=dict)
-    users: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
-    requests: int = 32
-    new_tokens: int = 64
-    rounds: int = 3
+    users: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    requests: Count = 32
+    new_tokens: Count = 64
+    rounds: Count = 3
     alone: bool = False
     resume: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("requests", "new_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more.")
-        if not self.users or min(self.users) < 1:
-            raise ConfigError(f"users={self.users} must be numbers of 1 or more, such as [1,4,16].")
+        super().__post_init__()
         if max(self.users) > self.requests:
             raise ConfigError(
                 f"requests={self.requests} are fewer than the {max(self.users)} of users=; twice "

@@ -1,0 +1,106 @@
+"""What a batch may draft: by what a verification costs here, and how often its drafts were right.
+
+Every stepper asks the same rule, whatever it computes with, and tells it of every verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
+PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
+
+
+@dataclass(frozen=True)
+class VerifyCosts:
+    """Seconds of a pass of the whole target, by its tokens.
+
+    Args:
+        widths: ascending.
+        seconds: of each width; never fewer than of a smaller one.
+    """
+
+    widths: list[int]
+    seconds: list[float]
+
+    def at(self, tokens: int) -> float:
+        """By straight lines between the widths that were measured, and beyond the last two."""
+        known = list(pairwise(zip(self.widths, self.seconds, strict=True)))
+        part = next((part for part in known if tokens <= part[1][0]), known[-1])
+        (low, below), (high, above) = part
+        return below + (above - below) * (tokens - low) / (high - low)
+
+    def expected(self, tokens: int) -> float:
+        """Halfway between what was measured and the same if memory hid no arithmetic."""
+        first, last = self.widths[-2:]
+        of_token = (self.at(last) - self.at(first)) / (last - first)
+        unhidden = self.at(1) + (tokens - 1) * of_token
+        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
+
+    def curve(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
+        none = self.expected(rows)
+        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
+
+
+def free() -> VerifyCosts:
+    """As if further tokens took no time."""
+    return VerifyCosts([1, 2], [1.0, 1.0])
+
+
+class Budget:
+    """Of one batch.
+
+    Args:
+        costs: measures what a verification takes, or remembers it; called when it is first needed.
+        always: every row drafts as a text alone does.
+    """
+
+    def __init__(self, costs: Callable[[], VerifyCosts], always: bool = False):
+        self._costs, self._always = costs, always
+        self._curves: dict[tuple[int, int], list[float]] = {}
+        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
+
+    def measure(self) -> None:
+        """Measure now, so that no step has to."""
+        self._costs()
+
+    def cost(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        rows = 1 if self._always else rows
+        if (rows, nodes) not in self._curves:  # asked for in every round
+            self._curves[rows, nodes] = self._costs().curve(rows, nodes)
+        return self._curves[rows, nodes]
+
+    def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
+        """The chance that the first n tokens of a chain are all right which one more needs to pay,
+        for n from 0 on. One text alone is drafted by the drafter's own rule.
+
+        Args:
+            rows: that take part.
+            drafting: the time of a token of the chain, in vanilla steps.
+        """
+        if rows <= 1 or self._always:
+            return [0.0] * nodes
+        costs = self.cost(rows, nodes)
+        right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
+        return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
+
+    def min_node_chances(self, rows: int, nodes: int) -> list[float]:
+        """The chance to be right that the n-th node, which is drafted, needs to pay for its
+        verification. One text alone is left to the drafter's own rule.
+
+        Args:
+            rows: that take part.
+        """
+        if rows <= 1 or self._always:
+            return [0.0] * nodes
+        costs = self.cost(rows, nodes)
+        return [PACE * (costs[n + 1] - costs[n]) for n in range(nodes)]
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A row's verdict."""
+        self.first_tried += drafted > 0
+        self.first_right += accepted > 0

@@ -1,0 +1,69 @@
+// Threads that share a piece of work: OpenMP's, or, where a compiler has none, those of the standard library.
+//
+// After PARALLEL or PARALLEL_FOR comes a block with a semicolon behind it, the same for both. Without OpenMP it
+// is a lambda's, and its threads end with it: to start them takes some hundredths of a millisecond, but none is
+// left for a fork, or for the end of the program, to meet. Which thread does what changes no result.
+
+#pragma once
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#include <thread>
+#include <vector>
+#endif
+
+#include "numbers.h"
+
+namespace {
+
+#ifdef _OPENMP
+i64 thread_number() { return omp_get_thread_num(); }
+i64 thread_count() { return omp_get_num_threads(); }
+#else
+thread_local i64 own_number = 0, own_count = 1;
+i64 thread_number() { return own_number; }
+i64 thread_count() { return own_count; }
+#endif
+
+struct Part {  // what one thread does of `count` pieces of work
+  i64 first, last;
+  Part(i64 count) {
+    i64 thread = thread_number(), threads = thread_count();
+    first = count * thread / threads;
+    last = count * (thread + 1) / threads;
+  }
+};
+
+#ifdef _OPENMP
+
+#define OMP(directive) _Pragma(#directive)
+#define PARALLEL(threads) OMP(omp parallel num_threads(threads))
+#define PARALLEL_FOR(threads, i, count) OMP(omp parallel for num_threads(threads)) for (i64 i = 0; i < (count); i++)
+#define SHARED_FOR(i, count) OMP(omp for) for (i64 i = 0; i < (count); i++)  // within PARALLEL
+
+#else
+
+struct Team {
+  i64 threads, count;  // of pieces of work
+  template <class Work> void operator+(const Work& work) const {
+    auto run = [&](i64 number) {
+      own_number = number, own_count = threads;
+      Part mine(count);
+      for (i64 i = mine.first; i < mine.last; i++) work(i);
+    };
+    std::vector<std::thread> others;
+    for (i64 number = 1; number < threads; number++) others.emplace_back(run, number);
+    run(0);
+    for (std::thread& other : others) other.join();
+    own_count = 1;
+  }
+};
+
+#define PARALLEL(threads) Team{threads, threads} + [&](i64)  // a piece for each
+#define PARALLEL_FOR(threads, i, count) Team{threads, count} + [&](i64 i)
+#define SHARED_FOR(i, count) for (i64 i = Part(count).first; i < Part(count).last; i++)
+
+#endif
+
+}  // namespace

@@ -1,0 +1,192 @@
+"""What native code reads and writes: the draft nodes of all rows, on plain arrays.
+
+Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
+not read, D hidden size, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kangaroo import native
+from kangaroo.cache import KVCache
+from kangaroo.model import LM
+
+
+class DraftBuffers:
+    """What native code reads and writes: the nodes of all rows, and a model with its cache.
+
+    Attributes:
+        base: the slot of each row's node 0, `[B]`, which is also its position.
+        count: nodes of each row, `[B]`; 0 for one that takes no part.
+        token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
+        end: the node that a row's chain ends with, `[B]`.
+        draw: how each row's tokens are drawn, `[B]`.
+        choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
+        chances: the probabilities of as many likeliest tokens, before temperature and noise.
+
+    Args:
+        capacity: nodes that a row may have.
+        exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
+        drafting: `native.NativeDrafting`; None where nothing is drafted.
+        keep: of the distribution behind every token that is written, keep this many likeliest ones.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        cache: KVCache,
+        capacity: int,
+        exit_layer: int = 0,
+        drafting: Structure | None = None,
+        keep: int = 0,
+    ):
+        size, hidden = cache.batch_size, lm.config.hidden_size
+        # Committed tokens whose states wait until the drafting layer drafts again, as many as there
+        # may be: what never drafts never reads them. Memory that is not written to costs nothing.
+        unread = cache.n_slots if exit_layer else 0
+        self.base, self.count, self.asking = np.zeros((3, size), np.int64)
+        self.draw = np.zeros(size, native.DRAW)
+        self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
+        of_nodes = np.zeros((5, size, capacity), np.int64)
+        self.token, self.parent, self.place, self.has_state, self.written = of_nodes
+        self.choices = np.zeros((size, native.CHOICES), np.int64)
+        self.chances = np.zeros((size, native.CHOICES), np.float32)
+        self.kept = np.zeros((size, capacity, keep), np.int32)
+        self.kept_chances = np.zeros((size, capacity, keep), np.float32)
+        self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
+        self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
+        made = capacity if drafting and drafting.fusing.weight else 0
+        self.made_BND = torch.empty(size, made, hidden, dtype=lm.dtype)
+        arrays = """
+            base count asking end draw token parent place has_state choices chances unread accepted
+            written kept kept_chances
+        """
+        rows = native.NativeRows(
+            batch=size,
+            capacity=capacity,
+            hidden=hidden,
+            most_unread=unread,
+            exit=exit_layer,
+            keep=keep,
+            states=self.states_BND.data_ptr(),
+            unread_states=self.unread_BUD.data_ptr(),
+            made=self.made_BND.data_ptr(),
+            **{name: getattr(self, name).ctypes.data for name in arrays.split()},
+        )
+        target, self.held = native_target(lm, cache)
+        self.pointers = byref(target), drafting and byref(drafting), byref(rows)
+        library = lm.acceleration.library
+        assert library is not None
+        self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
+        self._draft_trees = native.function(library, "draft_trees", lm.dtype, native.DRAFT_TREES)
+        self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
+
+    def verify(self) -> None:
+        """The target's choices for all nodes, and the walk: `accepted`, `written`."""
+        self._verify(*self.pointers)
+
+    def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Nodes below the node 0 of a row that has no others.
+
+        Args:
+            parents: as `Draft.listed` takes them; None is a chain.
+        """
+        end = 1 + len(tokens)
+        self.token[row, 1:end] = tokens
+        self.parent[row, 1:end] = range(end - 1) if parents is None else parents
+        self.place[row, 1:end] = range(1, end)
+        self.has_state[row, 1:end] = 0
+        self.count[row] = end
+
+    def replace_with_tree(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """A tree in place of a row's nodes; what was a node before stays where it is.
+
+        Args:
+            parents: as `Draft.listed` takes them.
+        """
+        count = int(self.count[row])
+        parents_before, before = (of[row, 1:count].tolist() for of in (self.parent, self.token))
+        keys = zip(parents_before, before, strict=True)
+        known = {key: node for node, key in enumerate(keys, start=1)}
+        places, states = self.place[row, :count].tolist(), self.has_state[row, :count].tolist()
+        same, free = [0], count  # the node that each of the tree's was, or -1
+        self.add(row, tokens, parents)
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
+            same.append(was := known.get((same[parent], token), -1))
+            if was < 0:
+                self.place[row, node], free = free, free + 1
+            else:
+                self.place[row, node], self.has_state[row, node] = places[was], states[was]
+
+    def draft(
+        self,
+        rows: Sequence[int],
+        steps: int,
+        threshold: float,
+        least: Sequence[float] | None = None,
+    ) -> None:
+        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
+
+        Args:
+            least: a row's chain of n tokens grows if the product of their probabilities is more
+                than the n-th of these; None is 0 throughout.
+        """
+        if not rows:
+            return
+        self._ask(rows)
+        limits = np.array(least or [0.0] * steps, np.float32)
+        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+    def draft_trees(
+        self,
+        rows: Sequence[int],
+        width: int,
+        threshold: float,
+        least: Sequence[float],
+        worth: Sequence[float],
+        halves_leaves: bool,
+    ) -> None:
+        """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
+
+        Args:
+            least: a tree of n levels grows if the likeliest node of the last one is likelier than
+                the n-th of these; there are as many levels at most.
+            worth: of the nodes, the likeliest first, those are verified that make the sum of their
+                chances less these numbers largest; as many at most.
+            halves_leaves: without the less likely half of the nodes that have no child.
+        """
+        self._ask(rows)
+        limits, worths = np.array(least, np.float32), np.array(worth, np.float32)
+        self._draft_trees(
+            *self.pointers,
+            *(len(least), width, threshold, limits.ctypes.data),
+            *(len(worth), worths.ctypes.data, halves_leaves),
+        )
+
+    def _ask(self, rows: Sequence[int]) -> None:
+        self.asking[:] = 0
+        self.asking[list(rows)] = 1
+
+
+def native_target(lm: LM, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
+    """A model for native code, and what has to be kept as long as it is used."""
+    stack, head = lm.native_layers, lm.native_head
+    assert stack is not None and head is not None
+    lm.rope_within(cache.n_slots, torch.zeros(1, 1, dtype=torch.long))
+    assert lm.rope_table is not None
+    cos_SC, sin_SC = lm.rope_table
+    target = native.NativeTarget(
+        sizes=lm.sizes().native(),
+        stack=stack.native(cache, range(lm.n_layers)),
+        head=head.native(lm.hf.model.norm.weight),
+        embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
+        cos=cos_SC.data_ptr(),
+        sin=sin_SC.data_ptr(),
+    )
+    return target, lm.rope_table

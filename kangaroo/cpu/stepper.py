@@ -1,0 +1,99 @@
+"""A step in native code: a draft is one call, a verification is one.
+
+What `TensorStepper` does with tensors is done here by `cpp/rounds.h`, for the drafters that
+`drafting.py` knows. The tests hold both to the same text.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kangaroo import teacher
+from kangaroo.batch import Batch
+from kangaroo.clock import running
+from kangaroo.cpu.buffers import DraftBuffers
+from kangaroo.cpu.drafting import NativeDrafting, native_drafting
+from kangaroo.drafters.base import Drafter
+from kangaroo.model import LM
+from kangaroo.sampling import Rule, Sampling
+from kangaroo.stepper import Chunk, Step
+
+
+def runs_natively(lm: LM, drafter: Drafter, sampling: Sampling) -> bool:
+    """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
+    return (
+        lm.native_layers is not None
+        and native_drafting(drafter) is not None
+        and (sampling.greedy or sampling.rule is Rule.match)
+    )
+
+
+class CpuStepper:
+    """Of a batch that `runs_natively`.
+
+    Args:
+        keep: of the distribution behind every token that is written, keep this many likeliest ones.
+    """
+
+    resumes = True
+
+    def __init__(self, lm: LM, drafting: NativeDrafting, batch: Batch, keep: int = 0):
+        self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
+        self.buffers = DraftBuffers(
+            lm, batch.cache, 1 + drafting.nodes, drafting.exit_layer, drafting.layer(), keep
+        )
+        self.texts: list[list[int] | None] = [None] * batch.size
+
+    def step(self, drafts: bool) -> Step:
+        batch, buffers, started = self.batch, self.buffers, running()
+        active = [row for row, done in enumerate(batch.done) if not done]
+        self._begin(active)
+        if drafts:
+            self.drafting.fill(buffers, batch, active)
+        drafted = running()
+        buffers.verify()
+        verified = running()
+        rows: list[tuple[list[int], int, int]] = [([], 0, 0)] * batch.size
+        for row in active:
+            accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
+            tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
+            batch.append(row, tokens)
+            batch.budget.observe(nodes, accepted)
+            rows[row] = tokens, min(accepted, len(tokens)), nodes
+        kept: teacher.Rows = [None] * batch.size
+        if self.keep:
+            vocabulary = self.lm.config.vocab_size
+            kept = list(teacher.records(buffers.kept, buffers.kept_chances, vocabulary))
+        return Step(rows, kept, drafted - started, verified - drafted)
+
+    def _begin(self, active: list[int]) -> None:
+        """The pending token of each row is its only node."""
+        batch, buffers = self.batch, self.buffers
+        buffers.count[:] = buffers.end[:] = 0
+        for row in active:
+            text = batch.texts[row]
+            if text is not self.texts[row]:  # another prompt has taken the row
+                self.texts[row] = text
+                sampling, seed = batch.samplings[row], batch.seeds[row]
+                buffers.unread[row] = 0
+                buffers.draw[row] = sampling.temperature, sampling.top_p, sampling.top_k, seed
+            buffers.base[row], buffers.token[row, 0] = len(text) - 1, text[-1]
+            buffers.count[row], buffers.has_state[row, 0] = 1, 0
+
+    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+        """The drafting layer reads only when it drafts; the states that it needs are kept."""
+        states_1TD = self._unread_states(source, len(known_T))
+        first, end = len(known_T) - states_1TD.shape[1], len(known_T)
+        if first == end:
+            return []
+        block = self.lm.chunk(first, end, row, self.batch.n_slots)
+        return [(known_T[None, first:], block, {self.drafting.exit_layer: states_1TD})]
+
+    def _unread_states(self, row: int, known: int) -> Tensor:
+        """States that the drafting layer has not read, `[1, T, D]`: of the last T of the first
+        `known` tokens of a row's text."""
+        buffers, count = self.buffers, 0
+        if self.texts[row] is self.batch.texts[row]:  # else it has none but its prompt's
+            end = buffers.base[row] + buffers.accepted[row] + 1
+            count = max(0, known - int(end - buffers.unread[row]))
+        return buffers.unread_BUD[row, None, :count].clone()

@@ -1,0 +1,162 @@
+"""Every number that can be set has a range, beside its field; what lies outside never gets far."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+from helpers import random_prompts, tiny, vanilla_texts
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from training_cases import config, nothing_is_drawn, samples, train
+
+from kangaroo import cli
+from kangaroo.cli.command import check_ranges, varied
+from kangaroo.drafters.hybrid import HybridConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
+from kangaroo.drafters.lookahead import LookaheadConfig
+from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+from kangaroo.engine import Engine
+from kangaroo.errors import ConfigError
+from kangaroo.sampling import Sampling
+from kangaroo.trained.adapter_files import WEIGHTS
+
+COMMANDS = sorted(path.stem for path in Path(cli.CONFIGS).glob("*.yaml"))
+DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla".split()
+BESIDES = {  # what a command has if it is asked for
+    "train": ["data=conversations", "data.source=x", "adapter=eagle"],
+    "make_data": ["adapter=medusa"],
+    "estimate": ["+serving=two_models", "model@serving.draft=tiny"],
+    "evaluate": ["drafter=cascade", "drafter@drafter.second=rest"]
+    + [f"+drafter@more.{name}={name}" for name in DRAFTERS],
+}
+WRONG = {int: [10**30], float: [math.nan, math.inf, -math.inf]}  # of any number
+AT_THE_EDGE = {int: [0, -1, 2**31 - 1], float: [0.0, -1.0, 1e300]}  # of most
+
+
+@functools.cache
+def composed(command):
+    asked = BESIDES.get(command, [])
+    if command not in ("calibrate", "chat", "serve"):
+        asked = [*asked, "output=out"]
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        return compose(command, asked)
+
+
+def parts(config, place=""):
+    """All of a composed config that are dataclasses, by their place."""
+    kind = OmegaConf.get_type(config)
+    if is_dataclass(kind):
+        yield place, kind, config
+    for name in config:
+        if not OmegaConf.is_missing(config, name) and isinstance(config[name], DictConfig):
+            yield from parts(config[name], f"{place}{name}.")
+
+
+def number_of(hint):
+    """`int` or `float`, where values of this type are or hold numbers."""
+    return next((x for x in (hint, *map(number_of, get_args(hint))) if x in (int, float)), None)
+
+
+def listed(hint):
+    return get_origin(hint) in (list, tuple) or any(map(listed, get_args(hint)))
+
+
+def without_range(hint):
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+        return hint not in (int, float) and without_range(hint)
+    return hint in (int, float) or any(map(without_range, get_args(hint)))
+
+
+def registered(repo):
+    for node in repo.values():
+        if isinstance(node, dict):
+            yield from registered(node)
+        elif is_dataclass(kind := OmegaConf.get_type(node.node)):
+            yield kind
+
+
+def test_every_number_of_every_config_has_a_range():
+    kinds = {x for x in registered(ConfigStore.instance().repo) if "kangaroo." in x.__module__}
+    kinds |= {kind for command in COMMANDS for _, kind, _ in parts(composed(command))}
+    assert len(kinds) > 50
+    for kind in kinds:
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            assert not without_range(hints[field.name]), f"{kind}: {field.name}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_number_composes_or_is_refused_by_its_place(command):
+    whole = composed(command)
+    check_ranges(whole)
+    for place, kind, part in parts(whole):
+        made = None if OmegaConf.missing_keys(part) else OmegaConf.to_object(part)
+        for name, hint in get_type_hints(kind).items():
+            number = number_of(hint)
+            for value in [] if number is None else AT_THE_EDGE[number] + WRONG[number]:
+                tried = [value] * 2 if listed(hint) else value
+                refused = False
+                try:
+                    check_ranges(OmegaConf.merge(part, {name: tried}), place)
+                except ConfigError as error:
+                    assert str(error).startswith(f"{place}{name}=")
+                    refused = True
+                assert refused or value not in WRONG[number]
+                if refused and made is not None:  # in Python likewise
+                    with pytest.raises(ConfigError, match=name):
+                        replace(made, **{name: tried})
+
+
+def test_variants_of_a_drafter_are_refused_like_itself():
+    with pytest.raises(ConfigError, match=r"drafter\.steps=60000 must be .* at most 1024"):
+        varied(KangarooConfig(adapter="x"), {"steps": [4, 60000]})
+
+
+@pytest.mark.parametrize("value", ["0.5", None, True, [0.5]])
+def test_what_is_no_number_is_refused_in_python(value):
+    with pytest.raises(ConfigError, match=r"KangarooConfig\.threshold=.* must be a number"):
+        KangarooConfig(threshold=value)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        KangarooConfig(adapter="untrained:2", steps=1024, threshold=0.0),
+        KangarooConfig(adapter="untrained:1", threshold=1 - 1e-16),
+        KangarooTreeConfig(adapter="untrained:2", steps=16, top_k=64, nodes=1024, least=0.0),
+        HybridConfig(adapter="untrained:2", steps=1024, nodes=1024, pace=1e300, draft_cost=0.0),
+        LookaheadConfig(window=1, ngram=2, guesses=1, pool=1),
+        PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
+    ],
+    ids=lambda config: config.name,
+)
+def test_drafters_at_the_ends_of_their_ranges_write_vanillas_text(drafter):
+    lm, prompts = tiny().compile_for_decoding(), random_prompts(6, 9)
+    for how in (Sampling(), Sampling(temperature=0.9, top_k=2**31 - 1, seed=2**63 - 2**31)):
+        done = Engine(lm, drafter.build(lm)).generate(prompts, 12, how, batch_size=1)
+        texts = [p + own.tokens for p, own in zip(prompts, done, strict=True)]
+        assert texts == vanilla_texts(lm, prompts, 12, how)
+
+
+def test_trainings_at_the_ends_of_ranges_learn_what_they_should(tmp_path, monkeypatch):
+    nothing_is_drawn(monkeypatch)
+
+    def weights(**changes):
+        settings = config(**{"clip": 1e9} | changes)
+        (folder,) = train(tiny(), samples(6), settings, tmp_path / str(changes))
+        return (folder / WEIGHTS).read_bytes()
+
+    most = 2**31 - 1
+    usual = weights()
+    assert usual == weights(save_every=most, evaluate_every=1, decode_every=most)
+    assert usual == weights(save_every=1, evaluate_every=most, decode_every=1, weight_decay=0.0)
+    assert usual == weights(clip=1e300, decode_tokens=1, batch_tokens=64, seed=0)
+    assert usual != weights(seed=2**32 - 1)

@@ -1,0 +1,151 @@
+"""Whatever a request's fields hold, it is answered with 200 or 4xx, and the next one as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_cases import engine_of, target
+
+from kangaroo.models import byte_tokenizer
+from kangaroo.serving.app import make_app
+from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.protocol import (
+    IGNORED,
+    NOTHING,
+    Chat,
+    Completion,
+    Message,
+    StreamOptions,
+    TextPart,
+)
+from kangaroo.serving.scheduler import Scheduler
+
+LONGEST = 40  # tokens: of a turn in its template and a short answer
+ENDS = [
+    sign * (2**bits + more) for sign in (1, -1) for bits in (31, 32, 63, 64) for more in (-1, 0)
+]
+INTS = [0, 1, 2, -1, 16, 17, 2**63 - 16, *ENDS, 10**400]
+FLOATS = [sign * (2.0**power) for sign in (1, -1) for power in (-1074, -149, -126, -20, 0, 1, 1023)]
+FLOATS += [-0.0, 0.5, math.nextafter(1, 0), math.nextafter(1, 2), math.nextafter(2, 3), 1e-38]
+FLOATS += [math.inf, -math.inf, math.nan]
+TEXTS = ["", "a", " ", "\0", "\ud800", "🦘", "e" * 256, "<|im_end|>", "user", "text", "tiny"]
+SCALARS = [*INTS, *FLOATS, *TEXTS, None, True, False]
+PROMPTS = [[0], [257, 258], [259], [-1], [5] * LONGEST, [2**63], [True], [0.5]]
+NESTED = json.loads("[" * 200 + "]" * 200)
+LISTS = [[], {}, {"type": "text"}, {"a": {}}, *PROMPTS, ["a", ""], ["b"] * 16, ["b"] * 17, NESTED]
+TURN = {"role": "user", "content": "Why?"}
+TAKEN: dict[str, list[Any]] = {  # the extremes of what is answered
+    "temperature": [0, 5e-324, 1e-38, 2.0**-149, 2.0**-20, 1, 2],
+    "top_p": [5e-324, 2.0**-149, 0.5, math.nextafter(1, 0), 1],
+    "top_k": [0, 1, 2, 258, 259, 260, 2**31 - 1],
+    "seed": [0, -1, -(2**63), 2**31, 2**32, 2**63 - 16],
+    "n": [1, 2, 16],
+    "max_tokens": [1, 2, 12],
+    "stop": ["e" * 256, ["a", "\0"], "🦘", "<|im_end|>"],
+    "stream": [True, False],
+    "ignore_eos": [True, False],
+    "model": ["tiny"],
+    "user": TEXTS,
+    "tools": [[], None],
+}
+OF_ASKED = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields, "nonsense"]
+
+
+def objects(names: list[str], most: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of these fields, each with an extreme of some type; what else is needed is good."""
+    strange = st.sampled_from([*SCALARS, *LISTS])
+    return st.dictionaries(st.sampled_from(names), strange, max_size=most)
+
+
+PARTS = objects([*TextPart.model_fields, "nonsense"], 1).map(
+    lambda part: {"type": "text", "text": "Why?"} | part
+)
+TURNS = st.builds(
+    lambda fields, parts: TURN | ({"content": parts} if parts else {}) | fields,
+    objects([*Message.model_fields, *Message.nothing, "nonsense"], 2),
+    st.lists(PARTS, max_size=2),
+)
+OPTIONS = objects([*StreamOptions.model_fields, "nonsense"], 2)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A path, and a body whose fields are drawn from the extremes of all types."""
+    is_chat = draw(st.booleans())
+    body: dict[str, Any] = {"messages": [TURN]} if is_chat else {"prompt": "Why?"}
+    of_taken = {name: st.sampled_from(values) for name, values in TAKEN.items()}
+    body |= draw(st.fixed_dictionaries({}, optional=of_taken))
+    if draw(st.booleans()):
+        if is_chat and draw(st.booleans()):
+            body["messages"] = draw(st.lists(TURNS, min_size=1, max_size=3))
+        if body.get("stream"):
+            body["stream_options"] = draw(OPTIONS)
+        body |= draw(objects(OF_ASKED, 4))
+    return "chat/completions" if is_chat else "completions", body
+
+
+@contextmanager
+def asking() -> Iterator[Any]:
+    """A function that asks a server in this process."""
+    scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64).start()
+    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    def ask(method: str, path: str, body: Any = None) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        content = None if body is None else json.dumps(body).encode()
+        return runner.run(client.request(method, path, content=content, headers=headers))
+
+    with asyncio.Runner() as runner:
+        yield ask
+    scheduler.close(60)
+
+
+def check_all(examples: int) -> set[int]:
+    """Ask with so many bodies. Returns the statuses of the answers."""
+    fixed, seen = {"prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": 3}, set()
+    with asking() as ask:
+
+        def text() -> str:
+            return ask("POST", "/v1/completions", fixed).json()["choices"][0]["text"]
+
+        before = text()
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(bodies())
+        def check(asked: tuple[str, dict[str, Any]]) -> None:
+            path, body = asked
+            told = ask("POST", f"/v1/{path}", body)
+            assert told.status_code == 200 or 400 <= told.status_code < 500, told.text
+            assert '"server_error"' not in told.text, told.text
+            assert ask("GET", "/health").status_code == 200
+            assert text() == before
+            seen.add(told.status_code)
+
+        check()
+    return seen
+
+
+def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
+    assert {200, 400} <= check_all(300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_strange_requests_change_nothing():
+    assert {200, 400} <= check_all(10_000)
