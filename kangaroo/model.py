@@ -323,6 +323,11 @@ class LM(nn.Module):
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
+        if cache is None and self.cuda_layers:
+            from kangaroo.cuda import texts  # it needs the package triton
+
+            if texts.takes(x_BND, block):
+                return texts.run(self.cuda_layers, x_BND, block, layers)
         if cache is None:
             return self._eager(x_BND, None, block, layers)
 

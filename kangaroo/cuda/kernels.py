@@ -108,7 +108,7 @@ def norm_kernel(
     if PARTS > 0:
         total = tl.zeros([BK], tl.float32)
         for part in tl.static_range(PARTS):
-            total += tl.load(part_ptr + (part * N + n) * K + k, mask=inside, other=0.0)
+            total += read(part_ptr + (part * N + n) * K + k, inside)
         x = rounded(x + total, sum_ptr.dtype.element_ty).to(tl.float32)
         write(sum_ptr + n * K + k, x, inside)
     if NORMS:
