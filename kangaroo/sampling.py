@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kangaroo.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
-MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
 _MASK = 0xFFFFFFFF
 # Temperatures: logits divided by far less are infinite in float32, and by far more all alike.
 GREEDY_BELOW, HOTTEST = 1e-6, 1e30
