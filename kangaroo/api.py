@@ -62,6 +62,7 @@ def load(
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.load`.
     """
+    model = typed("model", model, str | os.PathLike | ModelConfig)
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)

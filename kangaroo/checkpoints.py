@@ -40,7 +40,9 @@ def read_checkpoint(
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
     """
     is_folder = os.path.isdir(source)
-    if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
+    if not is_folder and (
+        os.path.isabs(source) or source[:1] in ("", ".") or source.count("/") > 1
+    ):
         raise ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )

@@ -107,7 +107,7 @@ def test_hub_model_that_cannot_be_reached_names_itself_and_the_fix():
         load(config("lmsys/vicuna-7b-v1.3"))
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder"])
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder", ""])
 def test_missing_folder_is_not_taken_for_a_hub_model(path):
     with pytest.raises(ModelNotFound, match="there is no folder"):
         load(config(path))
