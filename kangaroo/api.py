@@ -90,7 +90,8 @@ def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
     end = turn_end(tokenizer)
     if end is None or end in lm.eos_ids():
         return
-    ends, token = (tokenizer.convert_ids_to_tokens(ids) for ids in (lm.eos_ids(), end))
+    ends = [tokenizer.convert_ids_to_tokens(i) or str(i) for i in lm.eos_ids()]  # some have no name
+    token = tokenizer.convert_ids_to_tokens(end)
     log.warning(
         "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
         "answers may run on into a user turn of the model's own. To end them there, pass "

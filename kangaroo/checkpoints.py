@@ -132,9 +132,9 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
     for file in sorted(Path(source).iterdir()):
         try:
             _open(file)
-        except OSError:  # not there, or not to be read: transformers says so
+        except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers says so
             continue
-        except Exception as error:  # of a cut pickle torch raises what comes of its last opcode
+        except Exception as error:  # of a cut file torch raises whatever comes, OSError too
             with file.open("rb") as stream:
                 beginning = stream.read(64)
             reasons = (why for head, why in BEGINNINGS.items() if beginning.startswith(head))
