@@ -90,7 +90,7 @@ def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
     end = turn_end(tokenizer)
     if end is None or end in lm.eos_ids():
         return
-    ends = [tokenizer.convert_ids_to_tokens(i) or str(i) for i in lm.eos_ids()]  # some have no name
+    ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
     token = tokenizer.convert_ids_to_tokens(end)
     log.warning(
         "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
