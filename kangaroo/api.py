@@ -55,7 +55,8 @@ def load(
             takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
             one that training saved.
         drafter: the method, by its name in `configs/drafter` with the settings that it has on the
-            command line, or its config, beside which there is neither `adapter` nor `settings`.
+            command line, or its config, beside which there is neither `adapter` nor `settings`:
+            `DraftModelConfig(model=...)` for another draft model, since `model` is the target here.
         chat_template: name of a template in `kangaroo/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
