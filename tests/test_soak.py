@@ -10,7 +10,7 @@ from commands import python
 from evaluation_worker import tiny_lm
 from test_evaluation_run import QUESTIONS
 
-import kangaroo.engine
+import kangaroo.stepper
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -194,8 +194,8 @@ def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
         "verifier": lambda setting, draw: PromptLookup(1, 4),
     }
     if broken == "verifier":
-        decide = kangaroo.engine.decide
-        monkeypatch.setattr(kangaroo.engine, "decide", accepts_one_too_many(decide))
+        decide = kangaroo.stepper.decide
+        monkeypatch.setattr(kangaroo.stepper, "decide", accepts_one_too_many(decide))
     with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
         certify(tmp_path, tokens=1, drafters={broken: builds[broken]})
     found = json.loads((tmp_path / certificate.NAME).read_text())
