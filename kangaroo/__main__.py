@@ -13,6 +13,7 @@ COMMANDS = {
     "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",
     "soak": "decode very many tokens by every drafter, and compare all with vanilla's",
+    "split": "split questions into some to learn from and some to measure on",
     "train": "let a model write its data, and train adapters on it",
     "make_data": "the first part of train alone: write the data",
     "estimate": "say what a training would take, without the model's weights",

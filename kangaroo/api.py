@@ -23,7 +23,7 @@ from kangaroo.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.folders import of_project
 from kangaroo.generation import Request
 from kangaroo.model import LM
-from kangaroo.models import RANDOM, Dtype, ModelConfig
+from kangaroo.models import RANDOM, Dtype, ModelConfig, known_models
 from kangaroo.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
 from kangaroo.sampling import Sampling
 from kangaroo.settings import made, typed
@@ -105,7 +105,7 @@ def model_config(model: str) -> ModelConfig:
 
     Errors: `ConfigError` for what is none of these.
     """
-    known = [_written(file) for file in sorted((CONFIGS / "model").glob("*.yaml"))]
+    known = known_models()
     for found in known:
         if model in (found["name"], found["path"]):
             del found["defaults"]  # Hydra's

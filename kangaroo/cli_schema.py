@@ -26,7 +26,7 @@ from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.serving import ServingConfig
-from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.folders import fitting, named_by
 from kangaroo.hub.transfer import PullConfig, PushConfig
@@ -316,6 +316,7 @@ def register() -> None:
         cs.store(group="adapter/architecture", name=name, node=architecture)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
+    OmegaConf.register_new_resolver("bench_name", bench_name, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
     OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)

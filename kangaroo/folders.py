@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kangaroo.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
 SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
+TORCHRUN = "torchrun --nproc-per-node=N"
 LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (`compare-BENCH`)
 
 
@@ -24,6 +26,44 @@ def of_project(name: str) -> Path:
     """`configs` or `adapters`: in the installed package, else beside the package in a checkout."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def command_line(
+    command: str, *words: str, launcher: str = "python", **options: str | bool | Path
+) -> str:
+    """A command as a user types it: in a checkout by its script, else by the installed program.
+
+    Args:
+        words: what stands after it, as it is.
+        launcher: `TORCHRUN` starts several processes.
+        options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
+    """
+    if (PACKAGE / "configs").is_dir():
+        program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
+    else:
+        folder = "" if command in ("train", "evaluate") else "scripts/"
+        program, command = launcher, f"{folder}{command}.py"
+    assigned = [f"{k.replace('__', '.')}={_quoted(v)}" for k, v in options.items()]
+    return " ".join([program, command, *map(shlex.quote, [*words, *assigned])])
+
+
+def install(extra: str) -> str:
+    """The command that installs what only some uses need. PyPI's kangaroo is another project, so
+    the folder of this one's sources is named; only a checkout knows it.
+    """
+    if (PACKAGE / "configs").is_dir():
+        return f'pip install "CHECKOUT[{extra}]"'
+    return f'pip install -e "{PACKAGE.parent}[{extra}]"'
+
+
+def _quoted(value: str | bool | Path) -> str:
+    """A value as Hydra reads it; within quotation marks it is a text, whatever it holds."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if re.fullmatch(r"[\w./:+-]+", str(value), re.ASCII):
+        return str(value)
+    doubled = re.sub(r'(\\+)(?="|$)', r"\1\1", str(value))
+    return '"' + doubled.replace('"', '\\"') + '"'
 
 
 def located(path: str) -> Path:

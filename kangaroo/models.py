@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -27,6 +29,7 @@ from transformers import (
 from kangaroo.checkpoints import read_checkpoint, read_tokenizer
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError
+from kangaroo.folders import TORCHRUN, command_line, of_project
 from kangaroo.model import eos_ids
 from kangaroo.placement import check_placed
 from kangaroo.prompts import TEMPLATES, check_template, shipped_templates
@@ -34,6 +37,8 @@ from kangaroo.shapes import SHAPES, shape_of
 
 TINY = "random:tiny"
 RANDOM = "random:"
+
+MODELS = of_project("configs") / "model"  # a file for each model known by name
 
 
 class Dtype(Enum):
@@ -82,6 +87,27 @@ class ModelConfig:
     compiled: bool = True
 
 
+def known_models() -> list[dict[str, Any]]:
+    """What the files of configs/model say, one each."""
+    return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+
+
+def options_of(model: str, name: str | None = None) -> dict[str, str]:
+    """How a command is told of a target, for `folders.command_line`.
+
+    Args:
+        model: its name in configs/model, or its path: a hub id or folder.
+        name: what it is called if it is none of configs/model.
+    """
+    for known in known_models():
+        if model in (known["name"], known["path"]):
+            return {"model": known["name"]}
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or "/" in model or model.startswith(RANDOM)
+    called = name or path.resolve().name.rpartition(":")[2]
+    return {"model__path": model if is_path else "FOLDER", "model__name": called}
+
+
 def load(
     config: ModelConfig, attn_implementation: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -96,8 +122,9 @@ def load(
             f"model.tp_plan={config.tp_plan} is not supported: tensor parallelism gives each "
             "process some of the attention heads, but the KV cache and the native code need all of "
             "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
-            "its layers over the GPUs of one process; to train, torchrun --nproc-per-node=N "
-            "train.py trainer.shard_target=true. See docs/scale.md."
+            "its layers over the GPUs of one process; to train, "
+            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}. See "
+            "docs/scale.md."
         )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device

@@ -7,6 +7,7 @@ from accelerate.utils import get_max_memory
 from transformers import PreTrainedModel
 
 from kangaroo.errors import ModelTooLarge
+from kangaroo.folders import TORCHRUN, command_line
 
 
 def check_placed(model: PreTrainedModel) -> None:
@@ -37,6 +38,6 @@ def check_placed(model: PreTrainedModel) -> None:
         f"{sum(size.values()) / 1e9:.3g} GB in {dtype}, and {where} had "
         f"{had / 1e9:.3g} GB, some of it reserved for what the model computes. Use more or larger "
         "GPUs, model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one "
-        "GPU before the next), or a smaller model. Training can spread it: torchrun "
-        "--nproc-per-node=N train.py trainer.shard_target=true."
+        "GPU before the next), or a smaller model. Training can spread it: "
+        f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}."
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import subprocess
 import sys
 from enum import Enum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,45 @@ def provenance() -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "hardware": {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": processor(),
             "threads": torch.get_num_threads(),
             "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def machine(about: dict[str, Any]) -> str:
+    """What computed, in words.
+
+    Args:
+        about: what `provenance` returned.
+    """
+    hardware = about["hardware"]
+    names = ", ".join(name for name in (hardware["cuda"], hardware["cpu"]) if name)
+    return f"{names}, CPU threads: {hardware['threads']}"
+
+
+def made_by() -> str:
+    """The command, the machine and the revision, in a sentence."""
+    about = provenance()
+    return (
+        f"Made by `{about['command']}` on {machine(about)}, torch {about['versions']['torch']}, "
+        f"revision {about['git_revision']}."
+    )
+
+
+@cache
+def processor() -> str:
+    """The processor's model, as the system calls it."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def git_revision() -> str | None:

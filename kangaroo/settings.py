@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kangaroo.errors import ConfigError
 
@@ -36,7 +36,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     Errors: `ConfigError` for a value of another type.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if kind is int and is_number and isinstance(value, Integral):
             return int(value)
         if kind is float and is_number:

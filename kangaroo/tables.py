@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 # A cell by its heading. All rows of a table have the headings of the first.
 Row = dict[str, str]
@@ -14,8 +16,13 @@ Row = dict[str, str]
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as Markdown, numbers to the right of the first column."""
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    lines = [list(rows[0]), rule, *(list(row.values()) for row in rows)]
+    lines = [_escaped(rows[0]), rule, *(_escaped(row.values()) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escaped(cells: Iterable[str]) -> list[str]:
+    """A line break or a bar would end a cell."""
+    return [re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells]
 
 
 def terminal(
@@ -24,28 +31,28 @@ def terminal(
     caption: str | None = None,
     bold: Collection[str] = (),
 ) -> Table:
-    """The same for a rich console: where room is short, the widest columns fold.
+    """The same for a rich console, all as it is: where room is short, the widest columns fold.
 
     Args:
         bold: first cells of rows that sum up those above.
     """
     table = Table(
-        title=title,
+        title=title and Text(title),
         title_justify="left",
-        caption=caption,
+        caption=caption and Text(caption),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
     first, *others = rows[0]
-    table.add_column(first, overflow="fold")
+    table.add_column(Text(first), overflow="fold")
     for heading in others:
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(Text(heading), justify="right", overflow="fold")
     for row in rows:
         sums_up = row[first] in bold
         style = "bold" if sums_up else None
-        table.add_row(*row.values(), style=style, end_section=sums_up)
+        table.add_row(*map(Text, row.values()), style=style, end_section=sums_up)
     return table
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import install
 from kangaroo.provenance import flat
 
 ID, LAST_STEP = "wandb_id", "wandb_step"  # of a run, files in its folder
@@ -142,7 +143,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "logger=wandb needs the package wandb: pip install kangaroo[wandb], or logger=none."
+                f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         self.wandb = wandb

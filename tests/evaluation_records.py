@@ -49,7 +49,7 @@ ABOUT = {
     "drafter_cost": {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}},
     "provenance": {
         "command": "evaluate.py",
-        "git_revision": None,
+        "git_revision": "abc",
         "time": "now",
         "versions": {"torch": "2"},
         "hardware": {"cpu": "x", "threads": 1, "cuda": None},

@@ -157,7 +157,7 @@ def test_odds_are_read_as_they_were_written(saved):
     tally.add("further", (2, 1), True)
     weights = adapter_files.weights_hash(str(folder))
     odds.write(tally.odds(), weights, {"rounds": 1}, folder)
-    assert odds.read(folder, weights) == tally.odds() != KNOWN
+    assert odds.read(folder, weights, "count again") == tally.odds() != KNOWN
     config = HybridConfig(adapter=str(folder))
     assert config.build(lm).odds == tally.odds()
     assert config.settings()["odds"] == odds.fingerprint(tally.odds())
@@ -192,10 +192,10 @@ def test_a_file_that_is_not_as_it_was_written_is_refused_by_name(tmp_path, chang
     change(known)
     file.write_text(json.dumps(known))
     with pytest.raises(CorruptFile, match=rf"calibration.json cannot be read .*{told}"):
-        odds.read(tmp_path, "abc")
+        odds.read(tmp_path, "abc", "count again")
     file.write_text("{")
     with pytest.raises(CorruptFile, match="count again"):
-        odds.read(tmp_path, "abc")
+        odds.read(tmp_path, "abc", "count again")
 
 
 def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(saved, tmp_path):
@@ -209,7 +209,7 @@ def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(save
     known = json.loads((folder / odds.FILE).read_text())
     assert known["rounds"] > 0 and known["settings"]["holdout"] == 2
     assert "calibrate.py" in known["command"] and known["data"]["conversations"] == 1
-    assert odds.read(folder, adapter_files.weights_hash(str(folder))) != KNOWN
+    assert odds.read(folder, adapter_files.weights_hash(str(folder)), "") != KNOWN
     done = python("scripts/calibrate.py", "model=tiny", "drafter=vanilla", cwd=tmp_path)
     assert done.returncode == 1
     assert "ConfigError: drafter=vanilla has nothing to calibrate" in done.stderr

@@ -46,7 +46,8 @@ def run(script, *overrides, cwd):
 
 def test_the_console_command_has_every_command_in_its_list():
     configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    assert set(__main__.COMMANDS) == configs == set(cli.__all__) - {"CONFIGS"}
+    without = {"split"}  # its options are a parser's
+    assert set(__main__.COMMANDS) == configs | without == set(cli.__all__) - {"CONFIGS"}
 
 
 def test_the_console_command_lists_them_without_loading_torch():
@@ -64,6 +65,35 @@ def test_the_console_command_runs_what_it_is_given_under_its_name(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/kangaroo", "export", "model=tiny", "--cfg", "job"])
     __main__.main()
     assert seen == [["kangaroo export", "model=tiny", "--cfg", "job"]]
+
+
+def test_help_lists_choices_alone(tmp_path):
+    shown = run("evaluate.py", "--help", cwd=tmp_path).stdout
+    assert "schema" not in shown and "\nbench: demo, spec_bench\n" in shown
+    assert "\nadapter: attention, " in shown and "threshold: " in shown
+    texts = [path.read_text() for path in (ROOT / "configs").glob("*.yaml")]
+    assert all('help: {template: "${help:}"}' in text for text in texts)
+
+
+@pytest.mark.parametrize("path, adapter", [(None, "adapters/tiny"), ("org/small", None)])
+def test_another_draft_model_takes_the_place_of_the_adapter(path, adapter):
+    given = [] if path is None else [f"drafter.model={path}"]
+    config = composed("evaluate", "model=tiny", "drafter=draft_model", *given)
+    drafter = OmegaConf.to_object(config.drafter)
+    assert (drafter.model, drafter.adapter) == (path, adapter)
+
+
+@pytest.mark.parametrize(
+    "options, folder",
+    [
+        (["bench.path=my/own.jsonl"], "kangaroo-own"),
+        (["bench.path=my/own.jsonl", "bench.name=other"], "kangaroo-other"),
+        (["bench=spec_bench", "bench.path=my/own.jsonl"], "kangaroo-spec_bench"),
+        ([], "kangaroo-demo"),
+    ],
+)
+def test_a_folder_is_called_by_the_benchs_file(options, folder):
+    assert f"/{folder}" in composed("evaluate", "model=tiny", *options).hydra.run.dir
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from kangaroo.errors import ConfigError, CorruptFile, DataError
-from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, seed_of
 
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "spec_bench" / "question.jsonl"
@@ -31,7 +31,7 @@ def served(tmp_path):
 def test_the_demo_is_shipped():
     questions = load_questions(BenchConfig("demo"))
     assert len(questions) == 66
-    assert {task_of(question.category) for question in questions} == {
+    assert {question.task for question in questions} == {
         "mt_bench",
         "translation",
         "summarization",
@@ -97,6 +97,8 @@ def test_a_missing_local_file_is_named(tmp_path):
         ("{", "Expecting"),
         ("[]", "JSON object"),
         (json.dumps(GOOD | {"question_id": "1"}), "question_id must be an integer"),
+        (json.dumps(GOOD | {"question_id": 2**63}), "question_id must be an integer of 64 bits"),
+        (json.dumps(GOOD | {"question_id": None}), "question_id must be an integer"),
         (json.dumps(GOOD | {"category": None}), "category must be a string"),
         (json.dumps(GOOD | {"turns": []}), "at least one string"),
         (json.dumps(GOOD | {"turns": ["Why?", " "]}), "not blank"),
@@ -110,6 +112,32 @@ def test_a_malformed_line_is_named(line, reason, tmp_path):
     file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
     with pytest.raises(DataError, match=rf"mine\.jsonl, line 3: .*{reason}"):
         load_questions(BenchConfig(path=str(file)))
+
+
+def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
+    lines = [{"turns": ["Why?"]}, {"turns": ["How?"], "category": "writing"}]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = BenchConfig(path=str(tmp_path / "mine.jsonl"))
+    assert config.name == "mine" and BenchConfig().name == "demo"
+    found = [(q.question_id, q.category, q.task) for q in load_questions(config)]
+    assert found == [(1, "mine", "mine"), (2, "writing", "writing")]
+    (named,) = load_questions(BenchConfig("spec_bench", path=config.path))[1:]
+    assert named.task == "mt_bench"
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+@pytest.mark.parametrize("form", [json.dumps, lambda record: json.dumps([record], indent=1)])
+def test_a_file_of_conversations_is_told_what_it_is(key, form, tmp_path):
+    (tmp_path / "talks.json").write_text(form({"id": "a", key: [{"role": "user"}]}))
+    told = r"talks\.json holds conversations, as ShareGPT's .* scripts/split\.py .*talks\.json"
+    with pytest.raises(DataError, match=told):
+        load_questions(BenchConfig(path=str(tmp_path / "talks.json")))
+
+
+def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
+    assert seed_of(81, 1, 7) == 81008 and seed_of(-1, 0, 0) == -1000
+    seeds = {seed_of(2**63 - 1, turn, 2**63 - 1) for turn in range(3)}
+    assert len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_an_empty_file_holds_no_questions(tmp_path):

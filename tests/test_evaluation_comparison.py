@@ -9,7 +9,7 @@ from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
 from rich.console import Console
 
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation import comparison, summary
+from kangaroo.evaluation import comparison, conclusion, summary
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import Fork, Run
 from kangaroo.folders import fitting, named_by
@@ -147,6 +147,79 @@ def test_the_terminals_table_fits_80_columns(sweep):
     assert "…" not in text.getvalue()
     whole = "speedup: of the whole time, prompts included; decoding: from the first token on."
     assert whole in " ".join(text.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    "names, common, shown",
+    [
+        (
+            ["kangaroo,threshold=0.4", "kangaroo,threshold=0.6"],
+            "kangaroo",
+            ["threshold=0.4", "threshold=0.6"],
+        ),
+        (
+            ["k,a=x,b=1,c=1", "k,a=x,b=1,c=2", "k,a=x,b=2,c=1"],
+            "k,a=x",
+            ["b=1 c=1", "b=1 c=2", "b=2 c=1"],
+        ),
+        (["k,a=x,b=1", "k,a=x,b=2", "vanilla"], "", ["k b=1", "k b=2", "vanilla"]),
+        (["k,exit=[1,2]", "k,exit=[3]"], "k", ["exit=[1,2]", "exit=[3]"]),
+        (["k", "k,b=1"], "", ["k", "k b=1"]),
+        (["k,b=1"], "", ["k"]),
+    ],
+)
+def test_the_terminal_shows_what_differs(names, common, shown):
+    assert comparison.labels(names) == (common, shown)
+
+
+def test_a_sweeps_table_has_a_line_for_each_setting(tmp_path):
+    for value in (0.2, 0.4):
+        finish(tmp_path, f"kangaroo,adapter=adapters-mine-of-long-ago,threshold={value}", value)
+    text = io.StringIO()
+    Console(width=80, file=text).print(comparison.terminal_table(comparison.compare(tmp_path)))
+    title, *lines = text.getvalue().splitlines()
+    assert "on b: kangaroo,adapter=adapters-mine-of-long-ago compared" in title
+    assert [line.split()[0] for line in lines[3:5]] == ["threshold=0.2", "threshold=0.4"]
+
+
+def test_a_comparison_ends_with_the_winner_and_a_sentence_to_cite(sweep):
+    finish(sweep, "hybrid", 1.001)
+    found = comparison.compare(sweep)
+    first, last = conclusion.sentences(found)
+    name = "kangaroo,threshold=0.4"
+    assert first == (
+        f"{name} is the fastest drafter and, on these questions, differs from all others."
+    )
+    low, high = found["methods"][0]["overall"]["speedup_ci95"]
+    assert last == (
+        f"To cite: {name} is 2.80 times as fast as vanilla decoding (95% interval {low:.2f} to "
+        f"{high:.2f}) with m on b (12 questions, 12 turns, at most 8 new tokens, greedy, batch 1, "
+        "float32 on cpu; x, CPU threads: 1; Kangaroo abc)."
+    )
+    text = io.StringIO()
+    comparison.show(found, Console(width=80, file=text))
+    for place in (comparison.markdown(found), text.getvalue()):
+        assert first in place and last in place
+
+
+@pytest.mark.parametrize(
+    "seconds, told",
+    [
+        (
+            {"a": 1.0, "b": 1.0},
+            "a is the fastest drafter and, on these questions, does not differ from b.",
+        ),
+        (
+            {"a": 9.0, "vanilla": 4.0},
+            "a is the fastest drafter and, on these questions, differs from all others, but "
+            "vanilla is faster.",
+        ),
+    ],
+)
+def test_the_winner_is_named_with_what_it_does_not_differ_from(seconds, told, tmp_path):
+    for name, value in seconds.items():
+        finish(tmp_path, name, value)
+    assert conclusion.sentences(comparison.compare(tmp_path))[0] == told
 
 
 def test_names_of_drafters_are_not_folded_in_the_terminal(tmp_path):

@@ -137,12 +137,12 @@ def test_every_rival_that_a_model_cannot_have_is_named_with_the_reason():
 
 def test_without_the_extra_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setattr(llama_file, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r'pip install "kangaroo\[benchmark\]"'):
+    with pytest.raises(MissingPackage, match=r"pip install .*\[benchmark\]"):
         gguf_file(tiny())
     with ExitStack() as processes:
         found, skipped = llama_rivals(tiny(), 64, processes)
     assert not found and list(skipped) == ["llama_f32", "llama_ngram", "llama_q4_1"]
-    assert all("kangaroo[benchmark]" in why for why in skipped.values())
+    assert all("[benchmark]" in why for why in skipped.values())
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def made(begun, tmp_path_factory):
 
 def typed(script: str, options: str, where: Path) -> str:
     """What a command prints; it has to succeed."""
-    done = python(script, *options.split(), cwd=where)
+    done = python(script, *shlex.split(options), cwd=where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -208,7 +208,7 @@ def test_a_trace_is_read_as_it_was_written(case, tmp_path: Path):
     assert trace.load(7, key, tmp_path) is None
     trace.save(question, key, tmp_path)
     found = trace.load(7, key, tmp_path)
-    assert found is not None and (found.question_id, found.category) == (7, "qa")
+    assert found is not None and (found.question_id, found.task) == (7, "qa")
     for turn, again in zip(case.turns, found.turns, strict=True):
         assert (again.prompt, again.text) == (turn.prompt, turn.text)
         for found_parts, parts in ((again.drafted, turn.drafted), (again.grown, turn.grown)):

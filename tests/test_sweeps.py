@@ -19,11 +19,12 @@ import pytest
 import yaml
 from helpers import adapter_for
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.cli import evaluating
+from kangaroo.cli import command, evaluating
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.model import LM
@@ -401,3 +402,17 @@ def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
     with pytest.raises(ConfigError), finished(WandbConfig().start({}, tmp_path)):
         raise ConfigError("no")
     assert wandb.exits == [0, 1]
+
+
+def test_a_search_without_its_extra_names_it(monkeypatch):
+    def compose_search():
+        with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+            return compose("evaluate", ["+search=optuna"], return_hydra_config=True)
+
+    monkeypatch.setitem(sys.modules, "hydra_plugins", None)  # as if none were installed
+    with pytest.raises(SystemExit, match=r'\+search=optuna needs its extra: pip .*\[optuna\]"'):
+        compose_search()
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    sweeper = {"_target_": "a.Sweeper", "direction": "", "n_trials": 0, "n_jobs": 0}
+    ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=sweeper)
+    assert compose_search().hydra.sweeper.n_trials == 30

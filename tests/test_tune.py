@@ -28,7 +28,7 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import BenchConfig, Question, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.records import Run
 from kangaroo.model import LM
 from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
@@ -280,7 +280,7 @@ def test_no_question_is_for_tuning_and_for_reporting():
     assert (len(tuning), len(reporting)) == (18, 24) and not tuning & reporting
     assert first == again != split(bench, asked(seed=2))
     for part, each in ((first.tuning, 3), (first.reporting, 4)):  # of each of the six tasks
-        assert set(Counter(task_of(question.category) for question in part).values()) == {each}
+        assert set(Counter(question.task for question in part).values()) == {each}
 
 
 def test_more_questions_than_there_are_cannot_be_split():
@@ -338,7 +338,7 @@ FOUND = [
 
 @pytest.mark.parametrize("drafter", FOUND, ids=lambda drafter: drafter.name)
 def test_evaluate_takes_the_settings_that_were_found(drafter, tmp_path: Path):
-    write_settings(drafter, tmp_path)
+    write_settings(drafter, tmp_path, "python evaluate.py")
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
         config = compose("evaluate", options)
@@ -385,7 +385,7 @@ def test_the_best_of_a_task_is_judged_by_this_task_alone(lm, traced):
     player = Player(lm, sources(lm, "tiny", SPACE))
     (source,) = player.sources.values()
     known = {("kangaroo", source.name): COSTS, ("vanilla", None): COSTS}
-    other = [replace(question, category="rag") for question in traced[1:]]
+    other = [replace(question, task="rag") for question in traced[1:]]
     mixed = [traced[0], *other]
     vanilla_Q = vanilla_seconds(mixed, known)
     some = [chain(source, 0.0, 1), chain(source, 0.0, 4), chain(source, 0.6, 4)]

@@ -141,12 +141,12 @@ def test_the_embedded_model_names_the_extra_that_it_needs_before_it_is_fetched(
 ):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
-    with pytest.raises(MissingPackage, match=r'pip install "kangaroo\[embedded\]"'):
+    with pytest.raises(MissingPackage, match=r'pip install .*\[embedded\]"'):
         embedded_checkpoint()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_making_a_datastore_names_the_extra_that_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(MissingPackage, match=r'pip install "kangaroo\[datastore\]"'):
+    with pytest.raises(MissingPackage, match=r'pip install .*\[datastore\]"'):
         datastore.index([[1, 2]], vocab_size=4)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kangaroo import tables
 from kangaroo.benchmark.cost_parts import FROZEN
+from kangaroo.provenance import machine
 from kangaroo.tables import Row, number, span
 
 
@@ -52,9 +53,10 @@ def notes(result: dict[str, Any]) -> str:
     """What was measured, and on what."""
     settings, disk = result["settings"], result["disk"]
     lines = [
-        f"{result['model']}, {result['dtype']}, {result['device']}, {result['threads']} CPU "
-        f"threads; {settings['micro_batches']} micro-batches of {result['batch_tokens']:.0f} "
-        f"tokens, {result['learnt_tokens']:.0f} of them learnt, from {result['text']}; medians of "
+        f"{result['model']}, {result['dtype']}, {result['device']}, "
+        f"{machine(result['provenance'])}; {settings['micro_batches']} micro-batches of "
+        f"{result['batch_tokens']:.0f} tokens, {result['learnt_tokens']:.0f} of them learnt, from "
+        f"{result['text']}; medians of "
         f"{settings['rounds']} rounds, in which all parts take turns. Adapters at exit "
         f"{settings['exit_layers'][0]} with a draft vocabulary of {settings['vocabulary']} "
         "if nothing else is said; an optimizer step every micro-batch."

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.errors import MissingPackage, UnsupportedModel
-from kangaroo.folders import cache_folder
+from kangaroo.folders import cache_folder, install
 from kangaroo.model import LM
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def check_installed() -> None:
     if missing:
         raise MissingPackage(
             f"llama.cpp needs {' and '.join(missing)}, which the extra brings: "
-            'pip install "kangaroo[benchmark]".'
+            f"{install('benchmark')}."
         )
 
 

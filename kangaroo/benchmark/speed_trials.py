@@ -19,7 +19,7 @@ from transformers.generation import BaseStreamer
 from kangaroo.clock import running
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.methods import generate_settings
 from kangaroo.model import LM, transformers_attention
 from kangaroo.prompts import Message, prompt_ids
@@ -191,7 +191,7 @@ def question_prompts(
     for question in load_questions(bench):
         prompt = prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
         if len(prompt) <= longest:
-            by_task.setdefault(task_of(question.category), []).append(prompt)
+            by_task.setdefault(question.task, []).append(prompt)
         left_out += len(prompt) > longest
     if left_out:
         log.warning("%d questions are left out: they have over %d tokens", left_out, longest)

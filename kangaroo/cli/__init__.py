@@ -12,6 +12,7 @@ from kangaroo.cli.making import (
     pull,
     push,
     search_layers,
+    split,
 )
 from kangaroo.cli.serving import load, serve
 from kangaroo.cli.training import cost, estimate, make_data, train
@@ -37,6 +38,7 @@ __all__ = [
     "serve",
     "soak",
     "speed",
+    "split",
     "train",
     "tune",
 ]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from kangaroo import ranges, ranks
 from kangaroo.cli_schema import register
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import of_project, sole_writer
+from kangaroo.folders import install, of_project, sole_writer
 from kangaroo.ranks import Ranks
 from kangaroo.tracking import NoTrackerConfig, WandbConfig
 
@@ -35,7 +36,45 @@ CONFIGS = str(of_project("configs"))
 
 log = logging.getLogger(__name__)
 
+HELP = """{program}: every setting, with what it is if nothing is said.
+
+== Groups of settings (GROUP=CHOICE) ==
+
+{groups}
+
+== Settings (NAME=VALUE) ==
+
+$CONFIG"""
+
+
+def help_text() -> str:
+    """What `--help` says: groups and choices are the folders and files of configs/. Hydra's own
+    text would list the types of settings among them.
+    """
+    choices: dict[str, list[str]] = {}
+    for file in sorted(Path(CONFIGS).glob("*/**/*.yaml")):
+        choices.setdefault(file.parent.relative_to(CONFIGS).as_posix(), []).append(file.stem)
+    del choices["sweep"]  # W&B's files
+    lines = [f"{group}: {', '.join(names)}" for group, names in choices.items()]
+    return HELP.format(program=Path(sys.argv[0]).name, groups="\n".join(lines))
+
+
+def sweeper_of_extra(name: str) -> str:
+    """A sweeper that an extra of the same name brings. Without it, say so and end: Hydra shows no
+    exception of a resolver.
+    """
+    try:
+        find_spec(f"hydra_plugins.hydra_{name}_sweeper.config")
+    except ModuleNotFoundError as error:  # of the package above it
+        raise SystemExit(
+            f"MissingPackage: +search={name} needs its extra: {install(name)}."
+        ) from error
+    return name
+
+
 register()
+OmegaConf.register_new_resolver("help", help_text, replace=True)
+OmegaConf.register_new_resolver("sweeper_of_extra", sweeper_of_extra, replace=True)
 
 # read when `datasets` is imported, which only commands that need it wait for
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"

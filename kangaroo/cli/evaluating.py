@@ -165,5 +165,5 @@ def _together(config: EvaluateCommand, folder: Path) -> None:
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
     elif found := comparison.compare(folder):
         comparison.write(found, folder)
-        Console().print(comparison.terminal_table(found))
+        comparison.show(found, Console())
         log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)

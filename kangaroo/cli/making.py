@@ -4,8 +4,11 @@ push to the hub and pull from it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,16 +26,20 @@ from kangaroo.cli_schema import (
     PushCommand,
     SearchCommand,
 )
-from kangaroo.data import store
+from kangaroo.data import splitting, store
 from kangaroo.data.documents import documents
+from kangaroo.data.filters import list_reasons
+from kangaroo.data.reading import Source
 from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.errors import ConfigError
+from kangaroo.errors import ConfigError, KangarooError
+from kangaroo.folders import command_line
 from kangaroo.hub import transfer
-from kangaroo.hub.card import measure, short_name
-from kangaroo.provenance import provenance
+from kangaroo.hub.card import measure
+from kangaroo.models import options_of
+from kangaroo.provenance import made_by, provenance
 from kangaroo.trained import adapter_files, for_vllm, official
 from kangaroo.trained import export as export_model
 from kangaroo.training import compare as comparing
@@ -49,7 +56,7 @@ def compare(config: CompareCommand) -> None:
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)  # before the work, whose results go there
     rows = comparing.compare(lm, samples, config.compare)
-    table = comparing.markdown(rows)
+    table = f"{comparing.markdown(rows)}\n{made_by()}\n"
     facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
     (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
     (output / "compare.md").write_text(table)
@@ -104,7 +111,9 @@ def datastore(config: DatastoreCommand) -> None:
     folder = datastores.save(made, lm, Path(config.output), origin | provenance())
     counts = made.about["tokens"], made.about["documents"], made.about["build_seconds"]
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    log.info("use them: python evaluate.py drafter=rest 'drafter.datastore=\"%s\"'", folder)
+    target = options_of(lm.name, config.model.name)
+    use = command_line("evaluate", **target, drafter="rest", drafter__datastore=folder)
+    log.info("use them: %s", use)
 
 
 @command("import_adapter")
@@ -118,8 +127,9 @@ def import_adapter(config: ImportAdapterCommand) -> None:
     adapter = official.to_adapter(checkpoint, lm, exit_layer)
     told = {"imported": checkpoint.origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, told), None, folder)
-    measure = f"python evaluate.py model={config.model.name} 'drafter.adapter=\"{folder}\"'"
-    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, measure)
+    target = options_of(lm.name, config.model.name)
+    use = command_line("evaluate", **target, drafter__adapter=folder)
+    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
 @command("export")
@@ -129,6 +139,9 @@ def export(config: ExportCommand) -> None:
     if config.to is Layout.draft_model:
         export_model.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
+        target = options_of(config.model.path, config.model.name)
+        use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
+        log.info("here: %s", use)
     elif config.to is Layout.vllm:
         threshold = KangarooConfig().threshold
         for_vllm.write(source, blueprint(config.model), output, threshold)
@@ -155,5 +168,30 @@ def pull(config: PullCommand) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     found, folder = transfer.pull(config), config.output
     log.info("%s: exit layer %d of %s", folder, found.exit_layer, found.target)
-    known = short_name(found.target)
-    log.info("measure it: %s", measure(found.target, known, found.architecture.drafter, folder))
+    log.info("measure it: %s", measure(found.target, found.architecture.drafter, folder))
+
+
+def split() -> None:
+    """Split questions into some to learn from and some to measure on (docs/data.md)."""
+    parser = argparse.ArgumentParser(description=split.__doc__)
+    parser.add_argument("source", help="questions, in any form that data.source= takes")
+    parser.add_argument(
+        "output", type=Path, help=f"a folder for {splitting.TRAINING} and {splitting.HELD_OUT}"
+    )
+    parser.add_argument("--held", type=int, default=64, help="questions to hold out of each task")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice and of the order")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read")
+    asked = parser.parse_args()
+    unreadable = Counter[str]() if asked.skip_bad else None
+    try:
+        made = splitting.split(Source(asked.source), asked.held, asked.seed, unreadable)
+        made.write(asked.output)
+    except (KangarooError, OSError) as error:
+        parser.error(str(error))
+    tasks = ", ".join(f"{count} of {task}" for task, count in made.tasks.items())
+    sys.stdout.write(
+        f"{len(made.training)} questions to learn from, {len(made.held_out)} held out ({tasks}); "
+        f"{made.left_out} left out, since they share a passage with those. In {asked.output}.\n"
+    )
+    if unreadable:
+        sys.stdout.write(f"Left out, since they cannot be read: {list_reasons(unreadable)}.\n")

@@ -21,8 +21,9 @@ from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.estimate.serving_report import Serving
+from kangaroo.folders import command_line
 from kangaroo.model import LM
-from kangaroo.models import ModelConfig
+from kangaroo.models import ModelConfig, options_of
 from kangaroo.native import torch_multiplies
 from kangaroo.provenance import provenance
 from kangaroo.ranks import Ranks
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 SLOW_BFLOAT16 = (
     "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training takes "
     "some five times as long as with model.dtype=float32. The text can be written in bfloat16 "
-    "first (scripts/make_data.py), and the adapter serves either format."
+    f"first ({command_line('make_data')}), and the adapter serves either format."
 )
 
 
@@ -63,7 +64,7 @@ def train(config: TrainCommand) -> float | None:
         run = loop.begin(lm, samples, recipes, config.trainer, output, about, own)
         with finished(logger.start(plain(config) | known, output)) as tracker:
             folders = loop.go_on(run, tracker)
-            return _report(folders, config.model.name, tracker) if own.is_first else None
+            return _report(folders, config.model, tracker) if own.is_first else None
 
 
 @command("make_data", shared=True, keeps=True)
@@ -107,7 +108,7 @@ def _target_with_data(
     return lm, devices
 
 
-def _report(folders: list[Path], model_name: str, tracker: Tracker) -> float:
+def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
     """Hand what was trained to the tracker, and say how to measure it. Returns the best held-out
     compression rate.
     """
@@ -117,16 +118,15 @@ def _report(folders: list[Path], model_name: str, tracker: Tracker) -> float:
         described = asdict(saved)
         # W&B takes a hundred keys; the file among the artifact's has the whole provenance
         progress = described.pop("training")["progress"]
-        files, name = sorted(folder.iterdir()), f"{model_name}-{folder.name}"
+        files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
         tracker.save(folder, files, name, "adapter", described | progress)
         facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
         decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
         rows.append({"adapter": folder.name} | facts | progress["held_out"] | decoded)
         shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        log.info(
-            "saved %s; measure it: python evaluate.py drafter=%s 'drafter.adapter=\"%s\"'",
-            *(shown, saved.architecture.drafter, shown),
-        )
+        target, drafter = options_of(model.path, model.name), saved.architecture.drafter
+        use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
+        log.info("saved %s; measure it: %s", shown, use)
     best = max(rows, key=lambda row: float(row["compression_rate"]))
     plots = {"curves": folders[0].parent / curves.PLOT}
     numbers = {name: value for name, value in best.items() if not isinstance(value, str)}

@@ -10,8 +10,10 @@ from rich.console import Console
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, plain
 from kangaroo.cli_schema import LearningCurveCommand, TuneCommand
+from kangaroo.folders import command_line
 from kangaroo.learning_curve import measuring
 from kangaroo.learning_curve import report as curve_report
+from kangaroo.models import options_of
 from kangaroo.tuning import report
 from kangaroo.tuning.tune import tune as find_best
 
@@ -25,9 +27,13 @@ def tune(config: TuneCommand) -> None:
     model = plain(config)["model"]
     found = find_best(lm, tokenizer, config.drafter, config, model=model)
     bench, dtype = config.bench.name, str(lm.dtype).removeprefix("torch.")
-    report.write(found, config, f"{config.model.name} on {bench}, {dtype}, {lm.device.type}")
+    about = f"{config.model.name} on {bench}, {dtype}, {lm.device.type}"
+    target = options_of(config.model.path, config.model.name)
+    use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
+    report.write(found, config, about, use)
     report.show(found, Console())
     log.info("%s, %s and plots are in %s", report.PAGE, report.SETTINGS, Path(config.output))
+    log.info("use it: %s", use)
 
 
 @command("learning_curve", goes_on=True)

@@ -21,8 +21,9 @@ import numpy as np
 
 from kangaroo.clock import running
 from kangaroo.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.folders import located
+from kangaroo.folders import command_line, install, located
 from kangaroo.model import LM
+from kangaroo.models import options_of
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
@@ -80,8 +81,8 @@ def check_installed() -> None:
     """
     if find_spec("pydivsufsort") is None:
         raise MissingPackage(
-            "the package pydivsufsort, which makes a datastore, is not installed: pip install "
-            '"kangaroo[datastore]".'
+            "the package pydivsufsort, which makes a datastore, is not installed: "
+            f"{install('datastore')}."
         )
 
 
@@ -148,8 +149,8 @@ def load(path: str, lm: LM) -> Datastore:
     if other != own:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
-            f"target is {lm.name} ({_words(own)}). Build one for it: python "
-            "scripts/datastore.py model=..."
+            f"target is {lm.name} ({_words(own)}). Build one for it: "
+            f"{command_line('datastore', **options_of(lm.name))}"
         )
     try:
         # as plain arrays: a memmap's own indexing is several times slower
@@ -172,8 +173,10 @@ def read_about(path: str) -> dict[str, Any]:
     """
     file = located(path) / ABOUT
     if not file.is_file():
+        model = Path(path).name.removesuffix("-datastore")
         raise DataError(
-            f"no datastore at '{path}' ({ABOUT} is missing). Build one: python scripts/datastore.py"
+            f"no datastore at '{path}' ({ABOUT} is missing). Build one: "
+            f"{command_line('datastore', **options_of(model), output=path)}"
         )
     try:
         return dict(json.loads(file.read_text()))

@@ -37,6 +37,7 @@ class DraftModelConfig(DrafterConfig):
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
         adapter: an adapter of the target; exported with the layers below it, it is such a model.
+            Not read where `model` is given.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
             never stops early.
@@ -48,12 +49,15 @@ class DraftModelConfig(DrafterConfig):
     steps: DraftSize = 4
     threshold: Threshold = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None:
+            self.adapter = None
+
     def build(self, lm: LM) -> DraftModel:
         """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
-        if (self.model is None) == (self.adapter is None):
-            raise ConfigError(
-                f"drafter.model={self.model} and drafter.adapter={self.adapter}: give one of them."
-            )
+        if self.model is None and self.adapter is None:
+            raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
         if self.adapter is not None:
             adapter, _ = adapter_files.load(self.adapter, lm, Adapter, vocabulary=0)
             hf = draft_model(lm, adapter)

@@ -17,7 +17,9 @@ from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.errors import ConfigError
+from kangaroo.folders import command_line
 from kangaroo.model import LM
+from kangaroo.models import options_of
 from kangaroo.ranges import CountOrZero, DraftSize, Threshold
 
 
@@ -53,7 +55,7 @@ class DraftVerifyConfig(DrafterConfig):
         if self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
-                "python scripts/search_layers.py writes."
+                f"{command_line('search_layers', **options_of(lm.name))} writes."
             )
         return layer_subset.read(self.subset, lm).skip
 

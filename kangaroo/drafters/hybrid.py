@@ -25,7 +25,9 @@ from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.folders import command_line
 from kangaroo.model import LM
+from kangaroo.models import options_of
 from kangaroo.ranges import DraftSize, Length, NotNegative, Positive, Threshold
 from kangaroo.trained import adapter_files
 from kangaroo.trained.draft_head import DraftHead
@@ -41,10 +43,15 @@ log = logging.getLogger(__name__)
 def say_assumed(adapter: str) -> None:
     """That nothing was counted for this adapter."""
     log.warning(
-        "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: python "
-        "scripts/calibrate.py model=... 'drafter.adapter=\"%s\"'",
-        *(adapter, odds.FILE, adapter),
+        "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: %s",
+        *(adapter, odds.FILE, count_again(adapter)),
     )
+
+
+def count_again(adapter: str) -> str:
+    """The command that counts what an adapter is right at."""
+    target = options_of(adapter_files.read_config(adapter).target)
+    return command_line("calibrate", **target, drafter__adapter=adapter)
 
 
 @dataclass
@@ -96,12 +103,14 @@ class HybridConfig(EarlyExitConfig):
         if self._untrained() is not None:
             return None
         folder = adapter_files.find(self.adapter, (odds.FILE,))
-        return odds.read(folder, adapter_files.weights_hash(self.adapter))
+        weights = adapter_files.weights_hash(self.adapter)
+        return odds.read(folder, weights, count_again(self.adapter))
 
     def _counted_or_assumed(self) -> Odds:
         if (found := self.counted()) is not None:
             return found
-        say_assumed(self.adapter)
+        if self._untrained() is None:
+            say_assumed(self.adapter)
         return odds.assumed()
 
     def settings(self) -> dict[str, Any]:

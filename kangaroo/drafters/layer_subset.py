@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
-from kangaroo.folders import located
+from kangaroo.folders import command_line, located
 from kangaroo.memory import weights
 from kangaroo.model import LM
+from kangaroo.models import options_of
 from kangaroo.trained.adapter_files import target_hash
 
 
@@ -59,14 +60,19 @@ def found(path: str) -> LayerSubset:
         return LayerSubset(**json.loads(located(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
-            f"no subset of layers at '{path}': search one (python scripts/search_layers.py "
-            "model=...), or pass drafter.skip=[...]."
+            f"no subset of layers at '{path}': search one ({_search(path)}), or pass "
+            "drafter.skip=[...]."
         ) from error
     except (ValueError, TypeError) as error:
         raise CorruptFile(
-            f"'{path}' is no subset of layers ({error}); search one again: python "
-            "scripts/search_layers.py"
+            f"'{path}' is no subset of layers ({error}); search one again: {_search(path)}"
         ) from error
+
+
+def _search(path: str) -> str:
+    """The command that makes a file."""
+    model = Path(path).name.removesuffix("-draft_verify.json")
+    return command_line("search_layers", **options_of(model), output=path)
 
 
 def read(path: str, lm: LM) -> LayerSubset:
@@ -75,7 +81,7 @@ def read(path: str, lm: LM) -> LayerSubset:
     if subset.target_hash != target_hash(lm):
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
-            f"is {lm.name} (config {target_hash(lm)}). Search one for it: python "
-            "scripts/search_layers.py model=..."
+            f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
+            f"{command_line('search_layers', **options_of(lm.name))}"
         )
     return subset

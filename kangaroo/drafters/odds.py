@@ -104,11 +104,12 @@ def _lines(table: list[Any]) -> str:
     return "[\n      " + ",\n      ".join(map(json.dumps, table)) + "\n    ]"
 
 
-def read(folder: Path, weights: str) -> Odds | None:
+def read(folder: Path, weights: str, count: str) -> Odds | None:
     """The odds of the adapter in a folder; None where nothing was counted for it.
 
     Args:
         weights: hash of the adapter's weights.
+        count: the command that counts again.
 
     Errors: `AdapterMismatch` where they are those of other weights, `CorruptFile`.
     """
@@ -122,12 +123,12 @@ def read(folder: Path, weights: str) -> Odds | None:
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptFile(
             f"{file} cannot be read ({type(error).__name__}: {error}); delete it, or count again: "
-            "python scripts/calibrate.py model=..."
+            f"{count}"
         ) from error
     if counted_for != weights:
         raise AdapterMismatch(
             f"{file} was counted for an adapter with the weights {counted_for}; those beside it "
-            f"are {weights}. Count again: python scripts/calibrate.py model=..."
+            f"are {weights}. Count again: {count}"
         )
     return odds
 

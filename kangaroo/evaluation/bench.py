@@ -1,4 +1,7 @@
-"""Benches: questions in Spec-Bench's format, shipped, downloaded once, or from a local file."""
+"""Benches: questions in Spec-Bench's format, shipped, downloaded once, or from a local file.
+
+docs/evaluation.md has the format.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,25 @@ import json
 import logging
 import os
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kangaroo.errors import ConfigError, CorruptFile, DataError
-from kangaroo.folders import cache_folder
-from kangaroo.prompts import whole
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
+from kangaroo.folders import cache_folder, command_line
+from kangaroo.model import LM
+from kangaroo.prompts import Message, prompt_ids, whole
 from kangaroo.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 
+SPLIT = "outputs/questions"  # where a message says to write a bench
+DEMO = "demo"
+OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -28,18 +38,28 @@ class BenchConfig(Ranged):
     """Where questions come from: `path` where it is given, else `url`, else the package itself.
 
     Args:
-        name: names the bench in results; without `path` and `url`, that of a shipped file.
+        name: names the bench in results; without `path` and `url`, that of a shipped file. Empty:
+            that of the file at `path`, else the demo.
         path: a local file, one JSON object a line.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
         max_new_tokens: the longest answer to a turn, in tokens.
     """
 
-    name: str = "demo"
+    name: str = ""
     path: str | None = None
     url: str | None = None
     sha256: str | None = None
     max_new_tokens: Count = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = self.name or bench_name(self.path)
+
+
+def bench_name(path: str | None) -> str:
+    """What a bench is called if nothing is said: as its file, or the demo."""
+    return DEMO if path is None else Path(path).stem
 
 
 @dataclass
@@ -47,17 +67,64 @@ class Question:
     """Turns of a user; the method under test answers each before it sees the next.
 
     Args:
+        question_id: of 64 bits.
         reference: answers, one a turn, where the bench has them; nothing here reads them.
+        task: what it is reported under; empty: its category.
     """
 
     question_id: int
     category: str
     turns: list[str]
     reference: list[str] | None = None
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        self.task = self.task or self.category
+
+    def content(self) -> dict[str, Any]:
+        """What the file says of it."""
+        fields = asdict(self)
+        del fields["task"]
+        return fields
+
+    def prompt(
+        self, lm: LM, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+    ) -> list[int]:
+        """The ids of a conversation that ends with one of its turns.
+
+        Errors: `PromptError` where the model's context has no room for an answer; those of
+        `prompt_ids`.
+        """
+        prompt = prompt_ids(tokenizer, messages)
+        if len(prompt) >= lm.context:
+            raise PromptError(
+                f"question {self.question_id}, turn {len(messages) // 2} has {len(prompt)} tokens, "
+                f"and the model's context is {lm.context}. Leave it out of the bench (or by "
+                "question_begin, question_end), or lower max_new_tokens if the answer before it is "
+                "what is long."
+            )
+        return prompt
+
+
+def check_first_turns(
+    questions: Sequence[Question], lm: LM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise what `Question.prompt` does before the first of them is answered: a later turn has
+    answers in it, so that its length is not known yet.
+    """
+    for question in questions:
+        question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
+
+
+def seed_of(question_id: int, turn: int, seed: int) -> int:
+    """That of a turn, in 64 bits."""
+    whole = seed + 1000 * question_id + turn
+    return whole if abs(whole) < 2**63 else whole % 2**63
 
 
 def task_of(category: str) -> str:
-    """The task a category is reported under: MT-bench's eight are one, the others themselves."""
+    """The task of one of Spec-Bench's categories: MT-bench's eight are one, the others
+    themselves."""
     return "mt_bench" if category in MTBENCH else category
 
 
@@ -69,10 +136,10 @@ def load_questions(config: BenchConfig) -> list[Question]:
     """
     if config.path is not None:
         content = _local(config, Path(config.path))
-        return parse(content, config.path)
+        return parse(content, config.path, config.name)
     if config.url is not None:
         file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        return parse(_cached(config, config.url, file), str(file))
+        return parse(_cached(config, config.url, file), str(file), config.name)
     shipped = resources.files(__package__) / "benches"
     if not (shipped / f"{config.name}.jsonl").is_file():
         names = sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".jsonl"))
@@ -80,12 +147,13 @@ def load_questions(config: BenchConfig) -> list[Question]:
             f"no bench '{config.name}' is shipped (there is {', '.join(names)}); pass bench.path= "
             "or bench.url=."
         )
-    return parse((shipped / f"{config.name}.jsonl").read_bytes(), f"{config.name}.jsonl")
+    name = f"{config.name}.jsonl"
+    return parse((shipped / name).read_bytes(), name, config.name)
 
 
 def fingerprint(questions: list[Question]) -> str:
     """Hash of what is asked, in order."""
-    asked = json.dumps([asdict(question) for question in questions])
+    asked = json.dumps([question.content() for question in questions])
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
@@ -133,31 +201,59 @@ def _check(config: BenchConfig, content: bytes, where: str, fix: str) -> None:
         )
 
 
-def parse(content: bytes, where: str) -> list[Question]:
-    """Questions from JSON lines; `DataError` names the line that is none."""
+def parse(content: bytes, where: str, name: str) -> list[Question]:
+    """Questions from JSON lines; `DataError` names the line that is none.
+
+    Args:
+        where: what messages call the file.
+        name: of the bench, and the category of questions without one.
+    """
     questions: dict[int, Question] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
+    listed = content.lstrip().startswith(b"[")  # one value of several lines
+    for number, line in enumerate([content] if listed else content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            question = _question(json.loads(line))
+            fields = json.loads(line)
+            _check_kind(fields[0] if listed and fields else fields, where)
+            question = _question(fields, {"question_id": number, "category": name})
         except ValueError as error:
             raise DataError(f"{where}, line {number}: {error}.") from error
         if question.question_id in questions:
             raise DataError(f"{where}, line {number}: question_id {question.question_id} again.")
+        if name in OF_SPEC_BENCH:
+            question.task = task_of(question.category)
         questions[question.question_id] = question
     if not questions:
         raise DataError(f"{where} holds no questions.")
     return list(questions.values())
 
 
-def _question(fields: Any) -> Question:
+CONVERSATION = {
+    "conversations",
+    "conversation",
+    "messages",
+}  # where files of text for training have it
+
+
+def _check_kind(fields: Any, where: str) -> None:
+    """Raise `DataError` for a conversation that an assistant has answered."""
+    if isinstance(fields, dict) and fields.keys() & CONVERSATION:
+        raise DataError(
+            f"{where} holds conversations, as ShareGPT's files do; a bench holds questions, one a "
+            f'line, such as {{"turns": ["Why?"]}}. This writes one, {SPLIT}/held_out.jsonl: '
+            f"{command_line('split', where, SPLIT)}"
+        )
+
+
+def _question(fields: Any, defaults: dict[str, Any]) -> Question:
     if not isinstance(fields, dict):
         raise ValueError("a question is a JSON object")
     whole(json.dumps(fields, ensure_ascii=False))
-    if type(fields.get("question_id")) is not int:
-        raise ValueError("question_id must be an integer")
-    if not isinstance(fields.get("category"), str):
+    fields = defaults | fields
+    if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
+        raise ValueError("question_id must be an integer of 64 bits")
+    if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
     turns = fields.get("turns")
     if not turns or not isinstance(turns, list):

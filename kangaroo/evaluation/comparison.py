@@ -8,16 +8,19 @@ time than at another; tokens/s cannot.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from kangaroo import tables
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison_plots as plots
 from kangaroo.evaluation import paired, report
+from kangaroo.evaluation.conclusion import sentences
 from kangaroo.evaluation.metrics import Place, cells, definitions
 from kangaroo.evaluation.records import SUMMARY, write_json
 from kangaroo.provenance import changes
@@ -124,12 +127,39 @@ def write(found: dict[str, Any], folder: Path) -> None:
         plot(found).savefig(folder / f"{name}.png", dpi=150)
 
 
+def show(found: dict[str, Any], console: Console) -> None:
+    """The main table, and what it comes to in lines that can be copied whole."""
+    console.print(terminal_table(found))
+    for sentence in sentences(found):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 def terminal_table(found: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
     rows = methods(found, Place.methods_terminal)
-    for row in rows:  # 80 columns have no room for them
-        del row["training"], row["params"], row["memory"]
-    return tables.terminal(rows, title(found), f"{asked(found)} {SPEEDUPS}")
+    common, names = labels([row["method"] for row in rows])
+    for row, name in zip(rows, names, strict=True):
+        row["method"] = name
+        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
+    told = title(found, common or "methods")
+    return tables.terminal(rows, told, f"{asked(found)} {SPEEDUPS}")
+
+
+def labels(names: Sequence[str]) -> tuple[str, list[str]]:
+    """What all methods have in common, and what differs. Of a drafter's settings, as in
+    `kangaroo,steps=4`, those are left out that all its rows share, and its name where there is no
+    other. Settings are a space apart: where a line is too short, each gets one.
+    """
+    parts = [re.split(r",(?=[\w.]+=)", name) for name in names]
+    shown = []
+    for drafter, *settings in parts:
+        rows = [others for name, *others in parts if name == drafter]
+        differing = [s for s in settings if any(s not in others for others in rows)]
+        shown.append([drafter, *differing])
+    if len({drafter for drafter, *_ in shown}) > 1 or any(len(label) == 1 for label in shown):
+        return "", [" ".join(label) for label in shown]
+    common = [part for part in parts[0] if part not in shown[0][1:]]
+    return ",".join(common), [" ".join(differing) for _, *differing in shown]
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -146,17 +176,19 @@ def markdown(found: dict[str, Any]) -> str:
         "## Compression rate by task",
         tables.markdown(by_task(found, "compression_rate")),
         "![compression rate by task](cr_by_task.png)",
+        "## Conclusion",
+        *sentences(found),
         "## How to read this",
-        report.listed([ROW, PAIRED, *definitions(), *COST]),
+        report.listed([ROW, PAIRED, *definitions(Place.methods), *COST]),
         "## Provenance",
         report.listed(provenance_lines(found)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def title(found: dict[str, Any]) -> str:
+def title(found: dict[str, Any], what: str = "methods") -> str:
     """The table's title."""
-    return "{model} on {bench}: methods compared".format(**found)
+    return f"{found['model']} on {found['bench']}: {what} compared"
 
 
 def asked(found: dict[str, Any]) -> str:

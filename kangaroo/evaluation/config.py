@@ -15,7 +15,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation import planning
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
 from kangaroo.model import LM
@@ -39,7 +39,7 @@ class EvaluateConfig(Ranged):
 
     Args:
         output: folder of records and artefacts; a run that was stopped goes on from there.
-        task: ask only the questions of this task (`bench.task_of`); None is all.
+        task: ask only the questions of this task (`bench.Question`); None is all.
         question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
             flags of these names); None is the end of the list.
         question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
@@ -101,12 +101,12 @@ def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
     """
     all_questions = load_questions(config.bench)
     if config.task is not None:
-        tasks = list(dict.fromkeys(task_of(question.category) for question in all_questions))
+        tasks = list(dict.fromkeys(question.task for question in all_questions))
         if config.task not in tasks:
             raise ConfigError(
                 f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
             )
-        all_questions = [x for x in all_questions if task_of(x.category) == config.task]
+        all_questions = [x for x in all_questions if x.task == config.task]
     questions = all_questions[config.question_begin : config.question_end : config.question_every]
     if not questions:
         raise ConfigError(

@@ -90,9 +90,10 @@ def cells(results: Results, place: Place) -> Row:
     return {metric.heading: metric.show(results.get(metric.name)) for metric in shown}
 
 
-def definitions() -> list[str]:
-    """What the metrics mean, by heading and name, in Markdown."""
-    told = [metric for metric in METRICS if metric.meaning]
+def definitions(place: Place) -> list[str]:
+    """What the metrics of a table and those without a column mean, by heading and name, in
+    Markdown."""
+    told = [m for m in METRICS if m.meaning and (place in m.places or not m.heading)]
     return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in told]
 
 
@@ -160,7 +161,7 @@ def ctar(some: Sequence[Run]) -> list[float]:
 
 
 def ends(found: Sequence[float] | None) -> str:
-    """An interval; of a single question there is none, since it cannot vary."""
+    """An interval; a dash where there is none, or where it is that of a method over itself."""
     return "-" if found is None or found[0] == found[1] else span(found, "-")
 
 
@@ -227,9 +228,9 @@ METRICS = [
     Metric(
         "ctar",
         lambda records: ctar(runs(records, METHOD)),
-        meaning="CTAR(w) is the share of rounds whose first w draft tokens were all accepted, up "
-        "to the most that ever were. The compression rate is 1 + their sum, but for rounds that an "
-        "EOS or the limit cut, which have no bonus token.",
+        meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
+        "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
+        "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
     ),
     Metric(
         "acceptance_rate",

@@ -77,7 +77,7 @@ def noise_floor(methods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     for method in methods:
         ends = method["overall"]["speedup_ci95"]
         if method["name"] in (AGAIN, "vanilla") and ends is not None and ends[0] != ends[1]:
-            return method
+            return method  # a run's own baseline has an interval without a width
     return None
 
 
@@ -110,9 +110,7 @@ def shown(value: float | None, ends: Sequence[float] | None, same: float) -> str
     Args:
         same: the value that says that there is no difference.
     """
-    if value is None or ends is None:
-        return "-"
-    if ends[0] == ends[1]:
+    if value is None or ends is None or ends[0] == ends[1]:
         return number(value)
     told = f"{number(value)} ({span(ends, ' to ' if min(ends) < 0 else '-')})"
     return f"{told}, no difference shown" if ends[0] <= same <= ends[1] else told

@@ -48,10 +48,12 @@ class Spread:
 
 def told(name: str, spread: Spread, questions: int, wanted: float) -> str:
     """What to expect, in a sentence."""
+    takes = f"interval_width={wanted} takes {spread.questions(wanted)} questions ({spread.source})"
+    if questions == 1:
+        return f"{name}, 1 question: the speedup of one has no interval; {takes}"
     return (
         f"{name}, {questions} questions: expect a 95% interval of the speedup that is "
-        f"{spread.width(questions):.0%} of it wide; interval_width={wanted} takes "
-        f"{spread.questions(wanted)} questions ({spread.source})"
+        f"{spread.width(questions):.0%} of it wide; {takes}"
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kangaroo.evaluation.records import AGAIN
+
+rcParams["text.parse_math"] = False  # a task's name may hold dollars
 
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
 FURTHER = "#e9b184"  # of what is not in the foreground
@@ -38,9 +41,8 @@ def speedup_bars(rows: list[tuple[str, dict[str, Any]]], subtitle: str, accent: 
             continue
         color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, FURTHER)
         axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
-        low, high = m["speedup_ci95"]
-        if m["questions"] > 1:
-            axes.plot([low, high], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
+        if m["speedup_ci95"] is not None:
+            axes.plot(m["speedup_ci95"], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
         if m["compression_rate"] is not None:  # transformers tells no rounds
             at = m["compression_rate"]
             axes.plot(at, y, marker="D", markersize=5, color=INK, linestyle="")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.evaluation.bench import task_of
 from kangaroo.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
@@ -90,6 +91,7 @@ class Record:
     Args:
         finished: Unix time.
         drafter_bytes: memory that the method then held beyond the target, see `footprint`.
+        task: what it is reported under.
     """
 
     question_id: int
@@ -97,6 +99,10 @@ class Record:
     turns: list[Turn]
     finished: float
     drafter_bytes: int = 0
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        self.task = self.task or task_of(self.category)  # earlier records do not say it
 
 
 class Writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from kangaroo import tables
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import Place, cells, definitions
+from kangaroo.provenance import machine
 from kangaroo.tables import Row, number
 
 PLOTS = {"speedup": plots.speedup, "ctar": plots.ctar, "time": plots.time_split}
@@ -57,7 +58,7 @@ def markdown(summary: dict[str, Any]) -> str:
         tables.markdown(times(summary)),
         "![time split](time.png)",
         "## How to read this",
-        listed([*definitions(), FORK]),
+        listed([*definitions(Place.tasks), FORK]),
         "## Provenance",
         listed(provenance_lines(summary)),
     ]
@@ -74,12 +75,16 @@ def headline(summary: dict[str, Any]) -> str:
     overall = summary["overall"]
     if overall["speedup"] is None:
         return f"{number(overall['tokens_per_second'], 1)} tokens/s. {asked(summary)}"
-    ends = cells(overall, Place.tasks)["95%"]
     return (
-        f"**{overall['speedup']:.2f}x** the speed of vanilla decoding (95% interval "
-        f"{ends}), {overall['compression_rate']:.2f} tokens per forward of the target. "
-        f"{asked(summary)}"
+        f"**{overall['speedup']:.2f}x** the speed of vanilla decoding"
+        f"{within(overall['speedup_ci95'])}, {overall['compression_rate']:.2f} tokens per forward "
+        f"of the target. {asked(summary)}"
     )
+
+
+def within(limits: Sequence[float] | None) -> str:
+    """An interval in words; nothing for one question, which has none."""
+    return "" if limits is None else f" (95% interval {tables.span(limits)})"
 
 
 def asked(summary: dict[str, Any]) -> str:
@@ -166,9 +171,8 @@ def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 def circumstances(about: dict[str, Any]) -> Iterator[str]:
     """Versions and hardware."""
-    hardware = about["hardware"]
     yield ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    yield f"{hardware['cuda'] or hardware['cpu']}, CPU threads: {hardware['threads']}"
+    yield machine(about)
 
 
 def assigned(settings: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from kangaroo import tables
 from kangaroo.errors import DataError
 from kangaroo.evaluation import comparison, comparison_plots, paired, report
-from kangaroo.evaluation.metrics import definitions
+from kangaroo.evaluation.metrics import Place, definitions
 from kangaroo.evaluation.records import AGAIN, SUMMARY, write_json
 from kangaroo.evaluation.summary import BASELINES
 from kangaroo.tables import Row, number
@@ -139,7 +139,7 @@ def markdown(results: Results, name: str) -> str:
         "## Lossless",
         *(lossless(method, found) for method in results.drafters),
         "## How to read this",
-        report.listed([comparison.PAIRED, *definitions(), *comparison.COST]),
+        report.listed([comparison.PAIRED, *definitions(Place.tasks), *comparison.COST[:-1]]),
         "## Provenance",
         report.listed(comparison.provenance_lines(found)),
     ]

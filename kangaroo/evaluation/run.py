@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError, NotLossless, PromptError
+from kangaroo.errors import ConfigError, DataError, NotLossless
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
-from kangaroo.evaluation.bench import Question
+from kangaroo.evaluation.bench import Question, check_first_turns, seed_of
 from kangaroo.evaluation.config import (
     Baseline,
     Contestant,
@@ -37,7 +37,7 @@ from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
 from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids
+from kangaroo.prompts import Message
 from kangaroo.provenance import flat, git_revision
 from kangaroo.ranks import Ranks
 from kangaroo.sampling import Rule
@@ -87,6 +87,7 @@ def begin(
         contestants = [*contestants, noise_floor(contestants[0], config)]
     ranks, places = ranks or Ranks(), folders(contestants, config)
     questions, limit = asked(config)
+    check_first_turns(questions, lm, tokenizer)
     fixed = settings_of(lm, config, questions, limit)
     if ranks.is_first:
         foretell(contestants, config, model_name, len(questions))
@@ -270,7 +271,7 @@ class Examiner:
         held = [footprint(e.drafter, [self.lm, e.batch]).bytes for e in self.engines]
         about, now = (question.question_id, question.category), time.time()
         return [
-            Record(*about, list(own), finished=now, drafter_bytes=size)
+            Record(*about, list(own), finished=now, drafter_bytes=size, task=question.task)
             for own, size in zip(zip(*turns, strict=True), held, strict=True)
         ]
 
@@ -285,16 +286,9 @@ class Examiner:
 
         Errors: `PromptError` where the conversation fills the model's context.
         """
-        prompt = prompt_ids(self.tokenizer, messages)
-        room = self.lm.context - len(prompt)
-        if room < 1:
-            raise PromptError(
-                f"question {question.question_id}, turn {number} has {len(prompt)} tokens, and the "
-                f"model's context is {self.lm.context}. Leave it out (question_begin, "
-                "question_end), or lower max_new_tokens if the answer before it is what is long."
-            )
-        limit = min(self.limit, room)
-        seed = self.config.seed + 1000 * question.question_id + number
+        prompt = question.prompt(self.lm, self.tokenizer, messages)
+        limit = min(self.limit, self.lm.context - len(prompt))
+        seed = seed_of(question.question_id, number, self.config.seed)
         runs = {name: self.methods[name](prompt, limit, seed) for name in names}
         baselines = {name: runs[name] for name in ("vanilla", "hf") if name in runs}
         turns = []

@@ -81,17 +81,17 @@ def ratio(totals_2: np.ndarray) -> np.ndarray:
 
 def interval(
     values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
-) -> list[float]:
+) -> list[float] | None:
     """95% interval of a statistic of totals over questions, such as `speedup`: percentile bootstrap
     over questions, the same every time. All values of a question are drawn together, so what
-    methods have in common on it is in no interval of their difference.
-
-    By hand: `scipy.stats.bootstrap` refuses a single question, and would be a dependency for these
-    three lines.
+    methods have in common on it is in no interval of their difference. A single question, which
+    cannot vary, has none.
 
     Args:
         statistic: of totals `[..., K]`.
     """
+    if len(values_QK) < 2:
+        return None
     rng = np.random.default_rng(0)
     picked_RQ = rng.integers(len(values_QK), size=(RESAMPLES, len(values_QK)))
     return np.percentile(statistic(values_QK[picked_RQ].sum(1)), [2.5, 97.5]).tolist()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.metrics import metrics, runs
 from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, begun, read, write_json
 from kangaroo.evaluation.speedup import has, paired_seconds
@@ -38,7 +37,7 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     settings = about["settings"]
     by_task: dict[str, list[Record]] = {}
     for record in records:
-        by_task.setdefault(task_of(record.category), []).append(record)
+        by_task.setdefault(record.task, []).append(record)
     names = ("model", "drafter", "bench", "dtype", "device")
     return {
         **{name: settings[name] for name in names},
@@ -64,7 +63,7 @@ def of_question(record: Record) -> dict[str, Any]:
     vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
     return {
         "question_id": record.question_id,
-        "task": task_of(record.category),
+        "task": record.task,
         "tokens": sum(len(run.tokens) for run in some),
         "seconds": sum(run.seconds for run in some),
         "paired_seconds": method,

@@ -11,10 +11,11 @@ import yaml
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from kangaroo import api, tables
+from kangaroo import tables
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import ConfigError
+from kangaroo.folders import command_line
+from kangaroo.models import known_models, options_of
 from kangaroo.tables import Row, number
 from kangaroo.trained.adapter_files import AdapterConfig
 
@@ -66,8 +67,8 @@ def card(
         f"```python\n{example(model, drafter, repo)}\n```",
         "By transformers, with Kangaroo installed, for a model that is loaded already:",
         f"```python\n{IN_TRANSFORMERS.format(repo=repo)}\n```",
-        "Measured against the model alone, from a checkout of Kangaroo:",
-        f"```\n{measure(model, known, drafter, repo)}\n```",
+        "Measured against the model alone:",
+        f"```\n{measure(model, drafter, repo)}\n```",
         *_results(config.training.get("progress", {})),
         *_origin(config.training),
         "## Files",
@@ -100,19 +101,15 @@ def example(model: str, drafter: str, repo: str) -> str:
     return "\n".join([*lines, "", f"model = {loaded}", answer])
 
 
-def measure(model: str, known: str | None, drafter: str, repo: str) -> str:
+def measure(model: str, drafter: str, repo: str) -> str:
     """The command that measures the adapter."""
-    target = f"model={known}" if known else f"model.path={model}"
-    return f"python evaluate.py {target} drafter={drafter} drafter.adapter={repo} bench=demo"
+    target = options_of(model)
+    return command_line("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
 
 
 def short_name(target: str) -> str | None:
     """The name in `configs/model` of what an adapter's config calls its target, if it has one."""
-    try:
-        name = api.model_config(target).name
-        return name if api.model_config(name).path == target else None
-    except ConfigError:
-        return None
+    return next((known["name"] for known in known_models() if known["path"] == target), None)
 
 
 def is_hub_id(name: str) -> bool:
@@ -196,6 +193,5 @@ def _words(found: Any) -> str | None:
 
 
 def _listed(told: dict[str, Any]) -> list[Row]:
-    """A row for each that is known; a line break or bar would end a cell of the table."""
-    cells = {k: " ".join(str(v).split()).replace("|", "\\|") for k, v in told.items() if v}
-    return [{"": name, " ": text} for name, text in cells.items()]
+    """A row for each that is known."""
+    return [{"": name, " ": str(value)} for name, value in told.items() if value]

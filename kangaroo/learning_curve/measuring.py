@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.errors import ConfigError, CorruptFile
-from kangaroo.evaluation.bench import BenchConfig, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.speedup import interval
 from kangaroo.model import LM
 from kangaroo.ranges import Count, DraftSize, Positive, Ranged
@@ -82,13 +82,13 @@ class Result:
     Args:
         values: by measure: `agreement`, the share of positions in the target's text where the
             adapter's likeliest token is the next one; `ctar1` and `compression_rate` of decoding.
-        intervals: of these, 95% over questions.
+        intervals: of these, 95% over questions; None of one question.
         tasks: the values on each task alone.
     """
 
     reader: Reader
     values: dict[str, float]
-    intervals: dict[str, list[float]]
+    intervals: dict[str, list[float] | None]
     tasks: dict[str, dict[str, float]]
 
 
@@ -164,7 +164,7 @@ def result(reader: Reader, traced: Sequence[TracedQuestion], steps: int) -> Resu
             for question in traced
         ]
     )
-    tasks = np.array([task_of(question.category) for question in traced])
+    tasks = np.array([question.task for question in traced])
     return Result(
         reader,
         values(counts_Q6),

@@ -18,7 +18,7 @@ from kangaroo import tables
 from kangaroo.evaluation.plots import FAINT, INK, NAMES
 from kangaroo.learning_curve.fit import Law, fit
 from kangaroo.learning_curve.measuring import MEASURES, LearningCurveConfig, Result
-from kangaroo.provenance import provenance
+from kangaroo.provenance import made_by, provenance
 
 NAME = "learning_curve"
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#8a8f98"]
@@ -30,7 +30,7 @@ def write(results: Sequence[Result], config: LearningCurveConfig, subtitle: str)
     """`learning_curve.md`, `.png` and `.json` in the output folder. Returns the page."""
     folder, laws = Path(config.output), laws_of(results)
     folder.mkdir(parents=True, exist_ok=True)
-    page = markdown(results, laws, config.ahead)
+    page = f"{markdown(results, laws, config.ahead)}\n{made_by()}\n"
     (folder / f"{NAME}.md").write_text(page, encoding="utf-8")
     draw(results, laws, config.ahead, subtitle).savefig(folder / f"{NAME}.png", dpi=150)
     found: dict[str, Any] = {
@@ -84,9 +84,9 @@ def cells(one: Result) -> tables.Row:
     made = {}
     for measure in MEASURES:
         digits = 2 if measure == "compression_rate" else 3
-        low, high = (tables.number(end, digits) for end in one.intervals[measure])
+        ends = "-".join(tables.number(end, digits) for end in one.intervals[measure] or ())
         value = tables.number(one.values[measure], digits)
-        made[TITLES[measure]] = f"{value} ({low}-{high})"
+        made[TITLES[measure]] = f"{value} ({ends})" if ends else value
     return made
 
 
@@ -122,7 +122,7 @@ def draw(
         for color, (curve, own) in zip(_colors(), curves(results).items(), strict=False):
             tokens = np.array([one.reader.tokens for one in own], float)
             values = np.array([one.values[measure] for one in own])
-            ends = np.array([one.intervals[measure] for one in own]).T
+            ends = np.array([one.intervals[measure] or [one.values[measure]] * 2 for one in own]).T
             law = laws[curve][measure]
             axes.errorbar(
                 tokens,

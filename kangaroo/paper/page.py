@@ -17,6 +17,7 @@ from typing import Any
 
 from kangaroo import tables
 from kangaroo.errors import DataError
+from kangaroo.folders import command_line
 from kangaroo.paper.claims import AGREES, DISAGREES, LEAST, OPEN
 
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -53,7 +54,7 @@ def study_in(results: Path, name: str) -> Path | None:
 def section(name: str, file: Path | None) -> str:
     """A study's part of the page."""
     if file is None:
-        return f"Not measured yet: `python evaluate.py experiment=paper/{name}`."
+        return f"Not measured yet: `{command_line('evaluate', experiment=f'paper/{name}')}`."
     _, body = file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)
     return body.replace(f"]({name}.png)", f"]({(IMAGES / name).as_posix()}.png)").rstrip()
 

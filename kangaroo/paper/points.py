@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.comparison import shared
 from kangaroo.evaluation.records import SUMMARY, Record, read
 from kangaroo.evaluation.summary import BASELINES
@@ -110,7 +109,7 @@ def points_of(study: StudyConfig, one: Measured) -> list[Point]:
         longest = max(1, len(one.summary["overall"]["ctar"]))
         return [point(float(w), one.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)]
     if study.x == "task":
-        tasks = dict.fromkeys(task_of(record.category) for record in one.records)
+        tasks = dict.fromkeys(record.task for record in one.records)
         parts = {task: of_task(one.records, task) for task in [*tasks, OVERALL]}
         return [point(task, some, metrics) for task, some in parts.items()]
     return [point(labelled(study, where(study.x, one)), one.records, metrics)]
@@ -135,7 +134,7 @@ def has_places(study: StudyConfig, one: Measured) -> bool:
 
 def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
     """The records of a task; None is all."""
-    return [record for record in records if task in (None, OVERALL, task_of(record.category))]
+    return [record for record in records if task in (None, OVERALL, record.task)]
 
 
 def where(name: str, one: Measured) -> Place:

@@ -68,7 +68,7 @@ def value(pairs_Q2: np.ndarray) -> Value | None:
     """The ratio of totals with its interval; None where there is nothing to divide by."""
     if not pairs_Q2[:, 1].sum():
         return None
-    ends = interval(pairs_Q2) if len(pairs_Q2) > 1 else (None, None)
+    ends = interval(pairs_Q2) or (None, None)
     return Value(speedup(pairs_Q2), *ends)
 
 

@@ -13,6 +13,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, MissingPackage
 from kangaroo.estimate.devices import Devices, found
+from kangaroo.folders import install
 from kangaroo.model import LM
 from kangaroo.models import ModelConfig
 from kangaroo.serving.config import ServeConfig
@@ -26,10 +27,7 @@ def check_installed() -> None:
     try:
         from kangaroo.serving import http  # noqa: F401
     except ModuleNotFoundError as error:
-        raise MissingPackage(
-            f"a server needs '{error.name}': pip install 'kangaroo[serve]', or in a checkout "
-            "pip install -e '.[serve]'."
-        ) from error
+        raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
 
 def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:

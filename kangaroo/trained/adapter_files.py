@@ -20,8 +20,9 @@ from torch import Tensor
 
 from kangaroo.discovery import classes
 from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.folders import SHIPPED, located
+from kangaroo.folders import SHIPPED, command_line, located
 from kangaroo.model import LM
+from kangaroo.models import options_of
 from kangaroo.trained.base import Architecture, Trainable
 from kangaroo.trained.draft_head import DraftHead
 
@@ -136,7 +137,7 @@ def save(
 def find(
     path: str,
     files: Sequence[str] = (WEIGHTS, CONFIG, VOCABULARY),
-    fix: str = "Train one (python train.py) or pass drafter.adapter= a folder or hub id.",
+    fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id that is downloaded.
@@ -179,12 +180,12 @@ def _trained(missing: Path) -> Path:
             f"no adapter at '{missing}', and training left several: {several}. Pass "
             "drafter.adapter= one of them."
         )
-    train = f"python train.py model={name}"
+    target = options_of(name)
     if drafter == "kangaroo":
-        made = f"({train}), import an official checkpoint (python scripts/import_adapter.py "
-        made += f"source=... model={name}),"
+        imported = command_line("import_adapter", "source=CHECKPOINT", **target)
+        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
-        made = f"({train} adapter={drafter})"
+        made = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
         f"Train one {made} or pass drafter.adapter= a folder or hub id."
@@ -284,7 +285,7 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
             f"{config.n_layers} layers, config {config.target_hash}); this target is "
             f"{lm.name} ({lm.n_layers} layers, config "
             f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
-            "python train.py model=..."
+            f"{command_line('train', **options_of(lm.name))}"
         )
     warn_of_weights(path, config, lm)
     size = config.vocabulary or 0 if vocabulary is None else vocabulary

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.errors import ConfigError
+from kangaroo.folders import TORCHRUN, command_line, install
 from kangaroo.ranks import Ranks
 from kangaroo.trained.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
@@ -48,7 +49,7 @@ def check(config: Options, ranks: Ranks) -> None:
     """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
-            "trainer=deepspeed needs the package deepspeed: pip install kangaroo[deepspeed]. "
+            f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}. "
             "trainer=default needs nothing, and trains the same weights in as many processes."
         )
     if config.muon and config.zero_stage:
@@ -58,8 +59,9 @@ def check(config: Options, ranks: Ranks) -> None:
         )
     if config.shard_target and ranks.world == 1:
         raise ConfigError(
-            "trainer.shard_target=true spreads the target over processes, and there is one. Start "
-            "more (torchrun --nproc-per-node=N train.py ...), or leave it out."
+            "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
+            "it out, or start more: "
+            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}"
         )
     if config.shard_target and config.remember:
         raise ConfigError(

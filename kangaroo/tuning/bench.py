@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.errors import PromptError
-from kangaroo.evaluation.bench import Question
+from kangaroo.evaluation.bench import Question, check_first_turns
 from kangaroo.model import LM
-from kangaroo.prompts import Message, plain_text, prompt_ids
+from kangaroo.prompts import Message, plain_text
 from kangaroo.tuning import trace
 from kangaroo.tuning.recording import Recorder
 from kangaroo.tuning.trace import TracedQuestion, Turn
@@ -42,9 +40,10 @@ def trace_bench(
     """
     settings = settings | target_settings(recorder.lm) | {"max_new_tokens": max_new_tokens}
     known = trace.enter(folder, settings)
+    check_first_turns(questions, recorder.lm, tokenizer)
     traced = []
     for question in tqdm(questions, unit="question", desc="tracing"):
-        key = trace.fingerprint({"trace": known, "question": asdict(question)})
+        key = trace.fingerprint({"trace": known, "question": question.content()})
         found = trace.load(question.question_id, key, folder)
         if found is None:
             found = trace_question(recorder, tokenizer, question, max_new_tokens)
@@ -65,20 +64,14 @@ def trace_question(
     """
     messages: list[Message] = []
     turns: list[Turn] = []
-    for number, text in enumerate(question.turns):
+    for text in question.turns:
         messages.append(Message(role="user", content=text))
-        prompt = prompt_ids(tokenizer, messages)
+        prompt = question.prompt(recorder.lm, tokenizer, messages)
         room = recorder.lm.context - len(prompt)
-        if room < 1:
-            raise PromptError(
-                f"question {question.question_id}, turn {number} has {len(prompt)} tokens, and "
-                f"the model's context is {recorder.lm.context}. Leave the question out of the "
-                "bench, or lower max_new_tokens if the answer before it is what is long."
-            )
         turns.append(recorder.turn(prompt, min(max_new_tokens, room)))
         answer = plain_text(tokenizer, turns[-1].text).strip()
         messages.append(Message(role="assistant", content=answer))
-    return TracedQuestion(question.question_id, question.category, turns)
+    return TracedQuestion(question.question_id, question.task, turns)
 
 
 def target_settings(lm: LM) -> dict[str, Any]:

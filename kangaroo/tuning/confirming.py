@@ -133,9 +133,9 @@ def confirm(
 
 def reported(
     decoding: Decoding, today: Confirmed, best: Confirmed, questions: Sequence[Question]
-) -> tuple[dict[str, dict[str, Any]], tuple[float, list[float]] | None]:
+) -> tuple[dict[str, dict[str, Any]], tuple[float, list[float] | None] | None]:
     """The summaries of both on questions that neither was chosen by; today's seconds over the
-    best one's, and the interval of this. None where the best is today's.
+    best one's, and the interval of this, if there are several. None where the best is today's.
     """
     drafters = {one.name: one.candidate.config for one in (today, best)}
     summaries = decoding.run("report", drafters, questions)

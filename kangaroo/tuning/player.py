@@ -22,7 +22,6 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.odds import Odds
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import VanillaConfig
-from kangaroo.evaluation.bench import task_of
 from kangaroo.evaluation.speedup import interval, speedup
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
@@ -150,8 +149,8 @@ class Score:
         return speedup(self.pairs_Q2)
 
     @property
-    def interval(self) -> list[float]:
-        """95% interval of the speedup over questions."""
+    def interval(self) -> list[float] | None:
+        """95% interval of the speedup over questions; one question has none."""
         return interval(self.pairs_Q2)
 
     @property
@@ -210,5 +209,5 @@ def score(
         accepted = sum(sum(replayed.accepted) for replayed in rounds)
         drafted = sum(sum(replayed.drafted) for replayed in rounds)
         counts.append((tokens, forwards, accepted, drafted))
-    tasks = tuple(task_of(question.category) for question in questions)
+    tasks = tuple(question.task for question in questions)
     return Score(candidate, np.stack([vanilla_Q, seconds], 1), np.array(counts), tasks)

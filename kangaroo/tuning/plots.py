@@ -115,8 +115,9 @@ def over_exit(grids: dict[str, Grid], exits: dict[str, int], subtitle: str) -> F
     beside: Counter[int] = Counter()  # adapters of one exit stand side by side
     for color, (name, grid) in zip(cycle(len(grids)), grids.items(), strict=True):
         best, at = max(grid.values(), key=lambda one: one.speedup), exits[name]
-        x, (low, high) = at + 0.06 * beside[at], best.interval
-        axes.plot([x, x], [low, high], color=color, linewidth=1.2)
+        x = at + 0.06 * beside[at]
+        if best.interval is not None:
+            axes.plot([x, x], best.interval, color=color, linewidth=1.2)
         axes.plot(x, best.speedup, "o", color=color, label=name)
         axes.plot(x, best.compression_rate, "o", color=color, fillstyle="none")
         beside[at] += 1

@@ -15,8 +15,9 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.evaluation.metrics import ends
 from kangaroo.evaluation.plots import NAMES
-from kangaroo.provenance import provenance
-from kangaroo.tables import Row, markdown, number, share, span, terminal
+from kangaroo.evaluation.report import within
+from kangaroo.provenance import made_by, provenance
+from kangaroo.tables import Row, markdown, number, share, terminal
 from kangaroo.tuning import costs, plots
 from kangaroo.tuning.confirming import Confirmed
 from kangaroo.tuning.player import Score
@@ -28,25 +29,25 @@ ALIKE = 0.002  # compression rates that are the same, but for a round
 SHOWN = 8  # of a long table
 
 
-def write(found: Tuned, config: TuneConfig, about: str) -> None:
+def write(found: Tuned, config: TuneConfig, about: str, use: str) -> None:
     """Write all files to the output's folder.
 
     Args:
         about: what was tuned, in words.
+        use: the command that measures the drafter that was found.
     """
     output = Path(config.output)
-    write_settings(found.best.candidate.config, output)
+    write_settings(found.best.candidate.config, output, use)
     (output / NUMBERS).write_text(json.dumps(numbers(found, config), indent=1) + "\n")
     drawn = plots.draw(found, about)
     for name, figure in drawn.items():
         figure.savefig(output / f"{name}.png", dpi=150)
-    text = page(found, config, about, list(drawn))
+    text = page(found, config, about, use, list(drawn))
     (output / PAGE).write_text(text, encoding="utf-8")
 
 
-def write_settings(drafter: DrafterConfig, output: Path) -> None:
-    """The drafter as a file of Hydra's group `drafter`: `evaluate.py --config-dir=OUTPUT
-    drafter=tuned`."""
+def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
+    """The drafter as a file of Hydra's group `drafter`."""
     defaults: list[Any] = [f"{drafter.name}_schema"]
     settings = asdict(drafter)
     if isinstance(drafter, CascadeConfig):
@@ -57,7 +58,7 @@ def write_settings(drafter: DrafterConfig, output: Path) -> None:
     del settings["name"]
     file = output / SETTINGS
     file.parent.mkdir(parents=True, exist_ok=True)
-    head = f"# Written by scripts/tune.py: python evaluate.py --config-dir={output} drafter=tuned\n"
+    head = f"# Found by tuning: {use}\n"
     text = yaml.safe_dump({"defaults": [*defaults, "_self_"]} | settings, sort_keys=False)
     file.write_text(head + text, encoding="utf-8")
 
@@ -70,13 +71,12 @@ def show(found: Tuned, console: Console) -> None:
     console.print(terminal(rows, title="prediction and decoding"))
 
 
-def page(found: Tuned, config: TuneConfig, about: str, drawn: Sequence[str]) -> str:
+def page(found: Tuned, config: TuneConfig, about: str, use: str, drawn: Sequence[str]) -> str:
     """Everything, in Markdown."""
     parts = [
         f"# Tuning {about}",
         verdict(found),
-        f"Use it: `python evaluate.py --config-dir={config.output} drafter=tuned`. "
-        f"{told(found.split, config.seed).capitalize()}.",
+        f"Use it: `{use}`. {told(found.split, config.seed).capitalize()}.",
         "## On questions that nothing was chosen by",
         markdown(reporting_rows(found)),
         "## Prediction and decoding",
@@ -102,24 +102,17 @@ def page(found: Tuned, config: TuneConfig, about: str, drawn: Sequence[str]) -> 
     return "\n\n".join(parts) + "\n"
 
 
-def made_by() -> str:
-    """The command and the machine, in a sentence."""
-    about = provenance()
-    machine, versions = about["hardware"], about["versions"]
-    return (
-        f"Made by `{about['command']}` on {machine['cuda'] or machine['cpu']}, "
-        f"{machine['threads']} threads, torch {versions['torch']}, "
-        f"revision {about['git_revision']}."
-    )
-
-
 def verdict(found: Tuned) -> str:
     """What came of it, in a sentence or two."""
     if found.gain is None:
         return "**Today's drafter is the best** of those that were decoded: keep it."
     gain, limits = found.gain
-    times = f"{gain:.2f}x as fast as today's (95% interval {span(limits)})"
-    sure = "" if limits[0] > 1 else " The interval holds 1: on these questions, no sure gain."
+    times = f"{gain:.2f}x as fast as today's{within(limits)}"
+    sure = ""
+    if limits is None:
+        sure = " One question does not show a gain."
+    elif limits[0] <= 1:
+        sure = " The interval holds 1: on these questions, no sure gain."
     if gain <= 1:
         return (
             f"**Today's drafter is best**: `{found.best.name}` seemed faster on the questions for "
@@ -168,8 +161,8 @@ def why_off(one: Confirmed) -> str:
     rates = one.predicted.compression_rate, one.measured["overall"]["compression_rate"]
     if abs(rates[0] / rates[1] - 1) > ALIKE:
         return f"`{one.name}` decoded in other rounds, as its CR shows."
-    low, high = one.measured["overall"]["speedup_ci95"]
-    if low <= one.predicted.speedup <= high:
+    limits = one.measured["overall"]["speedup_ci95"]
+    if limits is not None and limits[0] <= one.predicted.speedup <= limits[1]:
         return f"`{one.name}` is off, but within the interval of what was measured."
     return f"`{one.name}` had the predicted rounds; they took another time than those measured."
 

@@ -111,7 +111,7 @@ class TracedQuestion:
     """All turns of a question, the answers being the target's own."""
 
     question_id: int
-    category: str
+    task: str
     turns: list[Turn]
 
 
@@ -173,7 +173,7 @@ def save(traced: TracedQuestion, key: str, folder: Path) -> None:
                 tensors[f"{number}/{part.name}/{name}"] = array
     file = file_of(folder, traced.question_id)
     partial = file.with_suffix(".partial")
-    about = {"key": key, "category": traced.category, "turns": str(len(traced.turns))}
+    about = {"key": key, "task": traced.task, "turns": str(len(traced.turns))}
     save_file(tensors, partial, about)
     os.replace(partial, file)
 
@@ -192,7 +192,7 @@ def load(question_id: int, key: str, folder: Path) -> TracedQuestion | None:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         known, count = about["key"], int(about["turns"])
         turns = [_turn(tensors, number) for number in range(count)]
-        category = about["category"]
+        task = about["task"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CorruptFile(
             f"'{file}' is no trace ({type(error).__name__}: {error}). Delete it, and its question "
@@ -203,7 +203,7 @@ def load(question_id: int, key: str, folder: Path) -> TracedQuestion | None:
             f"'{file}' was made with other settings or weights, or of another question. Delete "
             "it, pass another output=, or resume=false to trace again."
         )
-    return TracedQuestion(question_id, category, turns)
+    return TracedQuestion(question_id, task, turns)
 
 
 def _turn(tensors: dict[str, np.ndarray], number: int) -> Turn:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import BenchConfig, Question, load_questions, task_of
+from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.model import LM
 from kangaroo.native import build_name
 from kangaroo.ranges import Count, Ranged, Seed
@@ -93,7 +93,7 @@ class Tuned:
     confirmed: list[Confirmed]
     best: Confirmed
     report: dict[str, dict[str, Any]]
-    gain: tuple[float, list[float]] | None
+    gain: tuple[float, list[float] | None] | None
     seconds: dict[str, float]
 
 
@@ -174,7 +174,7 @@ def split(questions: Sequence[Question], config: TuneConfig) -> Split:
         )
     by_task: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        by_task[task_of(question.category)].append(question)
+        by_task[question.task].append(question)
     rng = random.Random(config.seed)
     for some in by_task.values():
         rng.shuffle(some)

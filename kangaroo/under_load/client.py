@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.errors import DataError, MissingPackage, ProcessLost
+from kangaroo.folders import install
 
 CLIENT = "guidellm"
 WATCH_SECONDS = 0.2
@@ -50,8 +51,7 @@ def client_version() -> str:
     """guidellm's. Errors: `MissingPackage`."""
     if importlib.util.find_spec(CLIENT) is None:
         raise MissingPackage(
-            f"the load comes from '{CLIENT}', which is not installed: pip install "
-            "'kangaroo[load]', or in a checkout pip install -e '.[load]'."
+            f"the load comes from '{CLIENT}', which is not installed: {install('load')}."
         )
     return version(CLIENT)
 

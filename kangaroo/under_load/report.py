@@ -16,6 +16,7 @@ from kangaroo import tables
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.plots import FAINT, VANILLA
 from kangaroo.paper.plots import COLORS
+from kangaroo.provenance import machine
 from kangaroo.tables import Row, number
 from kangaroo.under_load.client import Measured
 from kangaroo.under_load.config import BASELINE, Cell
@@ -144,7 +145,8 @@ def markdown(summary: Mapping[str, Any]) -> str:
         *sentences(summary),
         f"![{', '.join(title for _, title, _ in METRICS.values())}]({PLOT})",
         NOTES,
-        f"`{begun['command']}`, revision {begun['git_revision']}, {begun['time']}",
+        f"`{begun['command']}`, revision {begun['git_revision']}, {begun['time']}, "
+        f"{machine(begun)}",
     ]
     return "\n\n".join(parts) + "\n"
 
