@@ -26,7 +26,7 @@ from kangaroo.sampling import Sampling, pick
 from kangaroo.tree import Tree
 
 REPEATS = 31
-WIDTHS = [*range(1, 9), 12, 16]
+WIDTHS = [*range(1, 9), 12, 16, 32, 64]
 
 
 @torch.no_grad()
