@@ -1,4 +1,5 @@
-"""What makes decoding faster than PyTorch's modules: native code on a CPU, CUDA graphs on a GPU.
+"""What makes decoding faster than PyTorch's modules: native code on a CPU, and on a GPU Triton's
+kernels in CUDA graphs.
 
 Shapes: B rows, N tokens of a block, D hidden size, O outputs.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from ctypes import CDLL
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -22,8 +25,9 @@ class Acceleration:
 
     Args:
         library: native code.
-        sizes: what native code has to know of the target's layers; needed with `library`.
+        sizes: what these have to know of the target's layers; needed with `library` or `kernels`.
         graphs: recorded work.
+        kernels: `kangaroo.cuda.layers`, whose classes are asked as those of native code are.
     """
 
     def __init__(
@@ -31,33 +35,40 @@ class Acceleration:
         library: CDLL | None = None,
         sizes: Sizes | None = None,
         graphs: Graphs | None = None,
+        kernels: ModuleType | None = None,
     ):
-        self.library, self.sizes, self.graphs = library, sizes, graphs
+        self.library, self.sizes, self.graphs, self.kernels = library, sizes, graphs, kernels
 
     def __bool__(self) -> bool:
-        return self.library is not None or self.graphs is not None
+        return bool(self.library or self.graphs or self.kernels)
 
     @property
     def bucket(self) -> int:
         """Attention reads the occupied slots rounded up to a multiple of this."""
         return BUCKET if self.graphs is None else GRAPH_BUCKET
 
-    def stack(self, layers: Sequence[LayerWeights]) -> Stack | None:
-        """These layers in native code, which reads the weights where they lie."""
+    def stack(self, layers: Sequence[LayerWeights]) -> Any:
+        """A `Stack` of these layers, which reads the weights where they lie."""
+        if self.kernels is not None:
+            return self.kernels.Stack(layers, self.sizes)
         if self.library is None:
             return None
         assert self.sizes is not None
         return Stack(self.library, layers, self.sizes)
 
-    def head(self, weight_OD: Tensor) -> Head | None:
-        """The same for a matrix from hidden states to logits."""
+    def head(self, weight_OD: Tensor) -> Any:
+        """A `Head` of a matrix from hidden states to logits."""
+        if self.kernels is not None:
+            return self.kernels.Head(weight_OD, self.sizes)
         if self.library is None:
             return None
         assert self.sizes is not None
         return Head(self.library, weight_OD, self.sizes)
 
-    def fusing(self, weights: Sequence[Tensor]) -> Fusing | None:
-        """The same for the input of a fused adapter."""
+    def fusing(self, weights: Sequence[Tensor]) -> Any:
+        """A `Fusing` for the input of a fused adapter."""
+        if self.kernels is not None:
+            return self.kernels.Fusing(weights, self.sizes)
         if self.library is None:
             return None
         assert self.sizes is not None

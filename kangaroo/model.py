@@ -14,19 +14,21 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 
-from kangaroo import native
+from kangaroo import cuda, native
 from kangaroo.acceleration import Acceleration
 from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
 from kangaroo.graphs import Graphs
 from kangaroo.huge_pages import settle
-from kangaroo.native import LayerWeights, Sizes
+from kangaroo.layer_weights import layer_weights
+from kangaroo.native import Sizes
 from kangaroo.supported import check_supported
 from kangaroo.tree import Tree
 
@@ -56,13 +58,15 @@ class LM(nn.Module):
         self.acceleration = Acceleration()
         self.native_layers: native.Stack | None = None
         self.native_head: native.Head | None = None
+        self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
+        self.cuda_head: Any = None
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
 
     def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
-        by CUDA graphs on one GPU. Training stays as it is, and so do prompts where PyTorch reads
-        them faster.
+        in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
+        where PyTorch reads them faster.
 
         Args:
             settled: native code first moves the weights, to where it reads them fastest.
@@ -73,9 +77,21 @@ class LM(nn.Module):
         if library is not None and settled:
             settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
         graphs = Graphs(self.device) if on_one_gpu else None
-        self.acceleration = Acceleration(library, self.sizes(), graphs)
-        self.native_layers = self.acceleration.stack(list(map(layer_weights, self.layers)))
-        self.native_head = self.acceleration.head(self.head.weight)
+        plain = self.is_plain() and self.config.hidden_act == "silu"
+        kernels = (
+            cuda.usable_layers(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
+        )
+        return self.decode_by(Acceleration(library, self.sizes(), graphs, kernels))
+
+    def decode_by(self, acceleration: Acceleration) -> LM:
+        """Leave a step of decoding to what is faster."""
+        layers = acceleration.stack(list(map(layer_weights, self.layers)))
+        head = acceleration.head(self.head.weight)
+        if acceleration.kernels is None:
+            self.native_layers, self.native_head = layers, head
+        else:
+            self.cuda_layers, self.cuda_head = layers, head
+        self.acceleration = acceleration
         return self
 
     def is_native_kind(self) -> bool:
@@ -159,7 +175,7 @@ class LM(nn.Module):
 
         # they hold on to whole layers
         self.acceleration = Acceleration()
-        self.native_layers = self.native_head = None
+        self.native_layers = self.native_head = self.cuda_layers = self.cuda_head = None
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -345,6 +361,8 @@ class LM(nn.Module):
             return self._eager(x_BND, None, block, layers)
 
         def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
+            if self.cuda_layers and self.cuda_layers.takes(x_BND, block):
+                return (self.cuda_layers(x_BND, cache, block, layers),)
             return (self._eager(x_BND, cache, block, layers),)
 
         key = ("layers", layers, block.rows.start)
@@ -367,10 +385,10 @@ class LM(nn.Module):
         return x_BND
 
     def logits(self, x_BND: Tensor) -> Tensor:
-        """`[B, N, V]` from the output of the last layer; in float32 from native code."""
-        x_MD = x_BND.flatten(0, 1)
-        if self.native_head and self.native_head.takes(x_MD):
-            logits_MV = self.native_head(x_MD, self.hf.model.norm.weight)
+        """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
+        x_MD, head = x_BND.flatten(0, 1), self.native_head or self.cuda_head
+        if head and head.takes(x_MD):
+            logits_MV = head(x_MD, self.hf.model.norm.weight)
             return logits_MV.unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
@@ -400,30 +418,3 @@ def transformers_attention(lm: LM) -> Iterator[None]:
         yield
     finally:
         lm.hf.set_attn_implementation(ATTENTION)
-
-
-def layer_weights(layer: nn.Module) -> LayerWeights:
-    """What native code reads of a transformers layer."""
-    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
-    return LayerWeights(
-        attention_norm=layer.get_parameter("input_layernorm.weight"),
-        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
-        **attention_weights(layer.self_attn),
-        **feed_forward_weights(layer.mlp),
-    )
-
-
-def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
-    """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
-    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
-    norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
-    return (
-        {name: linear.weight for name, linear in projections.items()}
-        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
-        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
-    )
-
-
-def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
-    """What native code reads of a feed-forward part."""
-    return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}

@@ -6,8 +6,9 @@ allocated itself, as a graph's pool does; a replay runs the operators again on t
 addresses, and fails loudly where memory of others has died or moved since. As on a GPU, recording
 computes nothing: what it wrote into memory of others does not happen. After a replay all that the
 work allocated is rubbish, since graphs share one pool and overwrite each other's parts of it. A
-pool whose last tape was freed cannot be recorded into again. Work
-that would wait for the device, or read from the host, cannot be recorded.
+pool whose last tape was freed cannot be recorded into again. Work that would wait for the device,
+or read from the host, cannot be recorded. Triton's kernels are recorded where they are launched,
+beside the operators.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kangaroo.cuda import launching
 from kangaroo.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
+
+start = launching.start
 
 # what CUDA refuses while it records, since the host would have to wait or its memory be read
 REFUSED = {
@@ -110,6 +115,19 @@ class Tape(TorchDispatchMode):
             self._append(func, args, kwargs, new)
         return out
 
+    def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        """Stands in for `kangaroo.cuda.launching.start`: the kernel runs on copies of what is not
+        the work's own."""
+        with _disable_current_modes():
+            for x in args:
+                if isinstance(x, Tensor):
+                    self._note(x)
+            copied = tree_map_only(
+                Tensor, lambda x: x if _address(x) in self.pool else twin(x), args
+            )
+            start(kernel, grid, copied, options)
+            self._append(lambda *args: start(kernel, grid, args, options), args, {}, [])
+
     @torch.no_grad()
     def replay(self) -> None:
         for foreign in self.foreign.values():
@@ -161,6 +179,12 @@ def bare_tensor(x: Tensor) -> Tensor:
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def twin(x: Tensor) -> Tensor:
+    """The same numbers in memory of their own, in the same places of it."""
+    storage = x.untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
 class StrictRecorder:
     """Stands in for `kangaroo.graphs.Recorder`; its pool is one of CUDA's, which is lost for good
     with the last tape in it.
@@ -177,7 +201,7 @@ class StrictRecorder:
             raise CaptureError("use_count > 0 INTERNAL ASSERT FAILED: this pool's graphs are gone")
         tape, self.begun = Tape(), True
         self.tapes.add(tape)
-        with tape:
+        with tape, patch.object(launching, "start", tape.launch):
             work()
         tape.spoil()
         return tape.replay

@@ -23,7 +23,7 @@ ORDER = [
     | {"tables", "memory", "settings", "supported"},
     {"compiling"},
     {"tree", "graphs", "native", "prompts", "teacher", "generation"},
-    {"verify", "clock", "acceleration", "budget"},
+    {"verify", "clock", "acceleration", "budget", "cuda", "layer_weights"},
     {"model", "batch"},
     {"costs"},
     {"embedded", "shapes", "checkpoints", "models", "blueprint"},
@@ -124,6 +124,7 @@ def test_each_outside_library_has_its_place():
     assert users("deepspeed") <= {"kangaroo.training.backend"}
     assert len(users("wandb")) <= 1
     assert users("hydra") | users("omegaconf") <= HYDRA_USERS
+    assert {name.rsplit("_", 1)[0] for name in users("triton")} == {"kangaroo.cuda.kernels"}
 
 
 @pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb", "xllamacpp"])
@@ -143,7 +144,7 @@ HF_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_model_and_the_adapter_know_transformers_layers(name):
     known = {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
-    if part(name) not in ("model", "trained", "models"):
+    if part(name) not in ("model", "layer_weights", "trained", "models"):
         assert not known & HF_PARTS
     if name == "kangaroo.models":  # makes random models, whose deep layers it weakens
         assert known & HF_PARTS <= {"self_attn", "mlp"}

@@ -22,6 +22,27 @@ INTRO = """# On a GPU
 (`tests/test_gpu_script.py`).
 """
 
+KERNELS = """## Kernels
+
+On one GPU a step of decoding runs in Triton's kernels (`kangaroo/cuda/`): targets of all supported
+families with heads of up to 256, in float16, bfloat16 and float32, and what drafts with layers and
+heads of theirs. Prompts, training, and whatever the kernels cannot run go through transformers'
+modules; a warning says why. `KANGAROO_NO_PDL=1` keeps kernels from starting before the last one has
+ended.
+
+Without a GPU `tests/test_cuda.py` shows, in Triton's interpreter, that each kernel computes its
+formula, whole tiny models what transformers' modules compute, and that a token's bits are the same
+alone, in a chain, in a tree and in a batch; and that for sm_80, sm_89 and sm_90 each kernel
+compiles to one kind of matrix instruction whatever the number of tokens, within the card's shared
+memory.
+
+**No card has run these kernels yet**: neither their bits nor their speed there are proven. A sketch
+that they were made from was measured on one H100 (Vicuna-7B's shape, random weights, float16, one
+token at context 256): 5.09 ms, 84% of the rate at which the card reads memory, where transformers'
+modules in CUDA graphs took 8.75 ms; a verification of 8 took 1.02 of that, and one pass of 8 tokens
+gave the bits of 8 passes of one.
+"""
+
 BEYOND = """## What no stage covers
 
 Several GPUs and several nodes (training over nccl, `model.device_map=auto`), targets above 8B, and
@@ -39,6 +60,7 @@ def page(folder: Path) -> str:
     parts = [
         INTRO,
         _where([_json(file)["provenance"] for file in sorted(folder.rglob("speed.json"))]),
+        KERNELS,
         _section("Tests that need a GPU", _tests(folder / "check.log")),
         _section("7B and 8B shapes against the memory's limit", _aims(speeds)),
         *(f"### {name}\n\n{speed_report.markdown(speed)}" for name, speed in speeds.items()),

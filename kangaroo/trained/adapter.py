@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kangaroo import native
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM, attention_weights, feed_forward_weights
+from kangaroo.layer_weights import attention_weights, feed_forward_weights
+from kangaroo.model import LM
 from kangaroo.ranges import Layers
 from kangaroo.trained import base
 from kangaroo.trained.base import vocabulary_size
@@ -178,7 +179,8 @@ class Adapter(Layer):
         return [] if self.head is None else [self.head]
 
     def native_inputs(self) -> dict[str, Structure]:
-        return {"fusing": self.native_fusing.native()} if self.native_fusing else {}
+        fusing = self.native_fusing
+        return {"fusing": fusing.native()} if isinstance(fusing, native.Fusing) else {}
 
     def accelerate(self, lm: LM) -> Adapter:
         super().accelerate(lm)

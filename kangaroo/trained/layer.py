@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kangaroo import native
 from kangaroo.cache import Block, BlockCache, PastKeys
-from kangaroo.model import LM, attention_weights, feed_forward_weights
+from kangaroo.layer_weights import attention_weights, feed_forward_weights
+from kangaroo.model import LM
 from kangaroo.native import LayerWeights
 from kangaroo.trained.base import Architecture, Trainable
 from kangaroo.trained.unroll import unroll

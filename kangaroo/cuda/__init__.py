@@ -1,0 +1,67 @@
+"""Decoding in Triton on a CUDA device.
+
+`layers` is a third implementation of what transformers' modules define; it needs the package
+triton, so it is imported where it can decode.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from kangaroo.native import Sizes
+
+log = logging.getLogger(__name__)
+
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+LEAST_CAPABILITY = 8, 0  # of a card that multiplies matrices of bfloat16
+WIDEST_HEAD = 256
+LARGEST_GROUP = 16  # query heads that share a key head: columns of a product
+
+
+def usable_layers(
+    dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
+) -> ModuleType | None:
+    """The module `kangaroo.cuda.layers`; None, with a warning that says why, where it cannot run
+    such layers here.
+
+    Args:
+        is_plain: whether the model computes what its weights say, with SiLU.
+    """
+    reason = reason_against(dtype, sizes, is_plain, device)
+    if reason is None:
+        from kangaroo.cuda import layers
+
+        try:
+            layers.try_out(dtype, sizes, device)
+            return layers
+        except Exception as error:  # Triton's, its compilers' or the driver's
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = f"Triton cannot run here: {lines[0]}"
+    log.warning("decoding goes on in transformers' modules, which is slower: %s", reason)
+    return None
+
+
+def reason_against(
+    dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
+) -> str | None:
+    """Why the kernels cannot run such a model; None where they may."""
+    size, group = sizes.head_size, sizes.heads // sizes.kv_heads
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if dtype not in DTYPES:
+        return f"the weights are {dtype}; the kernels take {', '.join(map(str, DTYPES))}"
+    if size % 2 or size > WIDEST_HEAD:
+        return f"heads have size {size}; the kernels take even ones up to {WIDEST_HEAD}"
+    if group > LARGEST_GROUP:
+        return f"{group} query heads share a key head; the kernels take up to {LARGEST_GROUP}"
+    if not is_plain:
+        return (
+            "the model has hooks, another activation than SiLU, or weights beside those of its kind"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return "the GPU's compute capability is below {}.{}".format(*LEAST_CAPABILITY)
+    return None

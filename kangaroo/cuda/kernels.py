@@ -1,0 +1,118 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What all kernels share, embeddings, and norms.
+
+Every kernel obeys one rule: what it computes for a token is the same, bit by bit, whatever is
+computed beside it. Sums are in fixed blocks in a fixed order; counts of tokens, rows and slots are
+no part of a compiled program (`do_not_specialize`).
+
+Triton's interpreter has no arithmetic in bfloat16, and says nothing. So `numbers` are float32
+there, and `rounded` and `write` round as a card does.
+
+Shapes: N tokens, K inputs, V vocabulary, P parts of a sum.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# constexpr: kernels read no other globals
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """First thing in every kernel: what was launched before has ended, and all that it wrote is
+    there. The next kernel may come to the processors now, and waits here in its turn."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def numbers(x):
+    """What was loaded, to calculate with."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def read(pointers, mask):
+    """Numbers, 0 where masked."""
+    return numbers(tl.load(pointers, mask=mask, other=0.0))
+
+
+@triton.jit
+def rounded(x, FORMAT: tl.constexpr):
+    """Float32 in a format, to nearest and even."""
+    if INTERPRETED and tl.bfloat16 == FORMAT:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
+    else:
+        return x.to(FORMAT)
+
+
+@triton.jit
+def write(pointers, x, mask):
+    """Float32, in the format of its place."""
+    x = rounded(x, pointers.dtype.element_ty)
+    if INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:
+        bits = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+        x = bits.to(tl.bfloat16, bitcast=True)
+    tl.store(pointers, x, mask=mask)
+
+
+@triton.jit
+def embed_kernel(token_ptr, table_ptr, x_ptr, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """Rows of the table `[V, K]`. Programs: N."""
+    wait(PDL)
+    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    token = tl.load(token_ptr + n).to(tl.int64)
+    tl.store(x_ptr + n * K + k, tl.load(table_ptr + token * K + k, mask=k < K), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["N"])
+def norm_kernel(
+    x_ptr,
+    part_ptr,
+    weight_ptr,
+    sum_ptr,
+    normed_ptr,
+    N,
+    STRIDE,
+    eps,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`sum = x + parts`, these `[P, N, K]` in their order, then its norm. Programs: N.
+
+    Args:
+        STRIDE: of `normed`, from token to token.
+        PARTS: 0 for the norm of x alone.
+        NORMS: whether there is a norm.
+    """
+    wait(PDL)
+    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    inside = k < K
+    x = read(x_ptr + n * K + k, inside).to(tl.float32)
+    if PARTS > 0:
+        total = tl.zeros([BK], tl.float32)
+        for part in tl.static_range(PARTS):
+            total += tl.load(part_ptr + (part * N + n) * K + k, mask=inside, other=0.0)
+        x = rounded(x + total, sum_ptr.dtype.element_ty).to(tl.float32)
+        write(sum_ptr + n * K + k, x, inside)
+    if NORMS:
+        factor = tl.rsqrt(tl.sum(x * x) / K + eps)
+        normed = rounded(x * factor, normed_ptr.dtype.element_ty).to(tl.float32)
+        weight = read(weight_ptr + k, inside).to(tl.float32)
+        write(normed_ptr + n * STRIDE + k, normed * weight, inside)

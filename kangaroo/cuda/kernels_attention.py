@@ -1,0 +1,178 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Attention over the slots of a cache: chains, trees and batches by one kernel.
+
+A token sees slots; in the order of its text they are its positions 0, 1, ... They are read in
+blocks of 64 positions, whatever else is decoded, and a block is one product of 16 columns with 64
+keys. Blocks that lie in the slots of the same numbers are shared: a column is a token with a query
+head. From the first one that does not, a token reads its blocks alone, by an index of slots, and
+its columns are the query heads of a group. A column's result does not depend on the others, so it
+makes no difference to a token's bits which of the two a block is.
+
+Shapes: N tokens, T of a row, E slots that are looked at, S slots of a row, P places of a path,
+B blocks, H query heads, G key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kangaroo.cuda.kernels import read, rounded, wait, write
+
+
+@triton.jit(do_not_specialize=["T", "E", "P", "ROW_STRIDE", "TOKEN_STRIDE"])
+def path_kernel(
+    bias_ptr,
+    count_ptr,
+    lead_ptr,
+    path_ptr,
+    T,
+    E,
+    P,
+    ROW_STRIDE,
+    TOKEN_STRIDE,
+    BE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What a mask says: how many slots each token sees, how many of them are shared blocks, and the
+    slots that come after those, `path` `[N, P]`. Programs: N.
+
+    Args:
+        bias_ptr: 0 for a slot that is seen, -inf for another; of one token they lie in a line.
+    """
+    wait(PDL)
+    n = tl.program_id(0)
+    bias_ptr += (n // T).to(tl.int64) * ROW_STRIDE + (n % T).to(tl.int64) * TOKEN_STRIDE
+    path_ptr += n.to(tl.int64) * P
+    e = tl.arange(0, BE)
+    lead = E
+    start = 0
+    while start < E:  # the interpreter has no ranges to what is not a constant
+        slot = start + e
+        is_seen = (slot < E) & (read(bias_ptr + slot, slot < E).to(tl.float32) == 0)
+        lead = tl.minimum(lead, tl.min(tl.where(is_seen, E, slot)))
+        start += BE
+    lead = lead // 64 * 64
+    count = lead
+    start = lead
+    while start < E:
+        slot = start + e
+        is_seen = (slot < E) & (read(bias_ptr + slot, slot < E).to(tl.float32) == 0)
+        place = count - lead + tl.cumsum(is_seen.to(tl.int32), 0) - 1
+        tl.store(path_ptr + place, slot, mask=is_seen & (place < P))
+        count += tl.sum(is_seen.to(tl.int32))
+        start += BE
+    tl.store(count_ptr + n, count)
+    tl.store(lead_ptr + n, lead)
+
+
+@triton.jit(do_not_specialize=["T", "E", "S", "ROW", "P", "B", "COLUMNS"])
+def attend_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    count_ptr,
+    lead_ptr,
+    path_ptr,
+    sum_ptr,
+    weight_ptr,
+    T,
+    E,
+    S,
+    ROW,
+    P,
+    B,
+    COLUMNS,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a block and each column: the weighted sum of values, `sum` `[N, H, B, D]`, the largest
+    score, and the sum of exponentials under it, `weight` `[N, H, B, 2]`.
+
+    Programs: rows, key heads, units. The first COLUMNS * B units are shared blocks of 16 columns,
+    the others T * P / 64 blocks of one token.
+
+    Args:
+        ROW: of the cache, that the first row is.
+        DP: D, or more: a power of two.
+    """
+    wait(PDL)
+    GROUP: tl.constexpr = H // G
+    FORMAT: tl.constexpr = q_ptr.dtype.element_ty
+    row, h, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, e, d = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, DP)
+    is_path = unit >= COLUMNS * B
+    unit = tl.where(is_path, unit - COLUMNS * B, unit)
+    per = tl.where(is_path, P // 64, B)
+    part, nth = unit // per, unit % per
+    t = tl.where(is_path, part, (part * 16 + m) // GROUP)
+    j = tl.where(is_path, m, (part * 16 + m) % GROUP)
+    token = row * T + tl.minimum(t, T - 1)
+    whose = row * T + tl.minimum(part, T - 1)  # a path is that of one token
+    block = tl.where(is_path, tl.load(lead_ptr + whose) // 64 + nth, nth)
+    count = tl.load(count_ptr + token)
+    end = tl.where(is_path, count, tl.load(lead_ptr + token))
+    is_live = (t < T) & (j < GROUP) & (block * 64 < end)
+    if tl.max(is_live.to(tl.int32)) > 0:
+        place = block * 64 + e
+        path_end = tl.load(count_ptr + whose)
+        on_path = place < tl.where(is_path, path_end, 0)
+        slot = tl.load(path_ptr + whose.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
+        slot = tl.where(is_path, slot, place)
+        is_key = place < tl.where(is_path, path_end, E)
+        head = token.to(tl.int64) * H + h * GROUP + j
+        inside = is_live[:, None] & (d < D)[None, :]
+        q = read(q_ptr + head[:, None] * D + d[None, :], inside)
+        at = (((ROW + row).to(tl.int64) * S + slot) * G + h)[:, None] * D + d[None, :]
+        within = is_key[:, None] & (d < D)[None, :]
+        keys = read(keys_ptr + at, within)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        seen = is_live[:, None] & (place[None, :] < count[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        top = tl.max(scores, 1)
+        weights = tl.exp(scores - tl.where(is_live, top, 0.0)[:, None])
+        values = read(values_ptr + at, within)
+        sums = tl.dot(rounded(weights, FORMAT), values, input_precision="ieee")
+        to = head * B + block
+        tl.store(sum_ptr + to[:, None] * D + d[None, :], sums, mask=inside)
+        tl.store(weight_ptr + to * 2, top, mask=is_live)
+        tl.store(weight_ptr + to * 2 + 1, tl.sum(weights, 1), mask=is_live)
+
+
+@triton.jit(do_not_specialize=["B"])
+def combine_kernel(
+    sum_ptr,
+    weight_ptr,
+    count_ptr,
+    out_ptr,
+    B,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The blocks of each token in their order, `[N, H, D]`; zeros where there is none. Programs:
+    N, H."""
+    wait(PDL)
+    n = tl.program_id(0)
+    head = n.to(tl.int64) * H + tl.program_id(1)
+    d = tl.arange(0, DP)
+    top, total, out = float("-inf"), 0.0, tl.zeros([DP], tl.float32)
+    block, count = 0, tl.load(count_ptr + n)
+    while block * 64 < count:
+        at = head * B + block
+        block_top = tl.load(weight_ptr + at * 2)
+        block_total = tl.load(weight_ptr + at * 2 + 1)
+        block_out = tl.load(sum_ptr + at * D + d, mask=d < D, other=0.0)
+        new = tl.maximum(top, block_top)
+        before, here = tl.exp(top - new), tl.exp(block_top - new)
+        out = out * before + block_out * here
+        total = total * before + block_total * here
+        top = new
+        block += 1
+    out = tl.where(total > 0, out / total, 0.0)
+    write(out_ptr + head * D + d, out, d < D)

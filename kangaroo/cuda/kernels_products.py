@@ -1,0 +1,341 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: E741, RUF005, SIM102 (Triton takes no starred tuple, nor a constant beside an `and`)
+"""Products of weights and a few tokens: every weight is read once for up to 64 of them.
+
+The weights are the first operand, and 16 tokens the second, always: more tokens go into further
+accumulators of 16, or to other programs. An instruction that takes more columns would sum in
+another order.
+
+Shapes: N tokens, K inputs, O outputs, P parts over the inputs, H query heads, G key heads, D head
+size, B tiles of the outputs. A program has BO outputs of TOKENS tokens, and reads BK inputs at a
+time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
+
+
+@triton.jit
+def zeros(BO: tl.constexpr, TOKENS: tl.constexpr):
+    """An accumulator for each 16 tokens."""
+    zero = tl.zeros([BO, 16], tl.float32)
+    if TOKENS == 16:
+        return (zero,)
+    elif TOKENS == 32:
+        return (zero, zero)
+    else:
+        return (zero, zero, zero, zero)
+
+
+@triton.jit
+def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
+    """Rows of a matrix `[O, K]`, their inputs k to k + BK."""
+    cols = k + tl.arange(0, BK)
+    inside = (rows < O)[:, None] & (cols < K)[None, :]
+    at = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
+    return numbers(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
+
+
+@triton.jit
+def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
+    """Of the 16 tokens from `first` on the inputs k to k + BK, `[BK, 16]`."""
+    cols = k + tl.arange(0, BK)
+    tokens = first + tl.arange(0, 16)
+    inside = (cols < K)[:, None] & (tokens < N)[None, :]
+    return read(x_ptr + tokens[None, :].to(tl.int64) * K + cols[:, None], inside)
+
+
+@triton.jit
+def add(sums, w, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr):
+    """The accumulators, and the product of these weights with each 16 tokens."""
+    added = ()
+    for i in tl.static_range(TOKENS // 16):
+        x = inputs(x_ptr, first + 16 * i, N, k, K, BK)
+        added = added + (tl.dot(w, x, sums[i], input_precision="ieee"),)
+    return added
+
+
+@triton.jit
+def add_pair(
+    ones,
+    others,
+    w1,
+    w2,
+    x_ptr,
+    first,
+    N,
+    k,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The same for two matrices at once, so that the inputs are read once."""
+    added1 = ()
+    added2 = ()
+    for i in tl.static_range(TOKENS // 16):
+        x = inputs(x_ptr, first + 16 * i, N, k, K, BK)
+        added1 = added1 + (tl.dot(w1, x, ones[i], input_precision="ieee"),)
+        added2 = added2 + (tl.dot(w2, x, others[i], input_precision="ieee"),)
+    return added1, added2
+
+
+@triton.jit(do_not_specialize=["N"])
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    N,
+    O,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
+    wait(PDL)
+    rows = tl.program_id(0) * BO + tl.arange(0, BO)
+    part, first = tl.program_id(1), tl.program_id(2) * TOKENS
+    STEPS: tl.constexpr = (K + BK * PARTS - 1) // (BK * PARTS)
+    sums = zeros(BO, TOKENS)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        k = (part * STEPS + step) * BK
+        sums = add(sums, weights(w_ptr, rows, O, k, K, BK), x_ptr, first, N, k, K, BK, TOKENS)
+    for i in tl.static_range(TOKENS // 16):
+        y = sums[i]
+        if BIASED:
+            bias = read(bias_ptr + rows, rows < O).to(tl.float32)
+            y += tl.where(part == 0, bias, 0.0)[:, None]
+        tokens = first + 16 * i + tl.arange(0, 16)
+        at = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
+        write(y_ptr + at, y, (rows < O)[:, None] & (tokens < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_up_kernel(
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    N,
+    O,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`silu(gate x) * up x`, `[N, O]`. Programs: tiles, tokens."""
+    wait(PDL)
+    rows = tl.program_id(0) * BO + tl.arange(0, BO)
+    first = tl.program_id(1) * TOKENS
+    gates = zeros(BO, TOKENS)
+    ups = zeros(BO, TOKENS)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        gate, up = weights(gate_ptr, rows, O, k, K, BK), weights(up_ptr, rows, O, k, K, BK)
+        gates, ups = add_pair(gates, ups, gate, up, x_ptr, first, N, k, K, BK, TOKENS)
+    for i in tl.static_range(TOKENS // 16):
+        gate = rounded(gates[i], y_ptr.dtype.element_ty).to(tl.float32)
+        tokens = first + 16 * i + tl.arange(0, 16)
+        inside = (rows < O)[:, None] & (tokens < N)[None, :]
+        at = tokens[None, :].to(tl.int64) * O + rows[:, None]
+        write(y_ptr + at, gate * tl.sigmoid(gate) * ups[i], inside)
+
+
+@triton.jit(do_not_specialize=["N", "T", "S", "ROW"])
+def qkv_kernel(
+    x_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    v_weight_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
+    v_bias_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slot_ptr,
+    count_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    N,
+    T,
+    S,
+    ROW,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    FIRST: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMS: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tiles
+    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second, since
+    these rotate together; with norms it has the whole head.
+
+    Args:
+        slot_ptr: of each token, within its row; rows have T tokens and S slots.
+        count_ptr: 0 for what is no token, which writes nothing to the cache.
+        ROW: of the cache, that the first token's row is.
+        FIRST: the first head; H leaves queries out.
+    """
+    wait(PDL)
+    HALF: tl.constexpr = D // 2
+    TILES: tl.constexpr = (HALF + BO - 1) // BO
+    head = tl.program_id(0) // TILES + FIRST
+    d = tl.program_id(0) % TILES * BO + tl.arange(0, BO)
+    first = tl.program_id(1) * TOKENS
+    w_ptr, bias_ptr, norm_ptr, to_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
+    if head >= H:
+        w_ptr, bias_ptr, norm_ptr, to_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
+        h = head - H
+    if head >= H + G:
+        w_ptr, bias_ptr, to_ptr = v_weight_ptr, v_bias_ptr, values_ptr
+        h = head - H - G
+    heads = tl.where(head < H, H, G)
+    inside_head = d < HALF
+    rows = tl.where(inside_head, h * D + d, heads * D)  # the matrix ends there
+    ones = zeros(BO, TOKENS)
+    others = zeros(BO, TOKENS)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        w1 = weights(w_ptr, rows, heads * D, k, K, BK)
+        w2 = weights(w_ptr, rows + HALF, heads * D, k, K, BK)
+        ones, others = add_pair(ones, others, w1, w2, x_ptr, first, N, k, K, BK, TOKENS)
+    FORMAT: tl.constexpr = q_ptr.dtype.element_ty
+    for i in tl.static_range(TOKENS // 16):
+        a, b = ones[i], others[i]
+        if BIASED:
+            a += read(bias_ptr + rows, inside_head).to(tl.float32)[:, None]
+            b += read(bias_ptr + rows + HALF, inside_head).to(tl.float32)[:, None]
+        a, b = rounded(a, FORMAT).to(tl.float32), rounded(b, FORMAT).to(tl.float32)
+        tokens = first + 16 * i + tl.arange(0, 16)
+        inside = inside_head[:, None] & (tokens < N)[None, :]
+        if NORMS:
+            if head < H + G:
+                factor = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)[None, :]
+                norm1 = read(norm_ptr + d, inside_head).to(tl.float32)[:, None]
+                norm2 = read(norm_ptr + d + HALF, inside_head).to(tl.float32)[:, None]
+                a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT)
+                b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
+                a, b = a.to(tl.float32), b.to(tl.float32)
+        if head < H + G:
+            at = tokens[None, :].to(tl.int64) * D + d[:, None]
+            cos = read(cos_ptr + at, inside).to(tl.float32)
+            sin = read(sin_ptr + at, inside).to(tl.float32)
+            a, b = a * cos - b * sin, b * cos + a * sin
+        place = tokens.to(tl.int64)
+        if head >= H:
+            is_token = tl.load(count_ptr + tokens, mask=tokens < N, other=0) > 0
+            slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
+            place = (ROW + tokens // T).to(tl.int64) * S + slot
+            inside = inside & is_token[None, :]
+        at = (place * heads + h)[None, :] * D + d[:, None]
+        write(to_ptr + at, a, inside)
+        write(to_ptr + at + HALF, b, inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def choose_kernel(
+    x_ptr,
+    w_ptr,
+    best_ptr,
+    id_ptr,
+    N,
+    O,
+    B,
+    K: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of each tile of a head: its two largest logits and the sum of exponentials under the larger,
+    `best` `[N, 3, B]`, and whose they are, `id` `[N, 2, B]`. Programs: B, tokens."""
+    wait(PDL)
+    tile, first = tl.program_id(0), tl.program_id(1) * TOKENS
+    rows = tile * BO + tl.arange(0, BO)
+    sums = zeros(BO, TOKENS)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        sums = add(sums, weights(w_ptr, rows, O, k, K, BK), x_ptr, first, N, k, K, BK, TOKENS)
+    for i in tl.static_range(TOKENS // 16):
+        logits = tl.where((rows < O)[:, None], sums[i], float("-inf"))
+        top = tl.max(logits, 0)
+        top_id = tl.min(tl.where(logits == top[None, :], rows[:, None], O), 0)
+        others = tl.where(rows[:, None] == top_id[None, :], float("-inf"), logits)
+        second = tl.max(others, 0)
+        second_id = tl.min(tl.where(others == second[None, :], rows[:, None], O), 0)
+        tokens = (first + 16 * i + tl.arange(0, 16)).to(tl.int64)
+        at = best_ptr + tokens * 3 * B + tile
+        tl.store(at, top, mask=tokens < N)
+        tl.store(at + B, second, mask=tokens < N)
+        tl.store(at + 2 * B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
+        at = id_ptr + tokens * 2 * B + tile
+        tl.store(at, top_id, mask=tokens < N)
+        tl.store(at + B, second_id, mask=tokens < N)
+
+
+@triton.jit
+def choice_kernel(
+    best_ptr,
+    id_ptr,
+    token_ptr,
+    chosen_ptr,
+    chance_ptr,
+    B,
+    O,
+    BB: tl.constexpr,
+    LISTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of each token, over all tiles: its two likeliest ids, `chosen` `[N, 2]`, and what they are
+    given of the whole, `chance` `[N, 2]`; of equals the lowest ids. Programs: N.
+
+    Args:
+        token_ptr: the ids of the head's outputs, ascending, where it has a part of the vocabulary.
+        BB: B, or more.
+    """
+    wait(PDL)
+    n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
+    inside = tile < B
+    best_ptr += n * 3 * B
+    id_ptr += n * 2 * B
+    tops = tl.load(best_ptr + tile, mask=inside, other=float("-inf"))
+    seconds = tl.load(best_ptr + B + tile, mask=inside, other=float("-inf"))
+    totals = tl.load(best_ptr + 2 * B + tile, mask=inside, other=0.0)
+    top_ids = tl.load(id_ptr + tile, mask=inside, other=O)
+    second_ids = tl.load(id_ptr + B + tile, mask=inside, other=O)
+    top = tl.max(tops)
+    top_id = tl.min(tl.where(tops == top, top_ids, O))
+    is_top = top_ids == top_id  # in that tile the second comes next
+    tops = tl.where(is_top, seconds, tops)
+    top_ids = tl.where(is_top, second_ids, top_ids)
+    second = tl.max(tops)
+    second_id = tl.min(tl.where(tops == second, top_ids, O))
+    total = tl.sum(
+        totals * tl.exp(tl.load(best_ptr + tile, mask=inside, other=float("-inf")) - top)
+    )
+    if LISTED:
+        top_id, second_id = tl.load(token_ptr + top_id), tl.load(token_ptr + second_id)
+    tl.store(chosen_ptr + 2 * n, top_id)
+    tl.store(chosen_ptr + 2 * n + 1, second_id)
+    tl.store(chance_ptr + 2 * n, 1 / total)
+    tl.store(chance_ptr + 2 * n + 1, tl.exp(second - top) / total)

@@ -1,0 +1,141 @@
+"""How kernels start: the one function that launches them, and the shapes of their tiles.
+
+Shapes: N tokens, O outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WIDTHS = 16, 32, 64  # tokens that a program may have; it reads its weights once for them
+PARTS = 4  # of a sum over the inputs, where the outputs alone are few programs
+SHARE = 0.6  # of the processors that have to get a program of a product
+NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: no kernel starts before the last one's end
+
+# Outputs of a program by inputs at a time, warps and stages: the best on an H100 for 7B (128 for
+# the two matrices gate and up, 64 for others) and for SmolLM2-135M (16).
+SHAPES = {128: (128, 8, 3), 64: (128, 4, 4), 32: (128, 4, 4), 16: (64, 2, 4)}
+
+# Bytes of fast memory that a program may have, by the card's compute capability.
+SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+LEAST_SHARED = 99 << 10
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the tiles have to know of a GPU.
+
+    Args:
+        processors: how many programs run at the same time, at least.
+        shared: bytes of fast memory that a program may have.
+        is_hopper: whether it is an H100's kind, or later: products read their operands where loads
+            put them, and a kernel may come to the processors while the one before it ends.
+    """
+
+    processors: int
+    shared: int
+    is_hopper: bool = True
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of a product computes; it depends on the matrix and the card alone.
+
+    Args:
+        outputs: of the matrix, or of each of two that are read together.
+        inputs: read at a time.
+        warps: of 32 threads.
+        stages: loads that may be on their way, by the width; that changes no result.
+    """
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: tuple[int, ...]
+
+    def options(self, width: int) -> dict[str, int]:
+        """What a kernel and its launch take for up to so many tokens at a time."""
+        stages = self.stages[WIDTHS.index(width)]
+        options = {"BO": self.outputs, "BK": self.inputs, "TOKENS": width, "STAGES": stages}
+        return options | {"num_warps": self.warps, "num_stages": stages}
+
+
+def tile(
+    weight_OK: Tensor,
+    outputs: int,
+    matrices: int = 1,
+    parts: int = 1,
+    most: int = 64,
+    whole: bool = False,
+) -> Tile:
+    """The tile of a matrix, or of two that are read together.
+
+    Args:
+        outputs: of each matrix.
+        parts: of the sum over the inputs.
+        most: outputs of a program: 128, 64, 32 or 16.
+        whole: no fewer than `most`.
+    """
+    rows, card = most, card_of(weight_OK.device)
+    while not whole and rows > 16 and cdiv(outputs, rows) * parts < SHARE * card.processors:
+        rows //= 2
+    inputs, warps, stages = SHAPES[rows]
+
+    def buffers(width: int) -> int:
+        """How many loads the card has room for."""
+        return card.shared // (weight_OK.itemsize * inputs * (matrices * rows + width))
+
+    while buffers(WIDTHS[-1]) < 2:
+        inputs //= 2
+    in_registers = 0 if card.is_hopper else 1
+    fitting = (min(stages, buffers(width) + in_registers) for width in WIDTHS)
+    return Tile(rows, inputs, warps, tuple(fitting))
+
+
+def cdiv(whole: int, part: int) -> int:
+    """How many parts hold the whole."""
+    return -(-whole // part)
+
+
+def width_of(tokens: int) -> int:
+    """How many tokens a program takes."""
+    return next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
+
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """A device's figures; an H100's where there is none, in Triton's interpreter."""
+    if device.type != "cuda":
+        return Card(132, SHARED[9, 0])
+    made = torch.cuda.get_device_properties(device)
+    shared = SHARED.get((made.major, made.minor), LEAST_SHARED)
+    return Card(made.multi_processor_count, shared, made.major >= 9)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float, **options: Any) -> None:
+    """Launch a kernel of this project, on the device of its first tensor.
+
+    Products are not fused with sums where the code does not say so: a compiler might do it in one
+    variant of a kernel and not in another, and results would differ.
+    """
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)
+    if overlaps:
+        options["launch_pdl"] = True
+    start(kernel, grid, args, options | {"PDL": overlaps, "enable_fp_fusion": False})
+
+
+def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:
+    """Where Triton is called; a recording may stand in for it."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)

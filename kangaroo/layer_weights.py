@@ -1,0 +1,34 @@
+"""The weights of a decoder layer, found by the names that transformers gives them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kangaroo.native import LayerWeights
+
+
+def layer_weights(layer: nn.Module) -> LayerWeights:
+    """What native code reads of a transformers layer."""
+    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
+    return LayerWeights(
+        attention_norm=layer.get_parameter("input_layernorm.weight"),
+        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
+        **attention_weights(layer.self_attn),
+        **feed_forward_weights(layer.mlp),
+    )
+
+
+def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
+    """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
+    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
+    return (
+        {name: linear.weight for name, linear in projections.items()}
+        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
+        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
+    )
+
+
+def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
+    """What native code reads of a feed-forward part."""
+    return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}

@@ -1,0 +1,88 @@
+"""Drafters on the kernels write what vanilla decoding on them writes, in half precision too; graphs
+record the kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DEVICE
+from helpers import adapter_for, random_prompts, tiny_model, vanilla_texts
+from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
+from test_conformance import DRAFTERS, Case
+
+from kangaroo.acceleration import Acceleration
+from kangaroo.cuda import layers as kernels
+from kangaroo.engine import Engine
+from kangaroo.model import LM
+from kangaroo.sampling import Sampling
+
+slow = pytest.mark.slow
+PROMPTS = random_prompts(5, 61)
+
+
+def by_kernels(architecture: str, dtype: torch.dtype, graphed: bool = False, layers: int = 4) -> LM:
+    lm = LM(tiny_model(architecture, dtype=dtype, num_hidden_layers=layers).to(DEVICE))
+    graphs = StrictGraphs() if graphed else None
+    return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
+
+
+def assert_equal_to_vanilla(
+    lm: LM, name: str, new_tokens: int, sampling: Sampling | None = None
+) -> None:
+    texts = vanilla_texts(lm, PROMPTS, new_tokens, sampling)
+    drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), texts))
+    done = Engine(lm, drafter).generate(PROMPTS, new_tokens, sampling, batch_size=2)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
+
+
+def test_kangaroo_in_bfloat16_writes_vanillas_text():
+    lm = by_kernels("llama", torch.bfloat16, layers=3)
+    assert_equal_to_vanilla(lm, "kangaroo-fused-layer", new_tokens=3)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
+def test_graphs_record_the_kernels():
+    """With the real graphs' rules: launches in a recording write nothing into memory of others."""
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    there = torch.zeros(3, 8)
+
+    def work():
+        _, normed = kernels.add_and_norm(x, None, weight, 1e-5, None)
+        kernels.add_and_norm(normed * 2, None, weight, 1e-5, out=there)
+
+    replay = StrictRecorder()(work)
+    wanted = there.clone()
+    there.zero_()
+    x *= 3
+    replay()
+    torch.testing.assert_close(there, wanted)
+    there = None
+    with pytest.raises(DanglingGraph):
+        replay()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
+@pytest.mark.parametrize(
+    "name", ["vanilla", *(pytest.param(x, marks=slow) for x in ("kangaroo-stops", "eagle"))]
+)
+def test_replayed_graphs_write_the_same_text(name):
+    texts = []
+    for graphed in (False, True):
+        lm = by_kernels("llama", torch.float16, graphed, layers=3)
+        drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
+        (done,) = Engine(lm, drafter).generate(PROMPTS[:1], 3)
+        texts.append(done.tokens)
+        if graphed:
+            assert sum(lm.acceleration.graphs.calls.values()) > 0
+    assert texts[0] == texts[1]
+
+
+@slow
+@pytest.mark.parametrize(
+    "sampling", [None, Sampling(temperature=1.0, seed=3)], ids=["greedy", "t1"]
+)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_writes_vanillas_text(name, sampling):
+    architecture, dtype = ("qwen3", torch.float16) if sampling else ("qwen2", torch.bfloat16)
+    assert_equal_to_vanilla(by_kernels(architecture, dtype), name, 5, sampling)

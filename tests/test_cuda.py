@@ -1,0 +1,234 @@
+"""The Triton kernels, without a GPU: in Triton's interpreter, and compiled for cards that are not
+here. On a GPU the same checks run there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kangaroo import cuda
+from kangaroo.cache import Block, KVCache
+from kangaroo.cuda import launching
+from kangaroo.cuda.launching import SHARED, Card
+from kangaroo.native import LayerWeights, Sizes
+
+pytest.importorskip("triton", reason="needs the package triton")
+
+CHECKS = Path(__file__).parent / "interpreted"
+
+
+def run_checks(*options: str, interpreted: bool = True) -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    files = sorted(map(str, CHECKS.glob("check_*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:xdist", *options]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kernels_in_the_interpreter():
+    run_checks("-m", "not slow")
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter_with_all_shapes():
+    run_checks("-m", "slow")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu():
+    run_checks("-m", "slow or not slow", interpreted=False)
+
+
+def sizes_of(heads: int, kv_heads: int, size: int) -> Sizes:
+    return Sizes(64, heads, kv_heads, size, 128, 1e-5, size**-0.5)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, is_plain, named",
+    [
+        (torch.float64, sizes_of(4, 2, 16), True, "torch.float64"),
+        (torch.float16, sizes_of(4, 2, 15), True, "size 15"),
+        (torch.float16, sizes_of(4, 2, 320), True, "size 320"),
+        (torch.float16, sizes_of(32, 1, 16), True, "32 query heads"),
+        (torch.float16, sizes_of(4, 2, 16), False, "hooks"),
+        (torch.float16, sizes_of(4, 2, 16), True, "Triton cannot run here"),  # on a CPU
+    ],
+    ids=str,
+)
+def test_a_warning_names_why_the_kernels_cannot_run(caplog, dtype, sizes, is_plain, named):
+    assert cuda.usable_layers(dtype, sizes, is_plain, torch.device("cpu")) is None
+    (record,) = caplog.records
+    assert "goes on in transformers' modules" in record.message and named in record.message
+
+
+def test_without_triton_a_warning_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    assert cuda.usable_layers(torch.float16, sizes_of(4, 2, 16), True, torch.device("cpu")) is None
+    assert "triton is not installed" in caplog.records[0].message
+
+
+CARDS = {
+    80: Card(108, SHARED[8, 0], False),
+    89: Card(128, launching.LEAST_SHARED, False),
+    90: Card(132, SHARED[9, 0]),
+}
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# hidden size, heads, key heads, their size, width of the feed-forward part, vocabulary
+SHAPES = {
+    "7b": (4096, 32, 32, 128, 11008, 32000),
+    "8b": (4096, 32, 8, 128, 14336, 128256),
+    "smollm2": (576, 9, 3, 64, 1536, 49152),
+    "80": (2560, 32, 32, 80, 6912, 50304),
+    "256": (2048, 8, 1, 256, 16384, 32000),
+}
+
+
+def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, tokens: int):
+    """What a layer, a head and an embedding would launch on a card: kernels with their arguments.
+    Tensors have no memory."""
+    from kangaroo.cuda import layers
+
+    launched = []
+    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[capability])
+    monkeypatch.setattr(launching, "start", lambda *launch: launched.append(launch))
+    hidden, heads, kv_heads, size, wide, vocabulary = SHAPES[shape]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    of_q, of_k = heads * size, kv_heads * size
+    norms = {"q_norm": empty(size), "k_norm": empty(size)} if shape in ("80", "256") else {}
+    layer = LayerWeights(
+        empty(hidden),
+        *(empty(outputs, hidden) for outputs in (of_q, of_k, of_k)),
+        empty(hidden, of_q),
+        *(empty(outputs) for outputs in (of_q, of_k, of_k)),
+        **norms,
+        feed_forward_norm=empty(hidden),
+        gate=empty(wide, hidden),
+        up=empty(wide, hidden),
+        down=empty(hidden, wide),
+    )
+    sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
+    cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
+    places = empty(1, tokens, dtype=torch.int64)
+    rope = empty(1, tokens, size), empty(1, tokens, size)
+    block = Block(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
+    with torch.no_grad():
+        layers.Stack([layer], sizes)(empty(1, tokens, hidden), cache, block, range(1))
+        head = layers.Head(empty(vocabulary, hidden), sizes)
+        head(empty(tokens, hidden))
+        head.choose(empty(tokens, hidden))
+        layers.embed(places[0], empty(vocabulary, hidden))
+    return launched
+
+
+def compiled(capability: int, kernel, args, options):
+    """The kernel as Triton would compile it for this call."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    left, types, constants, known = iter(args), {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            types[name], constants[name] = "constexpr", options[name]
+            continue
+        value = next(left)
+        is_tensor = isinstance(value, torch.Tensor)
+        types[name] = (
+            f"*{TYPES[value.dtype]}" if is_tensor else "i32" if isinstance(value, int) else "fp32"
+        )
+        whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        if is_tensor or whole:
+            known[(place,)] = [["tt.divisibility", 16]]
+    names = "num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"
+    return triton.compile(
+        ASTSource(kernel, types, constants, known),
+        target=GPUTarget("cuda", capability, 32),
+        options={name: options[name] for name in names if name in options},
+    )
+
+
+def bytes_spilled(made, folder: Path) -> int:
+    """Of a thread's registers to memory."""
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", said)
+    return int(usage[1]) + int(usage[2])
+
+
+SPILLED = 8  # bytes a thread: attention in groups of 4 spills one register on sm_89, once a program
+
+
+def all_cases():
+    """A card, a shape, a format, and whether products are compiled for all numbers of tokens."""
+    quick = [(80, "smollm2", torch.bfloat16), (89, "8b", torch.float16), (90, "7b", torch.bfloat16)]
+    cases = itertools.product(CARDS, SHAPES, (torch.float16, torch.bfloat16, torch.float32))
+    return [pytest.param(*case, False, id=f"{case[0]}-quick") for case in quick] + [
+        pytest.param(*case, True, marks=pytest.mark.slow) for case in cases
+    ]
+
+
+def test_tiles_on_an_h100_are_the_measured_ones(monkeypatch):
+    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[90])
+    weight = torch.empty(1, dtype=torch.float16)
+    gate_up = launching.tile(weight, 11008, matrices=2, most=128)
+    assert gate_up == launching.Tile(128, 128, 8, (3, 3, 2))
+    assert launching.tile(weight, 4096, parts=4) == launching.Tile(64, 128, 4, (4, 4, 4))
+    small = launching.Tile(16, 64, 2, (4, 4, 4))
+    assert launching.tile(weight, 576, parts=4) == small
+    assert launching.tile(weight, 1536, matrices=2, most=128) == small
+
+
+PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
+OTHERS = {f"{name}_kernel" for name in ("embed", "norm", "path", "combine", "choice")}
+
+
+@pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
+def test_kernels_compile_to_one_kind_of_instruction(
+    monkeypatch, tmp_path, capability, shape, dtype, all_widths
+):
+    """Of one kernel and matrix, whatever the number of tokens; next to nothing spilled; no more
+    shared memory than the card has."""
+    kinds: dict[tuple, set[str]] = {}
+    compiled_calls = set()
+    for tokens in (1, 17, 64) if all_widths else (1, 64):
+        for kernel, _, args, options in launches(monkeypatch, capability, shape, dtype, tokens):
+            matrix = (kernel.fn.__name__, options.get("K"), options.get("PARTS"))
+            call = (*matrix, options.get("TOKENS"))
+            is_wanted = all_widths or tokens == 1 or kernel.fn.__name__ == "linear_kernel"
+            if call in compiled_calls or not is_wanted:
+                continue
+            compiled_calls.add(call)
+            made = compiled(capability, kernel, args, options)
+            assert made.metadata.shared <= CARDS[capability].shared, call
+            if dtype != torch.float32:  # whose attention over wide heads spills, and is for checks
+                assert bytes_spilled(made, tmp_path) <= SPILLED, call
+            assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
+            instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
+            kinds.setdefault(matrix, set()).update(instructions)
+    for matrix, instructions in kinds.items():
+        multiplies = matrix[0] in PRODUCTS and dtype != torch.float32  # which has no such unit
+        assert len(instructions) == multiplies, (matrix, instructions)
+    assert {matrix[0] for matrix in kinds} == PRODUCTS | OTHERS
