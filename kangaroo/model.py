@@ -9,7 +9,6 @@ R rows of a block.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,12 +26,11 @@ from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
 from kangaroo.graphs import Graphs
 from kangaroo.huge_pages import settle
-from kangaroo.layer_weights import layer_weights
+from kangaroo.layer_weights import fingerprint, layer_weights
 from kangaroo.native import Sizes
-from kangaroo.supported import check_supported
+from kangaroo.supported import check_supported, eos_ids
 from kangaroo.tree import Tree
 
-FINGERPRINTED = 256  # numbers of each weight
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 
 AttentionInterface.register(ATTENTION, attention)
@@ -130,17 +128,8 @@ class LM(nn.Module):
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Tells these weights from others of the same shape by the first numbers of each, rounded
-        to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in
-        float16, which rounds twice). None for a `blueprint`, which has no weights."""
-        digest = hashlib.sha256()
-        for parameter in self.hf.parameters():
-            if parameter.is_meta:
-                return None
-            first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
-            first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
-            digest.update(first.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Tells these weights from others of the same shape; see `layer_weights`."""
+        return fingerprint(self.hf)
 
     @property
     def n_layers(self) -> int:
@@ -223,14 +212,12 @@ class LM(nn.Module):
             used: no row has a committed token or a node at or above this slot.
             below: how far below 0 `start` may lie: nodes there go to free slots at the end, where
                 no other token sees them.
-            recorded: a use, and the cache that steps are recorded for; where they are, the next
-                block of this use and shape takes this one's place.
+            recorded: a use, and the cache of recorded steps; the next block of both overwrites it.
         """
         extent = self.extent(n_slots, used + below)
         if recorded is None or self.acceleration.graphs is None:
             return self._placed(tree, start_B, extent, n_slots, below)
-        use, cache = recorded
-        parents = () if tree.is_chain else (tree.parents_BN,)
+        (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
 
         def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
             own = Tree(parents[0], tree.max_depth) if parents else tree
@@ -401,13 +388,6 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
-
-
-def eos_ids(hf: PreTrainedModel) -> list[int]:
-    """Every token that ends a text: Llama 3 has several, named by the generation config."""
-    eos = hf.generation_config.eos_token_id
-    eos = hf.config.eos_token_id if eos is None else eos
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 @contextmanager
