@@ -84,11 +84,36 @@ class Acceleration:
     ) -> tuple[Block, Tensors]:
         """The block and more of what steps on `x` will read; where steps are recorded, in the same
         place call after call, so that no step copies it."""
-        if self.graphs is None or not self.graphs.take(x_BND, block):
+        if self.graphs is None or not self._recorded(x_BND, block):
             return block, more
         own = block.tensors()
         held = self.graphs.hold(caches, key, *own, *more)
         return block.with_tensors(*held[: len(own)]), held[len(own) :]
+
+    def _recorded(self, x_BND: Tensor, block: Block) -> bool:
+        return (
+            self.graphs is not None
+            and block.recordable
+            and self.graphs.take(x_BND.shape[0] * x_BND.shape[1])
+        )
+
+    def replay(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        work: Callable[..., Tensors],
+        *inputs: Tensor,
+        tokens: int,
+        rehearsal: Tensors | None = None,
+    ) -> Tensors:
+        """`work(*inputs)`, a part of a step of decoding; the arguments are those of `Graphs`.
+
+        Args:
+            tokens: of all rows that it computes.
+        """
+        if self.graphs is None or not self.graphs.take(tokens):
+            return work(*inputs)
+        return self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
 
     def step(
         self,
@@ -108,7 +133,7 @@ class Acceleration:
             keep: the results outlive the next call with this key, which otherwise may overwrite
                 them.
         """
-        if self.graphs is None or not self.graphs.take(x_BND, block):
+        if self.graphs is None or not self._recorded(x_BND, block):
             return work(x_BND, block, *more)
         own = block.tensors()
 

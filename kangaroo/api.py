@@ -55,13 +55,15 @@ def load(
             takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
             one that training saved.
         drafter: the method, by its name in `configs/drafter` with the settings that it has on the
-            command line, or its config, beside which there is neither `adapter` nor `settings`.
+            command line, or its config, beside which there is neither `adapter` nor `settings`:
+            `DraftModelConfig(model=...)` for another draft model, since `model` is the target here.
         chat_template: name of a template in `kangaroo/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.load`.
     """
+    model = typed("model", model, str | os.PathLike | ModelConfig)
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
@@ -89,7 +91,8 @@ def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
     end = turn_end(tokenizer)
     if end is None or end in lm.eos_ids():
         return
-    ends, token = (tokenizer.convert_ids_to_tokens(ids) for ids in (lm.eos_ids(), end))
+    ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
+    token = tokenizer.convert_ids_to_tokens(end)
     log.warning(
         "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
         "answers may run on into a user turn of the model's own. To end them there, pass "

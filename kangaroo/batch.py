@@ -6,7 +6,8 @@ Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,25 @@ from kangaroo.tree import Draft
 from kangaroo.verify import Verdict
 
 
-@dataclass
-class Emitted:
+class RowTensors(NamedTuple):
+    """What the device knows of all rows.
+
+    Args:
+        length_B, limit_B: committed tokens, and the most that there may be.
+        seeds_B: of the sampling noise.
+        done_B: whether a row's text has ended.
+        heeds_eos_B, eos_ids_E: whether an EOS ends it, and which tokens are one.
+    """
+
+    length_B: Tensor
+    limit_B: Tensor
+    seeds_B: Tensor
+    done_B: Tensor
+    heeds_eos_B: Tensor
+    eos_ids_E: Tensor
+
+
+class Emitted(NamedTuple):
     """What one step added, still on the device.
 
     Args:
@@ -29,12 +47,14 @@ class Emitted:
         counts_B: how many; 0 for rows that were done before.
         accepted_B: how many of them were draft tokens.
         drafted_B: valid draft tokens (for a tree: nodes).
+        done_B: whether a row's text has ended.
     """
 
     tokens_BP: Tensor
     counts_B: Tensor
     accepted_B: Tensor
     drafted_B: Tensor
+    done_B: Tensor
 
     def to_host(self) -> list[tuple[list[int], int, int]]:
         """(new tokens, accepted, drafted) of each row: the step's one device-to-host copy."""
@@ -83,6 +103,12 @@ class Batch:
         self.default = replace(sampling, seed=0)
         self.samplings = [self.default] * size
         self.sampling: AnySampling = self.default  # of all rows
+
+    @property
+    def rows(self) -> RowTensors:
+        """What the device knows of all rows."""
+        row = self.length_B, self.limit_B, self.seeds_B, self.done_B
+        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E)
 
     @property
     def size(self) -> int:
@@ -172,6 +198,7 @@ class Batch:
         ended = bool(tokens) and tokens[-1] in self.ends[row]
         self.done[row] = self.done[row] or ended or len(text) >= self.limits[row]
 
+    @torch.inference_mode()
     def stop(self, row: int) -> None:
         """A row's text ends here, though neither EOS nor its limit was reached."""
         self.done_B[row] = self.done[row] = True
@@ -182,25 +209,30 @@ class Batch:
         last = next((i for i, token in enumerate(tokens) if token in ends), room)
         return tokens[: min(last + 1, room)]
 
-    def commit(self, draft: Draft, verdict: Verdict) -> Emitted:
-        """Append the accepted path and the bonus token, cut at EOS and at the row's limit."""
-        device = self.length_B.device
-        steps_P = torch.arange(draft.tree.max_depth + 1, device=device)
-        # what the target writes after each accepted node: the next one's token, at last the bonus
-        new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
-        counts_B = torch.minimum(verdict.count_B + 1, self.limit_B - self.length_B)
-        is_eos_BP = torch.isin(new_BP, self.eos_ids_E) & self.heeds_eos_B[:, None]
-        is_eos_BP &= steps_P < counts_B[:, None]
-        first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
-        counts_B = first_eos_B * ~self.done_B
-        index_BP = self.length_B[:, None] + steps_P
+    def commit(self, emitted: Emitted) -> None:
+        """Append what a step wrote."""
+        new_BP = emitted.tokens_BP
+        index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
         self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
-        self.length_B = self.length_B + counts_B
-        was_done_B = self.done_B
-        self.done_B = was_done_B | is_eos_BP.any(1) | (self.length_B >= self.limit_B)
-        return Emitted(
-            tokens_BP=new_BP,
-            counts_B=counts_B,
-            accepted_B=torch.minimum(verdict.count_B, counts_B),
-            drafted_B=(draft.valid_BN.sum(1) - 1) * ~was_done_B,
-        )
+        self.length_B = self.length_B + emitted.counts_B
+        self.done_B = emitted.done_B
+
+
+def emitted(draft: Draft, verdict: Verdict, rows: RowTensors) -> Emitted:
+    """The accepted path and the bonus token of each row, cut at EOS and at its limit."""
+    steps_P = torch.arange(draft.tree.max_depth + 1, device=rows.length_B.device)
+    # what the target writes after each accepted node: the next one's token, at last the bonus
+    new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
+    counts_B = torch.minimum(verdict.count_B + 1, rows.limit_B - rows.length_B)
+    is_eos_BP = torch.isin(new_BP, rows.eos_ids_E) & rows.heeds_eos_B[:, None]
+    is_eos_BP &= steps_P < counts_B[:, None]
+    first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
+    counts_B = first_eos_B * ~rows.done_B
+    ended_B = is_eos_BP.any(1) | (rows.length_B + counts_B >= rows.limit_B)
+    return Emitted(
+        tokens_BP=new_BP,
+        counts_B=counts_B,
+        accepted_B=torch.minimum(verdict.count_B, counts_B),
+        drafted_B=(draft.valid_BN.sum(1) - 1) * ~rows.done_B,
+        done_B=rows.done_B | ended_B,
+    )

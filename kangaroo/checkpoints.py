@@ -40,7 +40,9 @@ def read_checkpoint(
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
     """
     is_folder = os.path.isdir(source)
-    if not is_folder and (os.path.isabs(source) or source[0] == "." or source.count("/") > 1):
+    if not is_folder and (
+        os.path.isabs(source) or source[:1] in ("", ".") or source.count("/") > 1
+    ):
         raise ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
@@ -130,9 +132,9 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
     for file in sorted(Path(source).iterdir()):
         try:
             _open(file)
-        except OSError:  # not there, or not to be read: transformers says so
+        except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers says so
             continue
-        except Exception as error:  # of a cut pickle torch raises what comes of its last opcode
+        except Exception as error:  # of a cut file torch raises whatever comes, OSError too
             with file.open("rb") as stream:
                 beginning = stream.read(64)
             reasons = (why for head, why in BEGINNINGS.items() if beginning.startswith(head))

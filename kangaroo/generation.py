@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kangaroo.errors import ConfigError, PromptError
+from kangaroo.errors import PromptError
+from kangaroo.ranges import Ranged, TextSeed
 from kangaroo.sampling import Sampling
-
-SEEDS = 1 << 63  # seeds lie in [-SEEDS, SEEDS), which tensors and native code hold
 
 
 @dataclass
-class Request:
+class Request(Ranged):
     """One text to write.
 
     Args:
@@ -32,18 +31,11 @@ class Request:
 
     prompt: Sequence[int]
     max_new_tokens: int
-    seed: int = 0
+    seed: TextSeed = 0
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     sampling: Sampling | None = None
     written: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if not -SEEDS <= self.seed < SEEDS:
-            raise ConfigError(
-                f"seed={self.seed} must be {-SEEDS} to {SEEDS - 1}; several texts have seeds one "
-                "after another."
-            )
 
     @property
     def text(self) -> Sequence[int]:

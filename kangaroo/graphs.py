@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kangaroo.cache import Block, KVCache
+from kangaroo.cache import KVCache
 
 WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
 MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
@@ -75,14 +75,9 @@ class Graphs:
         # come and go with all their graphs; this empty one stays.
         self.keeps_pool = self.record(lambda: None)
 
-    def take(self, x_BND: Tensor, block: Block) -> bool:
-        """Whether this is a step of decoding, and not a prefill or training."""
-        return (
-            block.recordable
-            and not self.recording
-            and x_BND.shape[0] * x_BND.shape[1] <= MOST_TOKENS
-            and not torch.is_grad_enabled()
-        )
+    def take(self, tokens: int) -> bool:
+        """Whether work on so many tokens is recorded; more are a prefill or training."""
+        return not self.recording and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def hold(self, caches: Sequence[KVCache], key: Key, *tensors: Tensor) -> Tensors:
         """The same values, in the same place call after call: work that takes them as inputs need
@@ -93,7 +88,12 @@ class Graphs:
         return self._renewed(caches, key, None, tensors)
 
     def __call__(
-        self, caches: Sequence[KVCache], key: Key, work: Callable[..., Tensors], *inputs: Tensor
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Tensors],
+        *inputs: Tensor,
+        rehearsal: Tensors | None = None,
     ) -> Tensors:
         """The results of `work(*inputs)`, which must do the same for every call of this key.
 
@@ -102,8 +102,12 @@ class Graphs:
         Args:
             caches: all that the work reads or writes; when one of them ends, the graph does.
             key: names the work and everything about it that is not in a tensor.
+            rehearsal: inputs to run with before recording; needed where a second run with the same
+                inputs would not leave everything as the first did.
         """
-        return work(*inputs) if self.recording else self._renewed(caches, key, work, inputs)
+        if self.recording:
+            return work(*inputs)
+        return self._renewed(caches, key, work, inputs, rehearsal)
 
     def _renewed(
         self,
@@ -111,6 +115,7 @@ class Graphs:
         key: Key,
         work: Callable[..., Tensors] | None,
         inputs: Tensors,
+        rehearsal: Tensors | None = None,
     ) -> Tensors:
         while self.dead:
             self._forget(self.dead.pop())
@@ -119,7 +124,7 @@ class Graphs:
         with torch.inference_mode():  # wherever the call comes from, the tensors are of one kind
             if whole not in self.made:
                 self._watch(caches)
-                self._make(serials, whole, work, inputs)
+                self._make(serials, whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             made = self.made[whole]
             for mine, given in zip(made.inputs, inputs, strict=True):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import torch
 from torch import Tensor, nn
 
 from kangaroo.native import LayerWeights
+
+FINGERPRINTED = 256  # numbers of each weight
 
 
 def layer_weights(layer: nn.Module) -> LayerWeights:
@@ -32,3 +37,17 @@ def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
 def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
     """What native code reads of a feed-forward part."""
     return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}
+
+
+def fingerprint(model: nn.Module) -> str | None:
+    """Tells a model's weights from others of the same shape by the first numbers of each, rounded
+    to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in float16,
+    which rounds twice). None for a `blueprint`, which has no weights."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            return None
+        first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
+        first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

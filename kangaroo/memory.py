@@ -48,6 +48,14 @@ def begin_peak(device: torch.device) -> bool:
     return True
 
 
+def free(device: torch.device) -> int:
+    """What a further tensor of this process may take on that device."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def resident() -> int:
     """What this process holds of the CPU's memory now."""
     return psutil.Process().memory_info().rss

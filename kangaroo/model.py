@@ -9,7 +9,6 @@ R rows of a block.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,12 +26,11 @@ from kangaroo.attention import ATTENTION, attention, has_flash
 from kangaroo.cache import Block, KVCache, occupied
 from kangaroo.graphs import Graphs
 from kangaroo.huge_pages import settle
-from kangaroo.layer_weights import layer_weights
+from kangaroo.layer_weights import fingerprint, layer_weights
 from kangaroo.native import Sizes
-from kangaroo.supported import check_supported
+from kangaroo.supported import check_supported, eos_ids
 from kangaroo.tree import Tree
 
-FINGERPRINTED = 256  # numbers of each weight
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 
 AttentionInterface.register(ATTENTION, attention)
@@ -61,6 +59,7 @@ class LM(nn.Module):
         self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
         self.cuda_head: Any = None
         self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
 
     def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
@@ -129,17 +128,8 @@ class LM(nn.Module):
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Tells these weights from others of the same shape by the first numbers of each, rounded
-        to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in
-        float16, which rounds twice). None for a `blueprint`, which has no weights."""
-        digest = hashlib.sha256()
-        for parameter in self.hf.parameters():
-            if parameter.is_meta:
-                return None
-            first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
-            first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
-            digest.update(first.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Tells these weights from others of the same shape; see `layer_weights`."""
+        return fingerprint(self.hf)
 
     @property
     def n_layers(self) -> int:
@@ -202,7 +192,19 @@ class LM(nn.Module):
         n_heads = self.config.num_key_value_heads
         return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
 
-    def block(self, tree: Tree, start_B: Tensor, used: int, n_slots: int, below: int = 0) -> Block:
+    def extent(self, n_slots: int, used: int) -> int:
+        """How many slots attention reads so that `used` are covered."""
+        return occupied(n_slots, used, self.acceleration.bucket)
+
+    def block(
+        self,
+        tree: Tree,
+        start_B: Tensor,
+        used: int,
+        n_slots: int,
+        below: int = 0,
+        recorded: tuple[str, KVCache] | None = None,
+    ) -> Block:
         """Place the nodes of `tree` in consecutive slots from `start` on, after what lies below.
 
         Args:
@@ -210,9 +212,26 @@ class LM(nn.Module):
             used: no row has a committed token or a node at or above this slot.
             below: how far below 0 `start` may lie: nodes there go to free slots at the end, where
                 no other token sees them.
+            recorded: a use, and the cache of recorded steps; the next block of both overwrites it.
         """
+        extent = self.extent(n_slots, used + below)
+        if recorded is None or self.acceleration.graphs is None:
+            return self._placed(tree, start_B, extent, n_slots, below)
+        (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
+
+        def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
+            own = Tree(parents[0], tree.max_depth) if parents else tree
+            return self._placed(own, start_B, extent, n_slots, below).tensors()
+
+        key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
+        tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
+        tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
+        slots_BN, positions_BN, bias_B1NE, *rope = tensors
+        at = slice(0, len(start_B))
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, at, (rope[0], rope[1]), True)
+
+    def _placed(self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int) -> Block:
         device = start_B.device
-        extent = occupied(n_slots, used + below, self.acceleration.bucket)
         slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
         if tree.is_chain and not below:
@@ -264,6 +283,8 @@ class LM(nn.Module):
     def rope_within(self, n_slots: int, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         """The same by a table, for positions below `n_slots`: less work in every step."""
         if self.rope_table is None or len(self.rope_table[0]) < n_slots:
+            if self.rope_table is not None:
+                self.outgrown_tables.append(self.rope_table)
             positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
             cos_1SC, sin_1SC = self.rope(positions_1S)
             self.rope_table = cos_1SC[0], sin_1SC[0]
@@ -372,13 +393,6 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
-
-
-def eos_ids(hf: PreTrainedModel) -> list[int]:
-    """Every token that ends a text: Llama 3 has several, named by the generation config."""
-    eos = hf.generation_config.eos_token_id
-    eos = hf.config.eos_token_id if eos is None else eos
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 @contextmanager

@@ -30,10 +30,10 @@ from kangaroo.checkpoints import read_checkpoint, read_tokenizer
 from kangaroo.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.errors import ConfigError
 from kangaroo.folders import TORCHRUN, command_line, of_project
-from kangaroo.model import eos_ids
 from kangaroo.placement import check_placed
 from kangaroo.prompts import TEMPLATES, check_template, shipped_templates
 from kangaroo.shapes import SHAPES, shape_of
+from kangaroo.supported import eos_ids
 
 TINY = "random:tiny"
 RANDOM = "random:"

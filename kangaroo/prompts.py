@@ -59,7 +59,7 @@ def content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        kind = "null" if content is None else f"a {type(content).__name__}"
+        kind = "null" if content is None else f"of type {type(content).__name__}"
         raise ValueError(f"is {kind}, neither text nor a list of text parts")
     texts = []
     for number, part in enumerate(content, start=1):

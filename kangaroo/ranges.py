@@ -48,16 +48,18 @@ class Length:
     least: int
 
 
-_INT = (1 << 31) - 1  # what native code counts with
+MOST = (1 << 31) - 1  # what native code counts with
+SEEDS = 1 << 63  # a text's seed lies in [-SEEDS, SEEDS), which tensors and native code hold
 
-Count = Annotated[int, Range(1, _INT)]
-CountOrZero = Annotated[int, Range(0, _INT)]
-TextLength = Annotated[int, Range(2, _INT)]  # in tokens: of fewer, none is predicted
-Index = Annotated[int, Range(-_INT, _INT)]  # of a list; a negative one counts from its end
+Count = Annotated[int, Range(1, MOST)]
+CountOrZero = Annotated[int, Range(0, MOST)]
+TextLength = Annotated[int, Range(2, MOST)]  # in tokens: of fewer, none is predicted
+Index = Annotated[int, Range(-MOST, MOST)]  # of a list; a negative one counts from its end
 # As numpy's generators take it. Others are made of `seed * 1_000_003 + i`, a signed number of 64
 # bits.
 Seed = Annotated[int, Range(0, (1 << 32) - 1)]
-NoiseSeed = Annotated[int, Range(-(1 << 63), (1 << 63) - (1 << 31))]  # each row adds its number
+TextSeed = Annotated[int, Range(-SEEDS, SEEDS - 1)]
+NoiseSeed = Annotated[int, Range(-SEEDS, SEEDS - 1 - MOST)]  # each row adds its number
 # The nodes of a draft. Each is held against each other one, in every row, and has a slot there.
 MOST_NODES = 1024
 DraftSize = Annotated[int, Range(1, MOST_NODES)]

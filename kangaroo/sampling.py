@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
-MOST_TOP_K = (1 << 31) - 1  # more than any vocabulary has
 _MASK = 0xFFFFFFFF
 # Temperatures: logits divided by far less are infinite in float32, and by far more all alike.
 GREEDY_BELOW, HOTTEST = 1e-6, 1e30
@@ -123,7 +123,7 @@ def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
         removed = (probs.cumsum(-1) - probs) >= sampling.top_p
-        removed[..., 0] = False  # the likeliest stays, though top_p may be 0 in float32
+        removed = F.pad(removed[..., 1:], (1, 0))  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV

@@ -7,6 +7,7 @@ Shapes: B rows, N draft nodes, T tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kangaroo import teacher
-from kangaroo.batch import Batch
+from kangaroo.batch import Batch, Emitted, RowTensors, emitted
 from kangaroo.cache import Block
 from kangaroo.clock import Clock
 from kangaroo.drafters.base import Drafter
 from kangaroo.model import LM
 from kangaroo.tree import Draft
-from kangaroo.verify import decide
+from kangaroo.verify import Verdict, decide
 
 Chunk = tuple[Tensor, Block, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
 
@@ -78,24 +79,23 @@ class TensorStepper:
         started = clock.mark()
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = clock.mark()
-        block = draft.block = draft.block or lm.block(
-            draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
+        draft.block = draft.block or lm.block(
+            draft.tree,
+            batch.base_B,
+            batch.used + draft.tree.size,
+            batch.n_slots,
+            recorded=("verify", batch.cache),
         )
-        x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
-        layers = range(draft.entry, lm.n_layers)
-        x_BND, taps = lm.run(x_BND, batch.cache, block, layers, drafter.taps)
-        logits_BNV = lm.logits(x_BND)
-        verdict = decide(draft, logits_BNV, block.positions_RT + 1, batch.sampling, batch.seeds_B)
+        verdict, written, logits_BNV, taps = self._verify(draft, draft.block)
         if not draft.tree.is_chain:
-            depth_P = torch.arange(draft.tree.max_depth + 1, device=lm.device)
-            batch.cache.move(
-                block.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
-            )
+            self._keep_path(draft.block, verdict)
         verified = clock.mark()
-        emitted = batch.commit(draft, verdict)
+        batch.commit(written)
         drafter.observe(batch, draft, verdict, taps)
-        rows = emitted.to_host()  # the step's one device-to-host copy, but for what is kept
-        kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
+        rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
+        kept: teacher.Rows = [None] * batch.size
+        if logits_BNV is not None:
+            kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(drafted, accepted)
@@ -104,3 +104,74 @@ class TensorStepper:
             clock.between(proposed, verified),
         )
         return Step(rows, kept, draft_seconds, verify_seconds)
+
+    def _verify(
+        self, draft: Draft, block: Block
+    ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
+        """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
+        where something of them is kept; the states that the drafter wants.
+        """
+        lm, batch, keeps = self.lm, self.batch, self.keep > 0
+        taps = sorted(set(self.drafter.taps))
+        layers, sampling = range(draft.entry, lm.n_layers), batch.sampling
+
+        def work(draft: Draft, block: Block, rows: RowTensors) -> tuple[Tensor, ...]:
+            x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
+            x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
+            logits_BNV = lm.logits(x_BND)
+            verdict = decide(draft, logits_BNV, block.positions_RT + 1, sampling, rows.seeds_B)
+            kept = (logits_BNV,) if keeps else ()
+            return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
+
+        results = self._replayed(work, draft, block, ("verify", *taps, keeps))
+        verdict, results = (
+            Verdict(*results[: len(Verdict._fields)]),
+            results[len(Verdict._fields) :],
+        )
+        written, results = (
+            Emitted(*results[: len(Emitted._fields)]),
+            results[len(Emitted._fields) :],
+        )
+        states = dict(zip(taps, results[keeps:], strict=True))
+        return verdict, written, results[0] if keeps else None, states
+
+    def _replayed(
+        self,
+        work: Callable[[Draft, Block, RowTensors], tuple[Tensor, ...]],
+        draft: Draft,
+        block: Block,
+        key: tuple[Hashable, ...],
+    ) -> tuple[Tensor, ...]:
+        """`work(draft, block, rows)`, recorded where steps are: by tensors alone."""
+        batch, parts, rows = self.batch, draft.tensors(), self.batch.rows
+        layout = block.tensors()
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            own, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
+            here, tensors = block.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
+            return work(own, here, RowTensors(*tensors))
+
+        key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, repr(batch.sampling))
+        tokens = draft.tokens_BN.numel()
+        inputs = *parts, *layout, *rows
+        return self.lm.acceleration.replay((batch.cache,), key, flat, *inputs, tokens=tokens)
+
+    def _keep_path(self, block: Block, verdict: Verdict) -> None:
+        """Move the keys and values of an accepted path to where its tokens now stand."""
+        batch = self.batch
+        depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
+        from_BP = block.slots_RT.gather(1, verdict.path_BP)
+        to_BP = batch.base_B[:, None] + depth_P
+
+        def work(from_BP: Tensor, to_BP: Tensor) -> tuple[Tensor, ...]:
+            batch.cache.move(from_BP, to_BP)
+            return ()
+
+        self.lm.acceleration.replay(
+            (batch.cache,),
+            ("move",),
+            work,
+            *(from_BP, to_BP),
+            tokens=from_BP.numel(),
+            rehearsal=(to_BP, to_BP),
+        )

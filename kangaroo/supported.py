@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.errors import UnsupportedModel
 
@@ -45,3 +45,10 @@ def check_supported(config: PretrainedConfig) -> None:
             f"{config.model_type} model rotates whole heads. Leave it out of config.json, if the "
             "model was trained without."
         )
+
+
+def eos_ids(hf: PreTrainedModel) -> list[int]:
+    """Every token that ends a text: Llama 3 has several, named by the generation config."""
+    eos = hf.generation_config.eos_token_id
+    eos = hf.config.eos_token_id if eos is None else eos
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

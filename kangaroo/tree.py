@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -52,9 +52,9 @@ class Tree:
         return self.ancestors_BNN.sum(-1) - 1
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @cache  # without a limit, since graphs read where it lies
     def chain(size: int, device: torch.device) -> Tree:
-        """`size` nodes in a line; cached, since every step of a chain drafter asks for one."""
+        """`size` nodes in a line; kept, since every step of a chain drafter asks for one."""
         parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
         return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
 
@@ -80,6 +80,22 @@ class Draft:
     entry: int = 0
     probs_BNV: Tensor | None = None
     block: Block | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs between two drafts of one shape; see `with_tensors`."""
+        parents = () if self.tree.is_chain else (self.tree.parents_BN,)
+        further = [x for x in (self.hidden_BND, self.probs_BNV) if x is not None]
+        return self.tokens_BN, self.valid_BN, *parents, *further
+
+    def with_tensors(self, tokens_BN: Tensor, valid_BN: Tensor, *others: Tensor) -> Draft:
+        """A draft of the same shape with other tensors, in the order of `tensors`; without a
+        block."""
+        left, tree = list(others), self.tree
+        if not tree.is_chain:
+            tree = Tree(left.pop(0), tree.max_depth)
+        hidden_BND = None if self.hidden_BND is None else left.pop(0)
+        probs_BNV = None if self.probs_BNV is None else left.pop(0)
+        return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
 
     @staticmethod
     def nothing(pending_B1: Tensor) -> Draft:

@@ -6,9 +6,10 @@ V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.errors import ConfigError
@@ -16,8 +17,7 @@ from kangaroo.sampling import AnySampling, Rule, Sampling, Stream, perturb, pick
 from kangaroo.tree import Draft
 
 
-@dataclass
-class Verdict:
+class Verdict(NamedTuple):
     """What verification decided.
 
     Args:
@@ -51,7 +51,8 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
         return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
     parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
     matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
-    matched_BN[:, 0] = True  # the pending token is committed already
+    is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
+    matched_BN = matched_BN | is_root_N  # the pending token is committed already
     alive_BN = (~tree.ancestors_BNN | matched_BN[:, None]).all(-1)
     best_B = (alive_BN * (tree.depth_BN + 1)).argmax(-1)
     depth_BN = tree.depth_BN.expand_as(draft.tokens_BN)
@@ -85,8 +86,7 @@ def rejection(
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     q_BNV = torch.cat([draft.probs_BNV[:, 1:], torch.zeros_like(p_BNV[:, :1])], 1)
     child_BN = draft.tokens_BN.roll(-1, 1)
-    has_child_BN = draft.valid_BN.roll(-1, 1)
-    has_child_BN[:, -1] = False
+    has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
     q_BNV = q_BNV * has_child_BN[..., None]
     p_child_BN = p_BNV.gather(-1, child_BN[..., None])[..., 0]
     q_child_BN = q_BNV.gather(-1, child_BN[..., None])[..., 0]

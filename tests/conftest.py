@@ -5,6 +5,7 @@ this file too, and no worker starts before it has.
 """
 
 import os
+import sys
 
 # Before torch and transformers are imported: they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,11 +28,13 @@ def steady_budget(request, monkeypatch):
     """
     if "measured_budget" in request.fixturenames:
         return
-    from kangaroo import engine
+    import kangaroo.engine  # noqa: F401
     from kangaroo.budget import Budget, VerifyCosts
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
-    monkeypatch.setattr(engine, "measured", lambda lm: costs)
+    for name in ("kangaroo.engine", "kangaroo.tuning.player"):  # where it is loaded
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "measured", lambda lm: costs)
 
     def no_limits(self, rows, nodes, drafting=0.0):
         """Whatever the batch."""

@@ -218,6 +218,6 @@ class StrictGraphs(Graphs):
         super().__init__(torch.device("cpu"), StrictRecorder(), most)
         self.calls: Counter[Key] = Counter()
 
-    def _renewed(self, caches: Any, key: Key, work: Any, inputs: Any) -> tuple[Tensor, ...]:
+    def _renewed(self, caches: Any, key: Key, *work_and_inputs: Any) -> tuple[Tensor, ...]:
         self.calls[key] += 1
-        return super()._renewed(caches, key, work, inputs)
+        return super()._renewed(caches, key, *work_and_inputs)

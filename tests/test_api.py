@@ -266,6 +266,12 @@ def test_a_chat_template_can_be_chosen():
 
 REFUSED = {
     "an unknown name": ("smollm", {}, ConfigError, "no model 'smollm'.*smollm2-135m, tiny"),
+    "no name": (
+        None,
+        {"drafter": "vanilla"},
+        ConfigError,
+        "model=None is a NoneType; it takes str",
+    ),
     "no such folder": ("./none", {"adapter": ADAPTER}, ModelNotFound, "no folder './none'"),
     "an unknown setting": ("tiny", {"treshold": 0.5}, ConfigError, "'treshold'.*threshold"),
     "a value that cannot be": (

@@ -135,7 +135,7 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ('{"messages": [{"speaker": "user", "content": "x"}]}', "turn 1 has the role None"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', r"the role \['user'\]"),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
-        ('{"messages": [{"role": "user", "content": {}}]}', "is a dict, neither text nor"),
+        ('{"messages": [{"role": "user", "content": {}}]}', "is of type dict, neither text nor"),
         ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1: .*'value' is null"),
         ('{"messages": ' + "1" * 5000 + "}", "line 1 is not JSON"),
         ("[" * 100_000, "is not JSON"),

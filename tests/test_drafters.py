@@ -12,7 +12,7 @@ import torch
 from helpers import adapter_for
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 
-from kangaroo.drafters import chain
+from kangaroo.drafters import layer_chain
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine import Engine
@@ -101,9 +101,9 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
 
     def stub(logits_BK):
         step = next(calls)
-        return torch.tensor([[row[step]] for row in scripted])
+        return torch.tensor([[*row, 0.0][step] for row in scripted])
 
-    monkeypatch.setattr(chain, "confidence", stub)
+    monkeypatch.setattr(layer_chain, "confidence", stub)
     drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
     batch = engine.open(rows, 60, SAMPLED)
@@ -111,7 +111,7 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
         engine.admit(batch, row, Request(PROMPTS[row], 15, seed=row))
     records = engine.step(batch)
     assert [record.drafted for record in records] == [3, 6, 1][:rows]
-    assert next(calls) == (3 if rows == 1 else 5)  # drafting ends with the last row, or at `steps`
+    assert next(calls) == (3 if rows == 1 else 6)  # drafting ends with the last row, or at `steps`
 
 
 def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatch):
@@ -120,9 +120,9 @@ def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatc
 
     def stub(logits_BK):
         calls.append(len(logits_BK))
-        return torch.tensor([[0.9], [0.1]])
+        return torch.tensor([0.9, 0.1])
 
-    monkeypatch.setattr(chain, "confidence", stub)
+    monkeypatch.setattr(layer_chain, "confidence", stub)
     engine = Engine(case.lm, Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5))
     batch = engine.open(2, 60, SAMPLED)
     for row, limit in enumerate((2, 15)):
@@ -136,14 +136,14 @@ def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatc
 
 def test_confidence_is_the_top_probability_before_temperature_and_filters(case, monkeypatch):
     logits_BK = torch.randn(3, 9)
-    torch.testing.assert_close(confidence(logits_BK)[:, 0], logits_BK.softmax(-1).amax(-1))
+    torch.testing.assert_close(confidence(logits_BK), logits_BK.softmax(-1).amax(-1))
     seen = []
 
     def spy(logits_BK):
         seen.append(logits_BK.clone())
         return confidence(logits_BK)
 
-    monkeypatch.setattr(chain, "confidence", spy)
+    monkeypatch.setattr(layer_chain, "confidence", spy)
     drafter = Kangaroo(case.lm, case.adapter, steps=2, threshold=0.5)
     for sampling in (Sampling(), SAMPLED, Sampling(temperature=0.1, top_k=2)):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 2, sampling)

@@ -208,7 +208,7 @@ def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
 def test_a_seed_that_tensors_do_not_hold_is_refused(seed):
-    with pytest.raises(ConfigError, match=f"seed={seed} must be {-(2**63)} to {2**63 - 1}"):
+    with pytest.raises(ConfigError, match=f"seed={seed} must be .* at most {2**63 - 1}"):
         Request([5], 1, seed)
 
 

@@ -102,7 +102,8 @@ def test_the_counter_of_syncs_sees_them(monkeypatch, code):
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     eager_case, monkeypatch, name, threshold, rows, sampling
 ):
-    """One copy of the new tokens, and one bool a drafted token, the last aside, for a threshold."""
+    """One copy of the new tokens, and one read of the confidences a drafted token, the last aside,
+    for a threshold."""
     steps = 4
     drafter = (
         Vanilla()
@@ -119,8 +120,7 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
         monkeypatch.undo()
         drafted = max(record.drafted for record in records)
         asked = min(drafted, steps - 1) if threshold else 0
-        assert syncs.seen["tolist"] == 1
-        assert syncs.total == 1 + asked, syncs.seen
+        assert syncs.seen["tolist"] == syncs.total == 1 + asked, syncs.seen
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_a_missing_local_file_is_named(tmp_path):
         ("[]", "JSON object"),
         (json.dumps(GOOD | {"question_id": "1"}), "question_id must be an integer"),
         (json.dumps(GOOD | {"question_id": 2**63}), "question_id must be an integer of 64 bits"),
-        (json.dumps(GOOD | {"question_id": None}), "question_id must be an integer"),
-        (json.dumps(GOOD | {"category": None}), "category must be a string"),
+        (json.dumps(GOOD | {"category": 5}), "category must be a string"),
+        ("[" * 100_000, "recursion"),
         (json.dumps(GOOD | {"turns": []}), "at least one string"),
         (json.dumps(GOOD | {"turns": ["Why?", " "]}), "not blank"),
         (json.dumps(GOOD | {"turns": ["half \ud83d pair"]}), "half of a surrogate pair"),
@@ -138,6 +138,14 @@ def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
     assert seed_of(81, 1, 7) == 81008 and seed_of(-1, 0, 0) == -1000
     seeds = {seed_of(2**63 - 1, turn, 2**63 - 1) for turn in range(3)}
     assert len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_null_in_a_question_is_as_good_as_left_out(tmp_path):
+    (tmp_path / "mine.jsonl").write_text(
+        '{"turns": ["Why?"], "category": null, "question_id": null, "reference": null}'
+    )
+    (question,) = load_questions(BenchConfig(path=str(tmp_path / "mine.jsonl")))
+    assert (question.question_id, question.category, question.reference) == (1, "mine", None)
 
 
 def test_an_empty_file_holds_no_questions(tmp_path):

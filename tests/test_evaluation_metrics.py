@@ -155,6 +155,15 @@ def test_the_eight_categories_of_mt_bench_are_one_task():
     assert found["overall"]["questions"] == found["questions"] == 3
 
 
+def test_acceptance_by_position_is_shown_where_there_is_any():
+    none = run([1, 1], [0, 0], [2, 2], [1.0, 1.0])
+    shown = [
+        "## Acceptance by position" in report.markdown(result(record(1, answers)))
+        for answers in (pair(), (none, vanilla_run(2)))
+    ]
+    assert shown == [True, False]
+
+
 def test_forks_are_listed_by_question_and_turn():
     method, vanilla = pair()
     method.tokens[3] = 99

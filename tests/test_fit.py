@@ -114,6 +114,9 @@ def test_a_local_file_is_read_before_anything_is_said_of_it(monkeypatch, tmp_pat
     file.write_text("[]")
     with pytest.raises(DataError, match="holds no conversations"):
         foreseen(*asked)
+    file.unlink()
+    with pytest.raises(DataError, match=f"there is no '{file}'"):
+        foreseen(*asked)
 
 
 def test_what_synthesis_would_hold_out_whole_is_refused(monkeypatch):

@@ -107,7 +107,7 @@ def test_hub_model_that_cannot_be_reached_names_itself_and_the_fix():
         load(config("lmsys/vicuna-7b-v1.3"))
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder"])
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder", ""])
 def test_missing_folder_is_not_taken_for_a_hub_model(path):
     with pytest.raises(ModelNotFound, match="there is no folder"):
         load(config(path))
@@ -127,9 +127,10 @@ def test_folder_without_weights_is_named(folder):
         b"<!DOCTYPE html><html></html>": "it is a web page",
         5: "",  # bytes that are left of it
         1000: "",
+        5000: "",  # of which torch makes an OSError
         -1: "",
     }.items(),
-    ids=["empty", "lfs", "html", "5", "1000", "cut by one"],
+    ids=["empty", "lfs", "html", "5", "1000", "5000", "cut by one"],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
 def test_a_damaged_file_is_named(folder, name, content, reason):
@@ -200,6 +201,10 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
         caplog.text
     )
     assert "\"model.eos_token='<|im_end|>'\"" in caplog.text
+    file.write_text(json.dumps({"eos_token_id": [258, 300]}))  # the second has no name
+    load_target(config(folder))
+    assert "ends a text at <|pad|>, 300 alone" in caplog.text
+    file.write_text(json.dumps({"eos_token_id": 258}))
     caplog.clear()
     lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
     assert lm.eos_ids() == [258, 257] and not caplog.messages

@@ -289,7 +289,9 @@ def test_a_command_is_a_process_of_its_own(end, code, told, tmp_path, monkeypatc
     script.write_text(PROBE + end)
     monkeypatch.setenv("ASKED", "yes")
     done = python(str(script), "a", "b c", cwd=tmp_path)
-    assert done.returncode == code and done.stderr.endswith(told)
+    # where the package triton is installed, it says at exit what it leaks
+    stderr = done.stderr.partition("nanobind: leaked")[0]
+    assert done.returncode == code and stderr.endswith(told)
     if code >= 0:
         expected = f"['a', 'b c'] {tmp_path} yes  __main__ {script.parent}\nat exit\n"
         assert done.stdout == expected

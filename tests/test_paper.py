@@ -67,7 +67,9 @@ def test_every_experiment_composes_for_every_model(name, model):
     ]
     chains = [each for each in drafters if isinstance(each, KangarooConfig)]
     assert all(chain.threshold == 0.6 for chain in chains)  # the paper's, whatever the hardware
-    assert (config.max_new_tokens == 1024) == (model == VICUNA)
+    for hardware, longest in {"cpu": 64, "gpu": 1024}.items():
+        sized = composed(name, f"model={model}", f"hardware={hardware}")
+        assert sized.max_new_tokens == longest
 
 
 def test_a_models_results_have_a_folder_and_its_experiments_have_folders_there():

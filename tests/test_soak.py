@@ -10,7 +10,7 @@ from commands import python
 from evaluation_worker import tiny_lm
 from test_evaluation_run import QUESTIONS
 
-import kangaroo.engine
+import kangaroo.stepper
 from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -18,7 +18,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError, NotLossless
 from kangaroo.evaluation.bench import Question
-from kangaroo.models import byte_tokenizer
+from kangaroo.models import Dtype, byte_tokenizer
 from kangaroo.sampling import Rule
 from kangaroo.soak import certificate, run, tiny, whole
 from kangaroo.soak.cells import cell_of
@@ -73,6 +73,16 @@ def test_a_setting_is_the_same_every_time_and_another_by_another_seed_or_number(
     )
     for other in (Tiny(1, "cpu").setting(0), Tiny(0, "cpu").setting(len(FAMILIES))):
         assert other.family == first.family and other.requests != first.requests
+
+
+def test_in_half_precision_only_targets_that_keep_the_promise_are_soaked(tmp_path):
+    part = Tiny(0, "cpu", torch.bfloat16)
+    assert part.families == [name for name in FAMILIES if name.endswith(", compiled")]
+    setting = part.setting(0)
+    assert setting.lm.dtype == torch.bfloat16 and setting.prefill_chunks == (1024,)
+    config = SoakConfig(tokens=600, dtype=Dtype.bfloat16)
+    found = soak([Task(part, 600, lambda cell: cell.tokens)], config, {}, tmp_path)
+    assert found["different_texts"] == 0 and found["settings"]["dtype"] == "bfloat16"
 
 
 def test_an_eos_ends_texts_in_the_middle():
@@ -184,8 +194,8 @@ def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
         "verifier": lambda setting, draw: PromptLookup(1, 4),
     }
     if broken == "verifier":
-        decide = kangaroo.engine.decide
-        monkeypatch.setattr(kangaroo.engine, "decide", accepts_one_too_many(decide))
+        decide = kangaroo.stepper.decide
+        monkeypatch.setattr(kangaroo.stepper, "decide", accepts_one_too_many(decide))
     with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
         certify(tmp_path, tokens=1, drafters={broken: builds[broken]})
     found = json.loads((tmp_path / certificate.NAME).read_text())

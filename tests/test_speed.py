@@ -12,10 +12,11 @@ import torch
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
-from kangaroo import clock
+from kangaroo import clock, memory
 from kangaroo.attention import ATTENTION
 from kangaroo.benchmark import speed_report
 from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
+from kangaroo.benchmark.rivals import static_cache
 from kangaroo.benchmark.speed import (
     SpeedConfig,
     equal_texts,
@@ -283,6 +284,15 @@ def test_throughput_makes_as_many_steps_as_its_texts_need(monkeypatch):
     assert vanilla < steps.count(1) <= 2 * vanilla and vanilla < steps.count(2) <= 2 * vanilla
 
 
+def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
+    lm = tiny(num_hidden_layers=LAYERS)
+    of_row = LAYERS * KV * (12 + 8)
+    monkeypatch.setattr(memory, "free", lambda device: 3 * of_row)
+    rows = throughput(lm, Kangaroo(lm, adapter_for(lm)), random_prompts(12), 8, [1, 2, 4])
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert f"batch 4 is left out: its cache would take {4 * of_row} bytes" in caplog.text
+
+
 def test_another_drafter_is_refused():
     with pytest.raises(ConfigError, match="drafter=kangaroo"):
         measure(tiny(), byte_tokenizer(), Vanilla(), SpeedConfig())
@@ -331,7 +341,9 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path, monkeypatch):
     )
     result = measure(lm, byte_tokenizer(), drafter, config, more)
     console = Console(width=200, record=True)
-    speed_report.write(result, tmp_path, console)
+    result["static"] = static_cache(lm, long_prompt(byte_tokenizer(), 40), 6)
+    speed_report.write(result, tmp_path)
+    speed_report.show(result, console)
 
     assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
     rivals = ["hf_lookup", "hf_early_exit", "hf_truncated", "hf_assistant"]
@@ -356,6 +368,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path, monkeypatch):
     assert (
         "Texts that are vanilla's up to its first EOS, of 2: hf 2, vanilla 2, Kangaroo 2" in saved
     )
+    assert "with its static cache" in shown and "at context 40." in saved
     assert "llama_q4_1 skipped: " in shown and "llama_q4_1 skipped: " in saved
     for title, rows in speed_report.sheets(result).items():
         assert all(list(row) == list(rows[0]) for row in rows)

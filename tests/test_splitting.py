@@ -96,6 +96,8 @@ def test_records_without_a_question_are_left_out_and_bad_ones_are_named(tmp_path
     assert len(made.training) == len(made.held_out) == 1
     with pytest.raises(DataError, match="holds no questions"):
         split(source_of(tmp_path, [empty]), held=1, seed=0)
+    with pytest.raises(DataError, match=r"has 3 questions, and 3 were .* Pass a --held= below 3"):
+        split(source_of(tmp_path, [question(x) for x in "abc"]), held=3, seed=0)
     with pytest.raises(DataError, match="0 questions of each task cannot be held out"):
         split(source_of(tmp_path, [question("a")]), held=0, seed=0)
     with pytest.raises(DataError, match="record 1: it has no conversation"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,19 +99,14 @@ class Reads:
 
 
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
-    """Bytes a second, the median of several passes over a buffer.
-
-    A CPU reads the buffer in order with all its threads, as it reads weights. A GPU copies it
-    within its memory, which counts as one read and one write.
+    """Bytes a second, the median of several passes that read a buffer in order, as weights are.
 
     Args:
-        megabytes: size of the buffer (2**20 bytes); far more than the last-level cache.
+        megabytes: size of the buffer (2**20 bytes); far more than the last-level cache, and enough
+            to take milliseconds.
     """
     source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
-    size = source.numel() * source.element_size()
-    target = torch.empty_like(source) if device.type == "cuda" else None
-    work = source.sum if target is None else partial(target.copy_, source)
-    return (size if target is None else 2 * size) / median_seconds(work, device, REPEATS)
+    return source.numel() * source.element_size() / median_seconds(source.sum, device, REPEATS)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:

@@ -61,6 +61,9 @@ class SpeedConfig(Ranged):
         batches: how many rows are decoded at a time, to see where speculation stops paying; each
             row writes twice.
         phase_context: prompt length at which single phases of a step are timed.
+        static: also measure transformers' `generate` with its static cache at `phase_context`. On a
+            GPU torch compiles for it, which takes a minute or more.
+        memory: also measure the peak memory, in a process that loads the model once more.
         bandwidth_megabytes: the buffer that is read to measure the memory; far more than the
             last-level cache.
     """
@@ -75,6 +78,8 @@ class SpeedConfig(Ranged):
     context_tokens: Count = 24
     batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     phase_context: Count = 256
+    static: bool = False
+    memory: bool = True
     bandwidth_megabytes: Count = 1024
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kangaroo import memory
 from kangaroo.clock import now
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -14,6 +16,9 @@ from kangaroo.generation import Request
 from kangaroo.model import LM
 from kangaroo.sampling import Sampling
 
+log = logging.getLogger(__name__)
+CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
+
 
 def throughput(
     lm: LM, drafter: Kangaroo, prompts: Sequence[list[int]], new_tokens: int, sizes: Sequence[int]
@@ -21,10 +26,16 @@ def throughput(
     """Vanilla and Kangaroo at every batch size, on the same texts: prompts in turn, two a row.
 
     Only decoding is timed: prompts are in the cache before. A text that is complete is replaced at
-    once, so the batch stays full until as many texts as twice its rows have been begun.
+    once, so the batch stays full until as many texts as twice its rows have been begun. Sizes whose
+    cache would not fit the device's memory are left out, with a warning.
     """
     rows = []
+    of_token = lm.n_layers * lm.cache_like(1, 1, [lm.device]).bytes()
+    of_row = of_token * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
+        if size * of_row > CACHES * memory.free(lm.device):
+            log.warning("batch %d is left out: its cache would take %d bytes", size, size * of_row)
+            continue
         texts = [prompts[i % len(prompts)] for i in range(2 * size)]
         vanilla = tokens_per_second(lm, Vanilla(), texts, new_tokens, size)
         kangaroo = tokens_per_second(lm, drafter, texts, new_tokens, size)

@@ -24,8 +24,8 @@ LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
 COLORS = {"hf": HF, "vanilla": VANILLA, "kangaroo": METHOD}
 
 
-def write(result: dict[str, Any], output: Path, console: Console) -> None:
-    """Save `speed.json`, `speed.md` and `speed.png` in `output`, and show the tables.
+def write(result: dict[str, Any], output: Path) -> None:
+    """Save `speed.json`, `speed.md` and `speed.png` in `output`.
 
     Args:
         result: what `speed.measure` returned.
@@ -34,9 +34,13 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "speed.md").write_text(markdown(result), encoding="utf-8")
     plot(result).savefig(output / "speed.png", dpi=150)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The tables and notes in the terminal."""
     for title, rows in sheets(result).items():
         console.print(tables.terminal(rows, title))
-    console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
+    console.print(notes(result), markup=False, highlight=False)
 
 
 def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
@@ -184,7 +188,14 @@ def _contexts(result: dict[str, Any]) -> list[Row]:
         for name, heading in NAMES.items():
             growth = c[name]["ms_per_token"] - least[name]["ms_per_token"]
             row[heading] = f"{c[name]['ms_per_token']:.2f} {growth:+.2f}"
-        rows.append(row | {"CR": number(c["kangaroo"]["compression_rate"])})
+        rows.append(
+            row
+            | {
+                "CR": number(c["kangaroo"]["compression_rate"]),
+                "vanilla of limit": share(c["vanilla"]["share_of_limit"]),
+                "its first token, ms": number(c["vanilla"]["first_ms"], 0),
+            }
+        )
     return rows
 
 
@@ -195,11 +206,19 @@ def notes(result: dict[str, Any]) -> str:
     end = stops_paying(result["batches"])
     weights = sum(reads[part] for part in ("shallow", "deep", "norm", "head", "row"))
     texts = ", ".join(f"{NAMES.get(m, m)} {n}" for m, n in result["equal_texts"].items())
+    static = ""
+    if "static" in result:
+        one = result["static"]
+        static = (
+            f"transformers' generate with its static cache, which torch compiles on a GPU, takes "
+            f"{one['ms_per_token']:.2f} ms/token at context {one['context']}.\n"
+        )
     skipped = "".join(f"{name} skipped: {why}\n" for name, why in result["skipped"].items())
     return (
         f"hf is transformers' generate, hf_... its own ways to speculate; llama_... is llama.cpp, "
         f"with the same weights, with its n-gram speculation, and with the 4-bit weights that the "
         f"embedded model was made from. CR is the compression rate: tokens a round.\n{skipped}"
+        f"{static}"
         f"Texts that are vanilla's up to its first EOS, of {len(result['tasks'])}: {texts}.\n"
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
         f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "

@@ -12,6 +12,7 @@ from kangaroo import tables
 from kangaroo.api import load_target
 from kangaroo.benchmark import speed_report
 from kangaroo.benchmark.peak import measure_memory
+from kangaroo.benchmark.rivals import static_cache
 from kangaroo.benchmark.speed import measure
 from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.chat import chat as talk
@@ -35,17 +36,26 @@ def speed(config: SpeedCommand) -> None:
     lm, tokenizer = load_target(config.model)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
-    prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
-    memory = measure_memory(config.model, config.drafter, prompt, config.speed.context_tokens)
-    result["memory"] = memory
-    speed_report.write(result, Path(config.output), Console())
+    output, options = Path(config.output), config.speed
+    speed_report.write(result, output)  # what follows may take too long, or too much memory
+    if options.static:
+        prompt = long_prompt(tokenizer, options.phase_context)
+        result["static"] = static_cache(lm, prompt, options.context_tokens)
+    if options.memory:
+        prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
+        memory = measure_memory(config.model, config.drafter, prompt, options.context_tokens)
+        result["memory"] = memory
+    speed_report.write(result, output)
+    speed_report.show(result, Console())
+    log.info("saved in %s", output)
 
 
 @command("soak", goes_on=True)
 def soak(config: SoakCommand) -> None:
     """Compare very many tokens of every drafter with vanilla's; write the certificate."""
     options, about = config.soak, dict[str, Any]()
-    tasks = [Task(Tiny(options.seed, options.device), options.tokens, lambda cell: cell.tokens)]
+    tiny = Tiny(options.seed, options.device, options.dtype.torch)
+    tasks = [Task(tiny, options.tokens, lambda cell: cell.tokens)]
     if options.minutes:
         settings = {name: drafter.settings() for name, drafter in config.drafters.items()}
         questions = load_questions(config.bench)

@@ -178,7 +178,12 @@ def split() -> None:
     parser.add_argument(
         "output", type=Path, help=f"a folder for {splitting.TRAINING} and {splitting.HELD_OUT}"
     )
-    parser.add_argument("--held", type=int, default=64, help="questions to hold out of each task")
+    parser.add_argument(
+        "--held",
+        type=int,
+        default=64,
+        help="questions to hold out of each task (64 if nothing is said)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the choice and of the order")
     parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read")
     asked = parser.parse_args()

@@ -128,13 +128,20 @@ def regular(messages: list[Message]) -> tuple[list[Message], str]:
     return kept, ""
 
 
+def is_local(source: str) -> bool:
+    """Whether a source is a file or folder of this machine, or by its name has to be one."""
+    path = Path(source).expanduser()
+    named = path.suffix in (".json", ".jsonl", *LOADERS) or path.is_absolute()
+    return not source.startswith(HUB_FILE) and (named or path.exists())
+
+
 def _records(source: Source) -> Iterator[Any]:
     if source.path.startswith(HUB_FILE):
         source = replace(source, path=_fetched(source))
     path = Path(source.path).expanduser()
     if path.suffix in (".json", ".jsonl") and path.is_file():
         return _from_json(path)
-    if not path.exists() and (path.suffix in (".json", ".jsonl", *LOADERS) or path.is_absolute()):
+    if is_local(source.path) and not path.exists():
         raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
     # imported where it is used: it takes seconds, which other commands need not wait for
     from datasets.exceptions import DatasetsError

@@ -79,7 +79,7 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
         if len(some) <= held:
             raise DataError(
                 f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
-                "held out. Hold fewer out."
+                f"held out. Pass a --held= below {len(some)}, or a file that has more."
             )
     asked = {task: [turns for _, turns in some[:held]] for task, some in by_task.items()}
     passages = {

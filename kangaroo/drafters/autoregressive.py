@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from kangaroo.batch import Batch
-from kangaroo.cache import Block
-from kangaroo.drafters.chain import Chain, Token
+from kangaroo.cache import Block, KVCache
+from kangaroo.drafters.chain import Chain, Token, confidence
 from kangaroo.model import LM
 from kangaroo.sampling import pick
 
@@ -34,16 +34,31 @@ class Autoregressive(Chain):
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
 
+    @abstractmethod
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        """All that `run` reads or writes."""
+
     def logits(self, x_BND: Tensor) -> Tensor:
         """Over the target's vocabulary, `[B, N, V]`."""
         return self.lm.logits(x_BND)
 
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
-        window = self.window
-        input_BN, at = batch.last(window + 1), block.narrow(0, window + 1)
-        for step in range(1, self.steps + 1):
+        window, sampling = self.window, batch.sampling
+
+        def work(
+            input_BN: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor
+        ) -> tuple[Tensor, ...]:
+            at = block.narrow(0 if step == 1 else window + step - 1, input_BN.shape[1])
             logits_B1V = self.logits(self.run(batch, input_BN, at)[:, -1:])
-            positions_B1 = batch.length_B[:, None] + step - 1
-            input_BN = pick(logits_B1V, positions_B1, batch.sampling, batch.seeds_B)
-            at = block.narrow(window + step, 1)
-            yield Token(input_BN, logits_B1V[:, 0])
+            position_B1 = length_B[:, None] + step - 1
+            token_B1 = pick(logits_B1V, position_B1, sampling, seeds_B)
+            return token_B1, logits_B1V[:, 0], confidence(logits_B1V[:, 0])
+
+        input_BN = batch.last(window + 1)
+        for step in range(1, self.steps + 1):
+            # a graph a step, so that none overwrites what the round still reads of another
+            key = ("draft", step, repr(sampling))
+            inputs = input_BN, block, batch.length_B, batch.seeds_B
+            token = Token(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
+            input_BN = token.id_B1
+            yield token

@@ -162,7 +162,7 @@ def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
     tree = Tree.chain(window + length, batch.length_B.device)
     below = 0 if min(batch.lengths) > window else window
     start_B = draft.block.slots_RT[:, 0] - window
-    return lm.block(tree, start_B, batch.used + length, batch.n_slots, below)
+    return lm.block(tree, start_B, batch.used + length, batch.n_slots, below, ("path", batch.cache))
 
 
 # The chance of a token that was looked up, where those before it are right. The first may be wrong

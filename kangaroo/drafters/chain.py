@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +27,12 @@ class Token:
     Args:
         id_B1: itself.
         logits_BK: what it was chosen by.
+        confidence_B: the top-1 probability, before temperature and filters.
     """
 
     id_B1: Tensor
     logits_BK: Tensor
+    confidence_B: Tensor
 
 
 class Chain(ABC):
@@ -77,31 +80,34 @@ class Chain(ABC):
         least = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
         if least[0] >= 1:
             return Draft.nothing(batch.last(1))
-        stops = self.threshold > 0 or any(least)
         # where each text has sampling of its own, none is accepted by rejection
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
         rejection = alike.rule is Rule.rejection and not alike.greedy
-        pending_B1, active_B1 = batch.last(1), ~batch.done_B[:, None]
         block = chain_block(self.lm, batch, self.window, self.steps)
-        ids, valid, probs = [pending_B1], [torch.ones_like(active_B1)], []
-        chance_B1 = torch.ones_like(pending_B1, dtype=torch.float32)
+        # on the host, which reads one number a row and token where chains may stop
+        active, lengths = ~np.array(batch.done), np.zeros(batch.size, np.int64)
+        limits, chance = (
+            np.array([self.threshold, *least], np.float32),
+            np.ones(batch.size, np.float32),
+        )
+        ids, probs = [batch.last(1)], []
         for token in self.tokens(batch, block):
             ids.append(token.id_B1)
-            valid.append(active_B1)
+            lengths += active
             if rejection:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
-            if stops and len(ids) <= self.steps:
-                confidence_B1 = confidence(token.logits_BK)
-                chance_B1 = chance_B1 * confidence_B1
-                goes_on_B1 = (confidence_B1 > self.threshold) & (chance_B1 > least[len(ids) - 1])
-                active_B1 = active_B1 & goes_on_B1
-                if not active_B1.any():  # the one sync a drafted token that stopping costs
+            if limits.any() and len(ids) <= self.steps:
+                confidence = np.array(token.confidence_B.tolist(), np.float32)
+                chance *= confidence
+                active &= (confidence > limits[0]) & (chance > limits[len(ids)])
+                if not active.any():
                     break
+        lengths_B1 = torch.from_numpy(lengths[:, None]).to(batch.length_B.device)
         draft = Draft(
             tokens_BN=torch.cat(ids, 1),
             tree=Tree.chain(len(ids), batch.length_B.device),
-            valid_BN=torch.cat(valid, 1),
+            valid_BN=torch.arange(len(ids), device=lengths_B1.device) <= lengths_B1,
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
         return self.finish(draft, block.narrow(self.window, len(ids)))
@@ -116,9 +122,9 @@ def chain_block(lm: LM, batch: Batch, window: int, steps: int, room: int | None 
     tree = Tree.chain(window + 1 + steps, batch.length_B.device)
     below = 0 if min(batch.lengths) > window else window
     used = batch.used + (steps if room is None else room)
-    return lm.block(tree, batch.base_B - window, used, batch.n_slots, below)
+    return lm.block(tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache))
 
 
 def confidence(logits_BK: Tensor) -> Tensor:
-    """The top-1 probability `[B, 1]`, read before temperature and filters."""
-    return logits_BK.float().softmax(-1).amax(-1, keepdim=True)
+    """The top-1 probability `[B]`, read before temperature and filters."""
+    return logits_BK.float().softmax(-1).amax(-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kangaroo.batch import Batch
-from kangaroo.cache import Block
+from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_block
 from kangaroo.errors import ConfigError
@@ -165,6 +165,9 @@ class DraftModel(Autoregressive):
         """Write the keys of a part of a row's text."""
         own = self.lm.chunk(first, first + tokens_1T.shape[1], row, self.cache.n_slots)
         self.lm.run(self._embed(tokens_1T), self.cache, own, self.layers)
+
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        return (self.cache,)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         return self.lm.run(self._embed(tokens_BN), self.cache, block, self.layers)[0]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kangaroo.batch import Batch
-from kangaroo.cache import Block
+from kangaroo.cache import Block, KVCache
 from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
@@ -85,6 +85,9 @@ class DraftVerify(Stateless, Autoregressive):
         super().__init__(lm, steps, threshold, window=0)
         self.runs = layer_subset.runs(skip, lm.n_layers)
         self.draft_cost = layer_subset.draft_cost(lm, skip)
+
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        return (batch.cache,)
 
     def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
         x_BND = self.lm.embed(tokens_BN)

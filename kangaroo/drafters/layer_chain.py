@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kangaroo.batch import Batch
 from kangaroo.cache import Block
-from kangaroo.drafters.chain import Chain, Token
+from kangaroo.drafters.chain import Chain, Token, confidence
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.model import LM
 from kangaroo.sampling import AnySampling, pick
@@ -55,12 +55,12 @@ class LayerChain(EarlyExit, Chain):
             caches, key, self.shallow_BWD, block, batch.length_B, batch.seeds_B
         )
         for step in range(1, self.steps + 1):
-            token_B1, logits_BK, adapted_B1D, f_BND = self._draft(
+            token_B1, logits_BK, confidence_B, adapted_B1D, f_BND = self._draft(
                 batch, step, f_BND, block, length_B, seeds_B, *deep
             )
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
-            yield Token(token_B1, logits_BK)
+            yield Token(token_B1, logits_BK, confidence_B)
 
     def finish(self, draft: Draft, block: Block) -> Draft:
         hidden_BND, self.hidden = torch.cat(self.hidden, 1), []
@@ -70,8 +70,8 @@ class LayerChain(EarlyExit, Chain):
     def _draft(
         self, batch: Batch, step: int, f_BND: Tensor, block: Block, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """One draft token `[B, 1]`, its logits `[B, K]`, and the states that the next one starts
-        from, `[B, 1, D]` each: the layer's, and the shallow one.
+        """One draft token `[B, 1]`, its logits `[B, K]` and confidence `[B]`, and the states that
+        the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
 
         Args:
             tensors: lengths and seeds of the rows, and the deep states if the layer reads them.
@@ -89,7 +89,7 @@ class LayerChain(EarlyExit, Chain):
             positions_B1 = length_B[:, None] + step - 1
             token_B1 = self._pick(logits_BK, batch.sampling, positions_B1, seeds_B)
             f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
-            return token_B1, logits_BK, adapted_B1D, f_B1D
+            return token_B1, logits_BK, confidence(logits_BK), adapted_B1D, f_B1D
 
         # a graph a step, so that none overwrites what the round still reads of another
         key = ("draft", step, repr(batch.sampling))

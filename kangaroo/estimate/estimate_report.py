@@ -12,7 +12,7 @@ from rich.console import Group
 
 from kangaroo import tables
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.reading import Source, read, regular
+from kangaroo.data.reading import Source, is_local, read, regular
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.estimate.devices import PEAK, Device, matmul_speed
 from kangaroo.estimate.expectation import Expectation, Text
@@ -91,7 +91,7 @@ def text_of_source(data: ConversationsConfig, longest: int) -> Text | None:
 
     Errors: those of `reading.read`.
     """
-    if not Path(data.source).expanduser().exists():
+    if not is_local(data.source):
         return None
     source = Source(data.source, data.subset, data.split, data.revision, data.column)
     learnt_role = "user" if data.regenerate else "assistant"

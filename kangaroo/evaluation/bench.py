@@ -217,7 +217,7 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
             fields = json.loads(line)
             _check_kind(fields[0] if listed and fields else fields, where)
             question = _question(fields, {"question_id": number, "category": name})
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # too many digits, too many brackets
             raise DataError(f"{where}, line {number}: {error}.") from error
         if question.question_id in questions:
             raise DataError(f"{where}, line {number}: question_id {question.question_id} again.")
@@ -248,9 +248,9 @@ def _check_kind(fields: Any, where: str) -> None:
 
 def _question(fields: Any, defaults: dict[str, Any]) -> Question:
     if not isinstance(fields, dict):
-        raise ValueError("a question is a JSON object")
+        raise ValueError("a question is a JSON object, one a line")
     whole(json.dumps(fields, ensure_ascii=False))
-    fields = defaults | fields
+    fields = defaults | {name: value for name, value in fields.items() if value is not None}
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):

@@ -50,9 +50,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "## Losslessness",
         verdict(summary),
         *([tables.markdown(fork_rows(forks))] if forks else []),
-        "## Acceptance by position",
-        tables.markdown(ctars(summary)),
-        "![CTAR by position](ctar.png)",
+        *(acceptance(summary) if summary["overall"]["ctar"] else []),
         "## Where the time goes",
         "Milliseconds per token of the method; vanilla's total beside it.",
         tables.markdown(times(summary)),
@@ -63,6 +61,12 @@ def markdown(summary: dict[str, Any]) -> str:
         listed(provenance_lines(summary)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def acceptance(summary: dict[str, Any]) -> list[str]:
+    """The part on it, where drafts were accepted at all."""
+    table = tables.markdown(ctars(summary))
+    return ["## Acceptance by position", table, "![CTAR by position](ctar.png)"]
 
 
 def title(summary: dict[str, Any]) -> str:

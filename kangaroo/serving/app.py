@@ -106,6 +106,10 @@ async def invalid(request: Request, error: Exception) -> Response:
         named = (str(part) for part in one["loc"][1:])
         where = ".".join(part for part in named if "[" not in part)
         message = one["msg"].removeprefix("Value error, ")
+        if one["type"] == "json_invalid":
+            where, message = "", f"the body is not JSON: {one['ctx']['error']} (at {where})"
+        elif not where and one["type"] != "value_error":
+            where = "the body"
         faults.append(f"{where}: {message}" if where else message)
     return problem(400, "; ".join(dict.fromkeys(faults)))
 

@@ -20,9 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from kangaroo.generation import SEEDS
 from kangaroo.prompts import content_text, whole
-from kangaroo.sampling import MOST_TOP_K
+from kangaroo.ranges import MOST, SEEDS
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 
@@ -117,7 +116,7 @@ class Asked(Strict):
     max_tokens: StrictInt | None = Field(default=None, ge=1)
     temperature: StrictFloat = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: StrictFloat = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: StrictInt = Field(default=0, ge=0, le=MOST_TOP_K)
+    top_k: StrictInt = Field(default=0, ge=0, le=MOST)
     n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(

@@ -22,6 +22,7 @@ from kangaroo.errors import ConfigError, NotLossless
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.lossless import first_difference, fork
 from kangaroo.generation import Generation
+from kangaroo.models import Dtype
 from kangaroo.provenance import git_revision
 from kangaroo.ranges import CountOrZero, NotNegative, Ranged, Seed
 from kangaroo.soak import certificate
@@ -44,6 +45,8 @@ class SoakConfig(Ranged):
         minutes: of decoding `model` with each of `drafters` as well; 0 leaves it out.
         seed: fixes prompts, limits, EOS and the drafters' options.
         device: of the tiny targets.
+        dtype: of the tiny targets. In half precision the promise is that of native code and of the
+            kernels of a GPU alone, so targets that decode by tensors are left out.
         resume: false forgets what `output` holds.
     """
 
@@ -51,6 +54,7 @@ class SoakConfig(Ranged):
     minutes: NotNegative = 0.0
     seed: Seed = 0
     device: str = "cpu"
+    dtype: Dtype = Dtype.float32
     resume: bool = True
 
     def __post_init__(self) -> None:
@@ -83,7 +87,8 @@ def soak(
     Errors: `NotLossless`, after everything is written, where a text is not vanilla's;
     `ConfigError`, `CorruptFile`.
     """
-    settings = {"seed": config.seed, "device": config.device, "git_revision": git_revision()}
+    settings = {"seed": config.seed, "device": config.device, "dtype": config.dtype.value}
+    settings |= {"git_revision": git_revision()}
     store.enter(folder, settings | about, {}, config.resume)
     cells = {cell.key: cell for cell in store.lines(folder, cell_of)}
     writer = store.Writer(folder, 0)

@@ -17,7 +17,7 @@ from kangaroo.soak.settings import SAMPLINGS, Setting, alone, sampling_of
 VOCABULARY = 64
 REQUESTS = 40
 PROMPT, LIMIT = (1, 100), (1, 160)  # tokens of a prompt, and the most of its text
-CHUNKS = (16, 1024)  # in float32 they give the same text
+CHUNKS = (16, 1024)  # they give the same text in float32 alone
 EOS_SHARE = 0.75  # of the settings; in the others every text ends at its limit
 
 LLAMA3_ROPE = {
@@ -38,15 +38,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
 }
-FAMILIES = [f"{name}{how}" for name in ARCHITECTURES for how in (", compiled", "")]
+COMPILED = ", compiled"
+FAMILIES = [f"{name}{how}" for name in ARCHITECTURES for how in (COMPILED, "")]
 
 
 @cache
-def target(family: str, device: str) -> LM:
-    """A random target in float32 without EOS, whose last layers change little: so shallow drafts
+def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> LM:
+    """A random target without EOS, whose last layers change little: so shallow drafts
     are often right.
     """
-    name, compiled = family.removesuffix(", compiled"), family.endswith(", compiled")
+    name, compiled = family.removesuffix(COMPILED), family.endswith(COMPILED)
     architecture, others = ARCHITECTURES[name]
     fields = {
         "vocab_size": VOCABULARY,
@@ -65,6 +66,8 @@ def target(family: str, device: str) -> LM:
         if parameter.ndim == 1:  # norms begin at one and biases at zero, which would hide mistakes
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     hf.model.norm.weight.data *= 2  # as sure of its tokens, here and there, as a trained model
+    for parameter in hf.parameters():  # RoPE's frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
     lm = LM(hf.requires_grad_(False).to(device))
     return lm.compile_for_decoding() if compiled else lm
 
@@ -75,16 +78,19 @@ class Tiny:
     name = "tiny"
     drafters = DRAFTERS
 
-    def __init__(self, seed: int, device: str):
-        self.seed, self.device = seed, device
+    def __init__(self, seed: int, device: str, dtype: torch.dtype = torch.float32):
+        self.seed, self.device, self.dtype = seed, device, dtype
+        exact = dtype == torch.float32
+        self.families = [name for name in FAMILIES if exact or name.endswith(COMPILED)]
+        self.chunks = CHUNKS if exact else CHUNKS[1:]
 
     def setting(self, number: int) -> Setting:
         """Prompts of random tokens. Usually one token of vanilla's texts is made the EOS, so that
         it ends these texts in the middle, and drafts as well.
         """
         rng = Random(f"{self.seed}/{self.name}/{number}")
-        family, sampling = FAMILIES[number % len(FAMILIES)], sampling_of(number)
-        lm, how = target(family, self.device), SAMPLINGS[sampling]
+        family, sampling = self.families[number % len(self.families)], sampling_of(number)
+        lm, how = target(family, self.device, self.dtype), SAMPLINGS[sampling]
         requests = [
             Request(
                 [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))],
@@ -99,7 +105,7 @@ class Tiny:
             longest = max(texts, key=len)
             eos_ids = frozenset({max(longest, key=longest.index)})  # the last one to occur
         texts = [cut(text, eos_ids) for text in texts]
-        return Setting(family, sampling, lm, requests, texts, eos_ids, CHUNKS)
+        return Setting(family, sampling, lm, requests, texts, eos_ids, self.chunks)
 
 
 def cut(text: list[int], eos_ids: frozenset[int]) -> list[int]:

@@ -238,10 +238,13 @@ def _check_finite(run: Run, wrong: Sequence[str]) -> None:
     Errors: `Diverged`.
     """
     if wrong:
+        fix = "Train anew, with a lower trainer.learning_rate="
+        if run.checkpoint.path.exists():
+            fix = f"'{run.checkpoint.folder}' keeps the last checkpoint before that. {fix} and "
+            fix += "another output="
         raise Diverged(
             f"{wrong[0]} is not finite at step {run.progress.step} of {run.total}: the training "
-            f"has diverged. '{run.checkpoint.folder}' keeps the last checkpoint before that. Train "
-            "anew, with a lower trainer.learning_rate= and another output=."
+            f"has diverged. {fix}."
         )
 
 
