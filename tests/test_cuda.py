@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ SHAPES = {
 def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, tokens: int):
     """What a layer, a head and an embedding would launch on a card: kernels with their arguments.
     Tensors have no memory."""
-    from kangaroo.cuda import layers
+    from kangaroo.cuda import layers, texts
 
     launched = []
     monkeypatch.setattr(launching, "card_of", lambda device: CARDS[capability])
@@ -130,7 +131,10 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
     rope = empty(1, tokens, size), empty(1, tokens, size)
     block = Block(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
     with torch.no_grad():
-        layers.Stack([layer], sizes)(empty(1, tokens, hidden), cache, block, range(1))
+        stack = layers.Stack([layer], sizes)
+        stack(empty(1, tokens, hidden), cache, block, range(1))
+        text = replace(block, bias_R1TE=None, extent=tokens)
+        texts.run(stack, empty(1, tokens, hidden), text, range(1))
         head = layers.Head(empty(vocabulary, hidden), sizes)
         head(empty(tokens, hidden))
         head.choose(empty(tokens, hidden))
@@ -202,7 +206,8 @@ def test_tiles_on_an_h100_are_the_measured_ones(monkeypatch):
 
 
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
-OTHERS = {f"{name}_kernel" for name in ("embed", "norm", "path", "combine", "choice")}
+BETWEEN = "embed", "norm", "path", "combine", "choice", "rotate", "gate"
+OTHERS = {f"{name}_kernel" for name in BETWEEN}
 
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())

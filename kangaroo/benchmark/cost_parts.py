@@ -58,6 +58,7 @@ class Part:
         vocabulary: size of the draft vocabulary; None is all.
         remembered: the target's states are there from an earlier epoch.
         head: the target alone also computes its logits.
+        summed: its gradient is added up exactly, as where a step has several micro-batches.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Part:
     vocabulary: int | None = None
     remembered: bool = False
     head: bool = True
+    summed: bool = False
 
 
 def parts(config: CostConfig) -> list[Part]:
@@ -81,6 +83,7 @@ def parts(config: CostConfig) -> list[Part]:
         Part(FROZEN, head=False),
         Part(HEAD),
         Part("attention, whole vocabulary", attention(first)),
+        Part("attention, whole vocabulary, exact sum", attention(first), summed=True),
         Part("attention", attention(first), few),
         *(Part(f"attention, {n} exits", attention(config.exit_layers[:n]), few) for n in counts),
         Part("layer", (layer,), few),
@@ -148,7 +151,7 @@ def worker(
     vocabulary_K = None if part.vocabulary is None else few_K
     trained = trainees(lm, part.recipes, vocabulary_K)
     adapters = [t.adapter.to(lm.layer_devices[t.adapter.exit_layer - 1]) for t in trained]
-    backend = backends.begin(adapters, replace(trainer, accumulate=1, zero_stage=0))
+    backend = backends.begin(adapters, replace(trainer, accumulate=1 + part.summed, zero_stage=0))
     seen = (
         [look(lm, tokens, trained, trainer.chunk) for tokens in batches]
         if part.remembered

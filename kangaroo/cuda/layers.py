@@ -10,7 +10,7 @@ of a path, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -359,8 +359,10 @@ class Fusing:
 
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
-    """Run a layer and a small head for one token, as decoding will: compiling may fail. Errors:
-    Triton's."""
+    """Run a layer and a small head for one token, as decoding will, and a layer for a text, as
+    training will: compiling may fail. Errors: Triton's."""
+    from kangaroo.cuda import texts  # which itself needs this module
+
     size, wide = sizes.head_size, sizes.feed_forward
     hidden, of_q, of_k = sizes.hidden, sizes.heads * size, sizes.kv_heads * size
     zeros = partial(torch.zeros, dtype=dtype, device=device)
@@ -372,5 +374,7 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     block = Block(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
     cache = KVCache(1, 1, sizes.kv_heads, size, dtype, [device])
     with torch.no_grad():
-        x_RTD = Stack([layer], sizes)(zeros(1, 1, hidden), cache, block, range(1), norm)
+        stack = Stack([layer], sizes)
+        x_RTD = stack(zeros(1, 1, hidden), cache, block, range(1), norm)
+        texts.run(stack, x_RTD, replace(block, bias_R1TE=None), range(1))
         Head(q, sizes).choose(x_RTD[0])

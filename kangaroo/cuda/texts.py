@@ -1,7 +1,7 @@
 """Layers over whole texts on a CUDA device, as training runs a frozen target.
 
 Products and attention are torch's. What lies between them, which in transformers' modules takes
-some thirty kernels a layer that read and write all states, is six kernels here.
+some thirty kernels a layer that read and write all states, is five kernels here.
 
 Shapes: R rows, T tokens of a row, N tokens of all rows, D hidden size, H heads, C head size.
 """

@@ -314,7 +314,8 @@ def _flops(
     forward = 2.0 * _count(lm.layers) * tokens
     whole_head = 2.0 * lm.config.vocab_size * size * learnt
     targets = 2.0 * vocabulary * size * learnt
-    adapters, heads = 0.0, targets * epochs
+    # over the whole vocabulary the teacher's head and the targets' are one
+    adapters, heads = 0.0, targets * (epochs if config.vocabulary else epochs - looks)
     if text.learnt_from(config):  # without its head
         whole_head = heads = 0.0
         forward *= max(_taps(planned) | _deep_taps(planned)) / lm.n_layers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import TOLERANCE
+from cases import DTYPES, TOLERANCE
 from check_models import FAMILIES, model, random_tokens
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from kangaroo.layer_weights import layer_weights
 from kangaroo.model import LM
 
 slow = pytest.mark.slow
+FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
 
 
 def by_kernels(lm: LM, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
@@ -31,10 +32,7 @@ def by_modules(lm: LM, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
     return torch.stack([*tapped.values(), x_RTD])
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(x, marks=slow) for x in (torch.float16, torch.float32))],
-)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(
     "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
 )
