@@ -186,7 +186,9 @@ def settled(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -> tuple[
     accumulate, loss_chunk = config.accumulate, config.loss_chunk
     if accumulate is None or loss_chunk is None:
         begun = begun_with(output) if ranks.is_first else {}
-        suiting = config.on(memory.total(lm.device), lm.config.vocab_size).chunk
+        # a sharded target goes there later
+        device = ranks.device if config.shard_target else lm.device
+        suiting = config.on(memory.total(device), lm.config.vocab_size).chunk
         made = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
         shared = ranks.share(made)
         accumulate, loss_chunk = accumulate or shared[0], loss_chunk or shared[1]
