@@ -9,8 +9,7 @@ R rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -393,13 +392,3 @@ class LM(nn.Module):
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
         return logits.unflatten(0, normed_BND.shape[:2])
-
-
-@contextmanager
-def transformers_attention(lm: LM) -> Iterator[None]:
-    """Give the model its usual attention back, since `generate` brings its own cache."""
-    lm.hf.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        lm.hf.set_attn_implementation(ATTENTION)

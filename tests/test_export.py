@@ -17,7 +17,8 @@ from kangaroo.blueprint import blueprint
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine import Engine
 from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.model import LM, transformers_attention
+from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.model import LM
 from kangaroo.models import Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.trained import adapter_files, for_vllm
 from kangaroo.trained.adapter import Architecture

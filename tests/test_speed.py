@@ -43,7 +43,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.model import transformers_attention
+from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.models import byte_tokenizer
 
 # The tiny target in float32: width 32, 4 query and 2 key/value heads of 8, feed-forward 64. A layer

@@ -20,8 +20,8 @@ from kangaroo.clock import running
 from kangaroo.engine import Engine
 from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.methods import generate_settings
-from kangaroo.model import LM, transformers_attention
+from kangaroo.evaluation.methods import generate_settings, transformers_attention
+from kangaroo.model import LM
 from kangaroo.prompts import Message, prompt_ids
 from kangaroo.sampling import Sampling
 

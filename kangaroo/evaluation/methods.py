@@ -6,17 +6,19 @@ outside the time; prefill, and the allocation of the cache, are inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from kangaroo.attention import ATTENTION
 from kangaroo.clock import now
 from kangaroo.engine import Engine
 from kangaroo.evaluation.records import Run
 from kangaroo.generation import StepRecord
-from kangaroo.model import LM, transformers_attention
+from kangaroo.model import LM
 from kangaroo.prompts import plain_text
 from kangaroo.sampling import Sampling
 
@@ -33,6 +35,16 @@ def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Samp
         return as_run(tokenizer, generation.tokens, generation.finish, seconds, generation.steps)
 
     return write
+
+
+@contextmanager
+def transformers_attention(lm: LM) -> Iterator[None]:
+    """Give the model its usual attention back, since `generate` brings its own cache."""
+    lm.hf.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        lm.hf.set_attn_implementation(ATTENTION)
 
 
 def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
