@@ -10,11 +10,11 @@ import kangaroo
 from kangaroo.api import load_target, model_config
 from kangaroo.data import store
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.tracking import NoTracker
-from kangaroo.trained.adapter import Architecture
+from kangaroo.heads.adapter import Architecture
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils.tracking import NoTracker
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="tiny", help="a name, a hub id or a folder")

@@ -14,20 +14,20 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import models
-from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.embedded import EMBEDDED
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterNotFound, ConfigError, PromptError
-from kangaroo.folders import of_project
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.models import RANDOM, Dtype, ModelConfig, known_models
-from kangaroo.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
-from kangaroo.sampling import Sampling
-from kangaroo.settings import made, typed
-from kangaroo.streaming import pieces
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.models import loading as models
+from kangaroo.models.embedded import EMBEDDED
+from kangaroo.models.loading import RANDOM, Dtype, ModelConfig, known_models
+from kangaroo.models.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
+from kangaroo.models.target import LM
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
+from kangaroo.utils.folders import of_project
+from kangaroo.utils.settings import made, typed
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ def load(
         drafter: the method, by its name in `configs/drafter` with the settings that it has on the
             command line, or its config, beside which there is neither `adapter` nor `settings`:
             `DraftModelConfig(model=...)` for another draft model, since `model` is the target here.
-        chat_template: name of a template in `kangaroo/templates`; None takes the model's own.
+        chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
-    `AdapterMismatch`, and those of `kangaroo.models.load`.
+    `AdapterMismatch`, and those of `kangaroo.models.loading.load`.
     """
     model = typed("model", model, str | os.PathLike | ModelConfig)
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.batch import Batch
-from kangaroo.engine import Engine
-from kangaroo.errors import PromptError
-from kangaroo.generation import Generation, Request
-from kangaroo.prompts import Message, plain_text, prompt_ids
-from kangaroo.ranges import Count, Ranged
-from kangaroo.sampling import Sampling
-from kangaroo.streaming import pieces
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.models.prompts import Message, plain_text, prompt_ids
+from kangaroo.utils.errors import PromptError
+from kangaroo.utils.ranges import Count, Ranged
 
 
 @dataclass

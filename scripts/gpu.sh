@@ -96,7 +96,7 @@ for stage in $asked; do
   [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are ${STAGES[*]} and shapes" >&2; exit 1; }
 done
 mkdir -p "$RESULTS"
-about=$("$PYTHON" -c 'import json; from kangaroo.provenance import provenance; print(json.dumps(provenance()))') || exit
+about=$("$PYTHON" -c 'import json; from kangaroo.utils.provenance import provenance; print(json.dumps(provenance()))') || exit
 if [ -z "${DRY:-}" ] && [[ $about == *'"cuda": null'* ]]; then
   echo "there is no GPU here; DRY=1 $0 runs the same commands in small on a CPU" >&2
   exit 1

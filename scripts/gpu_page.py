@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kangaroo.benchmark.gpu_page import write
+from kangaroo.evaluation.speed.gpu_page import write
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from kangaroo.errors import KangarooError
-from kangaroo.paper import page
+from kangaroo.evaluation.study import page
+from kangaroo.utils.errors import KangarooError
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

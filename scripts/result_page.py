@@ -7,8 +7,8 @@ the page is made from are kept beside it.
 import argparse
 from pathlib import Path
 
-from kangaroo.errors import KangarooError
 from kangaroo.evaluation.result_page import gather, write
+from kangaroo.utils.errors import KangarooError
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

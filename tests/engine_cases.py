@@ -10,8 +10,8 @@ from helpers import (
 )
 from test_conformance import Case
 
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.target import LM
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)

@@ -11,9 +11,9 @@ import torch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
-from kangaroo.model import LM
-from kangaroo.models import byte_tokenizer, random_model
-from kangaroo.ranks import join
+from kangaroo.models.loading import byte_tokenizer, random_model
+from kangaroo.models.target import LM
+from kangaroo.utils.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import adapter_for

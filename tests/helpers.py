@@ -12,20 +12,20 @@ import torch
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
-from kangaroo.acceleration import Acceleration
-from kangaroo.batch import Batch
 from kangaroo.drafters.base import FromText, Stateless
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.models import random_model
-from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.eagle_head import EagleHead
+from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import Verdict
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.models.loading import random_model
+from kangaroo.models.target import LM
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
 
 EXIT = 2  # of four layers; all but the first change little
 VOCABULARY = 64

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import random_prompts, recipe_of, tiny
 
-from kangaroo.ranks import join
-from kangaroo.tracking import NoTracker
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
+from kangaroo.utils.ranks import join
+from kangaroo.utils.tracking import NoTracker
 
 
 @dataclass

@@ -18,11 +18,11 @@ from helpers import adapter_for
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.target import LM
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.jobs import Event, Job

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kangaroo.cuda import launching
-from kangaroo.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
+from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
 
 start = launching.start
 
@@ -186,7 +186,7 @@ def twin(x: Tensor) -> Tensor:
 
 
 class StrictRecorder:
-    """Stands in for `kangaroo.graphs.Recorder`; its pool is one of CUDA's, which is lost for good
+    """Stands in for `kangaroo.cuda.graphs.Recorder`; its pool, as CUDA's, is lost for good
     with the last tape in it.
     """
 

@@ -14,14 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.trained import adapter_files, medusa_heads
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.adapter_files import (
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files, medusa_heads
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter_files import (
     CONFIG,
     VOCABULARY,
     WEIGHTS,
@@ -33,10 +31,12 @@ from kangaroo.trained.adapter_files import (
     read_config,
     save,
 )
-from kangaroo.trained.base import Trainable
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.target import LM
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 
 @pytest.fixture(scope="module")

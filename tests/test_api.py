@@ -20,14 +20,20 @@ import kangaroo
 from kangaroo.api import drafter_config, load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterNotFound, ConfigError, KangarooError, ModelNotFound, PromptError
-from kangaroo.generation import Token
-from kangaroo.models import ModelConfig
-from kangaroo.prompts import prompt_ids
-from kangaroo.sampling import Sampling
-from kangaroo.streaming import pieces
-from kangaroo.trained import adapter_files
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Token
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.prompts import prompt_ids
+from kangaroo.utils.errors import (
+    AdapterNotFound,
+    ConfigError,
+    KangarooError,
+    ModelNotFound,
+    PromptError,
+)
 
 ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]

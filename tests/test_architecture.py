@@ -18,44 +18,51 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"errors", "ranges", "discovery", "huge_pages", "last_level"},
-    {"folders", "cache", "attention", "sampling", "ranks", "placement", "provenance", "tracking"}
-    | {"tables", "memory", "settings", "supported"},
-    {"compiling"},
-    {"tree", "graphs", "native", "prompts", "teacher", "generation"},
-    {"verify", "clock", "acceleration", "budget", "cuda", "layer_weights"},
-    {"model", "batch"},
-    {"costs"},
-    {"embedded", "shapes", "checkpoints", "models", "blueprint"},
-    {"trained"},
+    {"utils", "cpu.huge_pages", "cpu.last_level", "cpu.compiling"},
+    {"engine.cache", "engine.sampling", "models.attention", "models.placement"}
+    | {"models.supported"},
+    {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
+    {"engine.verify", "engine.budget", "cpu.native", "cuda"},
+    {"engine.acceleration", "engine.clock", "models.layer_weights"},
+    {"engine.batch", "models.target"},
+    {"engine.costs"},
+    {"models"},
+    {"heads"},
     {"drafters"},
-    {"stepper"},
+    {"engine.stepper"},
     {"cpu"},
     {"engine"},
-    {"streaming", "data", "evaluation"},
-    {"soak", "paper"},
+    {"data", "evaluation"},
+    {"soak", "evaluation.study"},
     {"training"},
     {"estimate"},
-    {"benchmark"},
-    {"tuning"},
+    {"evaluation.speed"},
+    {"evaluation.tune"},
     {"learning_curve"},
-    {"api", "chat", "race", "hub", "serving"},
+    {"api", "chat", "evaluation.race", "hub", "serving"},
     {"under_load"},
-    {"cli", "cli_schema"},
+    {"cli"},
     {"__main__"},
 ]
-CORE = {"errors", "ranges", "tree", "attention", "cache", "sampling", "verify"}
-HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli_schema"}
+CORE = """utils.errors utils.ranges engine.tree engine.cache engine.sampling engine.verify
+models.attention""".split()
+HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli.schema"}
+
+
+ROWS = {row: i for i, rows in enumerate(ORDER) for row in rows}
 
 
 def part(name: str) -> str:
-    """`drafters` of `kangaroo.drafters.lookup`."""
-    return [*name.split("."), ""][1]
+    """The longest name in `ORDER` that it begins with: `drafters` of `kangaroo.drafters.rest`."""
+    inner = name.removeprefix("kangaroo").removeprefix(".")
+    while inner and inner not in ROWS:
+        inner = inner.rpartition(".")[0]
+    return inner
 
 
 def rank(name: str) -> int:
     """Which row of `ORDER` a module is in; the package itself, which imports lazily, is in none."""
-    return next((i for i, row in enumerate(ORDER) if part(name) in row), len(ORDER))
+    return ROWS.get(part(name), len(ORDER))
 
 
 def imports(name: str) -> set[str]:
@@ -67,7 +74,7 @@ def imports(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: imports are absolute"
             assert node.module
-            for alias in node.names:  # `from kangaroo import tree` imports kangaroo.tree
+            for alias in node.names:  # `from kangaroo import tree` imports kangaroo.engine.tree
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in NAMES else node.module)
     return found
@@ -82,14 +89,16 @@ def inside(name: str) -> set[str]:
 
 
 def test_the_package_is_where_it_is_looked_for():
-    assert {"kangaroo.tree", "kangaroo.engine", "kangaroo.drafters.kangaroo"} <= set(MODULES)
+    assert {"kangaroo.engine.tree", "kangaroo.engine.engine", "kangaroo.drafters.kangaroo"} <= set(
+        MODULES
+    )
     assert "kangaroo.drafters.layer_chain" in inside("kangaroo.drafters.kangaroo")
-    assert "torch" in outside("kangaroo.tree")
+    assert "torch" in outside("kangaroo.engine.tree")
 
 
 def test_the_order_names_every_module_once():
-    named = [name for row in ORDER for name in row]
-    assert sorted(named) == sorted({part(name) for name in NAMES} - {""})
+    assert sum(map(len, ORDER)) == len(ROWS)
+    assert {part(name) for name in NAMES if name != "kangaroo"} == set(ROWS)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -98,7 +107,7 @@ def test_imports_point_one_way(name):
         assert rank(imported) <= rank(name), f"{name} imports {imported}, which stands below it"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if part(name) in CORE])
+@pytest.mark.parametrize("name", [f"kangaroo.{name}" for name in CORE])
 def test_the_core_imports_torch_alone(name):
     import sys
 
@@ -112,7 +121,7 @@ def test_drafters_import_neither_the_engine_nor_each_other(name):
     shared = in_common | made_from  # and what some are made from
     allowed = {f"kangaroo.drafters.{other}" for other in shared} | {name}
     for imported in inside(name):
-        assert part(imported) != "engine"
+        assert part(imported) not in ("engine", "cpu", "cuda")
         assert part(imported) != "drafters" or imported in allowed
 
 
@@ -144,9 +153,9 @@ HF_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_model_and_the_adapter_know_transformers_layers(name):
     known = {node.attr for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
-    if part(name) not in ("model", "layer_weights", "trained", "models"):
+    if part(name) not in ("models.layer_weights", "heads", "models.target", "models"):
         assert not known & HF_PARTS
-    if name == "kangaroo.models":  # makes random models, whose deep layers it weakens
+    if name == "kangaroo.models.loading":  # makes random models, whose deep layers it weakens
         assert known & HF_PARTS <= {"self_attn", "mlp"}
 
 

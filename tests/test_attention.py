@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from helpers import adapter_for, random_prompts, tiny, vanilla_texts
 from torch.nn.attention.bias import causal_lower_right
 
-from kangaroo import attention as module
-from kangaroo import model
-from kangaroo.attention import attention, can_split, in_parts, parts_of
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
+from kangaroo.models import attention as module
+from kangaroo.models import target as model
+from kangaroo.models.attention import attention, can_split, in_parts, parts_of
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,6 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kangaroo import models
-from kangaroo.batch import Batch
-from kangaroo.benchmark.rivals import assistant
-from kangaroo.benchmark.speed_trials import timed_generate
-from kangaroo.budget import Budget
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
@@ -31,19 +26,24 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
 from kangaroo.drafters.layer_subset import runs
-from kangaroo.engine import Engine
-from kangaroo.errors import (
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.evaluation.speed.speed_trials import timed_generate
+from kangaroo.heads.export import draft_model
+from kangaroo.models import loading as models
+from kangaroo.models.known_configs import SHAPES
+from kangaroo.models.loading import Dtype, ModelConfig
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import (
     AdapterMismatch,
     AdapterNotFound,
     ConfigError,
     CorruptFile,
     ModelNotFound,
 )
-from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig
-from kangaroo.sampling import Rule, Sampling, pick
-from kangaroo.shapes import SHAPES
-from kangaroo.trained.export import draft_model
 
 SAMPLED = SAMPLINGS["sampled"]
 Expected = Callable[[list[int], int, int], list[int]]  # text, seed, count

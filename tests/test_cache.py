@@ -1,6 +1,6 @@
 """The cache writes where it is told, attention reads what the mask shows, and no more than it must.
 
-Shapes as in `kangaroo/cache.py`.
+Shapes as in `kangaroo/engine/cache.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import random_prompts, tiny
 
-from kangaroo.attention import attention
-from kangaroo.cache import BUCKET, Block, BlockCache, KVCache, occupied
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.sampling import Sampling
-from kangaroo.tree import Tree
+from kangaroo.engine.cache import BUCKET, Block, BlockCache, KVCache, occupied
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.tree import Tree
+from kangaroo.models.attention import attention
 
 CPU = torch.device("cpu")
 

@@ -16,14 +16,14 @@ from test_suffix import found
 from kangaroo.drafters import odds
 from kangaroo.drafters.calibration import ASSUMED, Round, Tally, count, look, rounds
 from kangaroo.drafters.hybrid import HybridConfig
-from kangaroo.errors import AdapterMismatch, ConfigError, CorruptFile
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.prompts import Sample
-from kangaroo.sampling import Sampling
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch, ConfigError, CorruptFile
 
 KNOWN = odds.assumed()
 

@@ -13,9 +13,9 @@ from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.tree import Draft
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.tree import Draft
+from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
 

@@ -6,15 +6,15 @@ import pytest
 from helpers import adapter_for
 from rich.console import Console
 
-from kangaroo import models
 from kangaroo.chat import ChatConfig, chat, questions, summary
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.generation import Generation, StepRecord, Token
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.sampling import Sampling
-from kangaroo.streaming import pieces
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, StepRecord, Token
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.target import LM
 
 
 @pytest.fixture(scope="module")

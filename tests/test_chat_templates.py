@@ -5,9 +5,9 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from kangaroo.errors import ConfigError, PromptError
-from kangaroo.models import chat_template
-from kangaroo.prompts import masked_ids, prompt_ids, turn_end, user_header
+from kangaroo.models.loading import chat_template
+from kangaroo.models.prompts import masked_ids, prompt_ids, turn_end, user_header
+from kangaroo.utils.errors import ConfigError, PromptError
 
 # Forms of templates in the wild, in our own words: (template, end of turn).
 TEMPLATES = {

@@ -21,12 +21,12 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
-from kangaroo.folders import sole_writer
-from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter_files import WEIGHTS
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.models.loading import Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 from kangaroo.training.config import TrainerConfig
+from kangaroo.utils.folders import sole_writer
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
@@ -260,7 +260,8 @@ def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, told, t
 
 UNTRACKED = """
 import sys
-from kangaroo import cli, tracking
+from kangaroo import cli
+from kangaroo.utils import tracking
 tracking.WandbConfig.start = lambda self, settings, output: sys.exit("a run has begun")
 cli.NAME()
 """

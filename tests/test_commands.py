@@ -18,10 +18,10 @@ import torch
 from helpers import adapter_for
 
 from kangaroo import cli
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter_files import WEIGHTS
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import random_prompts, recipe_of, tiny
 
-from kangaroo.errors import AdapterNotFound, CorruptFile
-from kangaroo.tracking import NoTracker
 from kangaroo.training.compare import CompareConfig, compare, markdown
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
+from kangaroo.utils.errors import AdapterNotFound, CorruptFile
+from kangaroo.utils.tracking import NoTracker
 
 
 @pytest.fixture(scope="module")

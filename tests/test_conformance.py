@@ -28,8 +28,8 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo.budget import VerifyCosts
 from kangaroo.cpu.stepper import CpuStepper
+from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
@@ -47,19 +47,19 @@ from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine.budget import VerifyCosts
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
-from kangaroo.generation import Request, StepRecord
-from kangaroo.graphs import Graphs
-from kangaroo.model import LM
-from kangaroo.sampling import Rule, Sampling
+from kangaroo.heads import medusa_heads
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.export import draft_model
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.target import LM
 from kangaroo.soak.tiny import LLAMA3_ROPE
-from kangaroo.stepper import TensorStepper
-from kangaroo.trained import medusa_heads
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.export import draft_model
-from kangaroo.trained.medusa_heads import MedusaHeads
 
 NEW_TOKENS = 18
 CHUNK = 16
@@ -391,7 +391,7 @@ def test_both_keep_to_the_budget_of_a_batch_alike(name, slope, measured_budget, 
     hf, drafted = tiny_model("llama"), []
     for step in (0.0, slope, 1.0):
         costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
-        monkeypatch.setattr("kangaroo.engine.measured", lambda lm, costs=costs: costs)
+        monkeypatch.setattr("kangaroo.engine.engine.measured", lambda lm, costs=costs: costs)
         native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))

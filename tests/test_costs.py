@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from test_conformance import case_of
 from test_hybrid import choices_without_cache
 
-from kangaroo import costs
-from kangaroo.budget import Budget, VerifyCosts
+from kangaroo.cpu.huge_pages import LINE, PAGE, settle
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.huge_pages import LINE, PAGE, settle
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.trained.export import draft_model
+from kangaroo.engine import costs
+from kangaroo.engine.budget import Budget, VerifyCosts
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.export import draft_model
+from kangaroo.models.target import LM
 
 pytestmark = pytest.mark.usefixtures("measured_budget")
 

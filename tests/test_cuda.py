@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from kangaroo import cuda
-from kangaroo.cache import Block, KVCache
+from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import launching
 from kangaroo.cuda.launching import SHARED, Card
-from kangaroo.native import LayerWeights, Sizes
+from kangaroo.engine.cache import Block, KVCache
 
 pytest.importorskip("triton", reason="needs the package triton")
 

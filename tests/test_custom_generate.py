@@ -24,22 +24,22 @@ from transformers.generation.streamers import BaseStreamer
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import (
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.medusa_heads import Architecture as Heads
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.hub.transfer import PushConfig, prepare
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import (
     AdapterMismatch,
     AdapterNotFound,
     ConfigError,
     PromptError,
     UnsupportedModel,
 )
-from kangaroo.hub.transfer import PushConfig, prepare
-from kangaroo.model import LM
-from kangaroo.models import byte_tokenizer
-from kangaroo.sampling import Sampling
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.medusa_heads import Architecture as Heads
-from kangaroo.trained.medusa_heads import MedusaHeads
 
 EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from kangaroo import models
 from kangaroo.data import making, store
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.prompts import masked_ids, prompt_ids, user_header
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.prompts import masked_ids, prompt_ids, user_header
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 
 NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
 

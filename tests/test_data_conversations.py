@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset, DatasetDict
 
-from kangaroo import models
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.reading import Source, read, regular
-from kangaroo.engine import Engine
-from kangaroo.errors import DataError
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.prompts import masked_ids, prompt_ids
+from kangaroo.engine.engine import Engine
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.prompts import masked_ids, prompt_ids
+from kangaroo.models.target import LM
 from kangaroo.serving.protocol import Message as ServedMessage
 from kangaroo.training.batches import check_trainable
+from kangaroo.utils.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 from test_data import settings
 
-from kangaroo import models
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.shards import Shards
-from kangaroo.errors import DataError
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.ranks import Ranks
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import DataError
+from kangaroo.utils.ranks import Ranks
 
 
 class Meeting:

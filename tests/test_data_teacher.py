@@ -16,7 +16,6 @@ from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tin
 from helpers import vanilla_texts as texts_of
 from test_data import NO_FILTERS, settings
 
-from kangaroo import models, teacher
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import beside, making, store
 from kangaroo.data.conversations import ConversationsConfig
@@ -25,12 +24,14 @@ from kangaroo.data.mix import MixConfig
 from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, CorruptFile, DataError
-from kangaroo.generation import Generation, Request, StepRecord
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.sampling import Sampling
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request, StepRecord
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
 HALF = {"rtol": 1e-3, "atol": 1e-7}  # float16 keeps 11 bits
 

@@ -12,8 +12,8 @@ from helpers import tiny
 from kangaroo.data.documents import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
-from kangaroo.errors import CorruptFile, DataError
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.errors import CorruptFile, DataError
 
 
 def random_documents(alphabet: int) -> list[list[int]]:

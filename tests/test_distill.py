@@ -10,9 +10,9 @@ from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_mod
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kangaroo.model import LM
-from kangaroo.trained import eagle_head, medusa_heads
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads import eagle_head, medusa_heads
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
 from kangaroo.training.batches import collate
 from kangaroo.training.distill import MEASURES, Student, Teacher, distill
 from kangaroo.training.losses import Loss, divergence, overlap

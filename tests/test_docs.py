@@ -19,10 +19,10 @@ from test_conformance import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, cas
 
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
+from kangaroo.engine.engine import Engine
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -15,10 +15,10 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from kangaroo.drafters import layer_chain
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.sampling import Sampling, pick
-from kangaroo.trained.adapter import Architecture
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.heads.adapter import Architecture
 
 SAMPLED = SAMPLINGS["sampled"]
 

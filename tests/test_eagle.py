@@ -16,14 +16,14 @@ from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch
-from kangaroo.trained import adapter_files
-from kangaroo.trained.eagle_head import Architecture, EagleHead
+from kangaroo.engine.engine import Engine
+from kangaroo.heads import adapter_files
+from kangaroo.heads.eagle_head import Architecture, EagleHead
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.utils.errors import AdapterMismatch
 
 
 def test_the_head_reads_an_embedding_and_the_state_before_it():

@@ -24,11 +24,11 @@ from test_conformance import DRAFTERS, Case
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, PromptError
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.sampling import Rule, Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, PromptError
 
 case = pytest.fixture(scope="module")(engine_cases.native_case)
 eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)

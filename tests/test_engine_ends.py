@@ -15,8 +15,8 @@ from helpers import (
 from test_conformance import DRAFTERS
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
 
 case = pytest.fixture(scope="module")(engine_cases.native_case)
 

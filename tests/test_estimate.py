@@ -11,17 +11,15 @@ import torch
 from helpers import random_prompts, recipe_of
 from transformers import T5Config
 
-from kangaroo import teacher
-from kangaroo.blueprint import blueprint
 from kangaroo.data import store
-from kangaroo.errors import ConfigError, ModelNotFound, UnsupportedModel
+from kangaroo.engine import topk_logits as teacher
 from kangaroo.estimate.devices import matmul_speed
 from kangaroo.estimate.estimate_report import append
 from kangaroo.estimate.expectation import Planned, Text, check_disk, expect
-from kangaroo.model import LM
-from kangaroo.models import EMBEDDED, TINY, Dtype, ModelConfig, load
-from kangaroo.tracking import NoTracker
-from kangaroo.trained import adapter_files
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, load
+from kangaroo.models.meta_model import blueprint
+from kangaroo.models.target import LM
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
@@ -29,6 +27,8 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import look
 from kangaroo.training.recipe import trainees
+from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
+from kangaroo.utils.tracking import NoTracker
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")

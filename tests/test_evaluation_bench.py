@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kangaroo.errors import ConfigError, CorruptFile, DataError
 from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, seed_of
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "spec_bench" / "question.jsonl"

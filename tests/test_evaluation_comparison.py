@@ -8,12 +8,12 @@ import pytest
 from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
 from rich.console import Console
 
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, conclusion, summary
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import Fork, Run
-from kangaroo.folders import fitting, named_by
-from kangaroo.tables import short
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import fitting, named_by
+from kangaroo.utils.tables import short
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
 HF = Run(list(range(8)), "text", "length", 8, 12.0, [], [], [], [], [], [])

@@ -11,10 +11,10 @@ from torch import nn
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.footprint import Footprint, footprint
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.draft_head import DraftHead
 
 
 def size(*tensors):

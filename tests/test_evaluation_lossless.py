@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import forward_logits, random_prompts, tiny, vanilla_texts
 
+from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.evaluation.lossless import (
     first_difference,
     fork,
@@ -12,7 +13,6 @@ from kangaroo.evaluation.lossless import (
     slack,
     target_logits,
 )
-from kangaroo.sampling import Sampling, pick
 
 GREEDY = Sampling()
 

@@ -14,19 +14,19 @@ from evaluation_worker import evaluate_tiny, tiny_lm
 from helpers import adapter_for
 from spec_bench_contract import lines, spec_bench_report
 
-import kangaroo.engine
+import kangaroo.engine.engine
+import kangaroo.engine.verify
 import kangaroo.evaluation.bench
-import kangaroo.verify
-from kangaroo.attention import ATTENTION
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.errors import ConfigError, CorruptFile, NotLossless, PromptError
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.metrics import runs
 from kangaroo.evaluation.records import METHOD
 from kangaroo.evaluation.run import Baseline
-from kangaroo.models import byte_tokenizer
-from kangaroo.prompts import prompt_ids
-from kangaroo.sampling import Rule, Sampling
+from kangaroo.models.attention import ATTENTION
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.prompts import prompt_ids
+from kangaroo.utils.errors import ConfigError, CorruptFile, NotLossless, PromptError
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
 QUESTIONS = [
@@ -176,7 +176,7 @@ def test_a_finished_run_is_not_run_again_and_its_artefacts_can_be_remade(
     output, summary = finished
     for name in ("answers.jsonl", "summary.json", "report.md"):
         (output / name).unlink()
-    monkeypatch.setattr(kangaroo.engine.Engine, "generate", None)
+    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     assert evaluate_tiny(output, bench) == summary
     assert (output / "report.md").exists()
 
@@ -244,7 +244,7 @@ def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
     (record,) = store.read(tmp_path)
     assert record.finished > before
     assert len(record.turns[0].runs[METHOD].tokens) == 5
-    monkeypatch.setattr(kangaroo.engine.Engine, "generate", None)
+    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(TypeError):
         evaluate_tiny(tmp_path, bench, question_end=1, resume=False)
     assert not (tmp_path / "summary.json").exists()  # it told of texts that are gone
@@ -331,7 +331,7 @@ def test_a_first_turn_without_room_is_refused_before_anything_is_decoded(tmp_pat
     questions = [QUESTIONS[0], {"question_id": 7, "turns": ["x" * 200]}]
     file = tmp_path / "two.jsonl"
     file.write_text("\n".join(map(json.dumps, questions)))
-    monkeypatch.setattr(kangaroo.engine.Engine, "generate", None)
+    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(PromptError, match=r"question 7, turn 0 has .* the model's context is 120"):
         evaluate_tiny(tmp_path / "out", file, tiny_lm(max_position_embeddings=120))
     assert not (tmp_path / "out").exists()
@@ -353,13 +353,13 @@ def test_a_categorys_name_breaks_neither_tables_nor_plots(bench, tmp_path):
 
 def test_who_goes_first_alternates(bench, tmp_path, monkeypatch):
     calls = []
-    generate = kangaroo.engine.Engine.generate
+    generate = kangaroo.engine.engine.Engine.generate
 
     def noted(engine, *args, **kwargs):
         calls.append("vanilla" if isinstance(engine.drafter, Vanilla) else "method")
         return generate(engine, *args, **kwargs)
 
-    monkeypatch.setattr(kangaroo.engine.Engine, "generate", noted)
+    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", noted)
     evaluate_tiny(tmp_path, bench, question_begin=2, question_end=4, warmup=0)
     assert calls == ["vanilla", "method", "method", "vanilla"]
 
@@ -385,14 +385,14 @@ def test_baselines_can_be_left_out(bench, tmp_path):
 
 def test_an_engine_that_accepts_wrong_tokens_fails_the_run(bench, tmp_path, monkeypatch):
     """Every draft is taken as it is; vanilla drafts nothing and stays right."""
-    accept = kangaroo.verify.accept
+    accept = kangaroo.engine.verify.accept
 
     def credulous(draft, choice_BN):
         wrong = draft.tokens_BN.roll(-1, 1)
         wrong[:, -1] = choice_BN[:, -1]
         return accept(draft, wrong)
 
-    monkeypatch.setattr(kangaroo.verify, "accept", credulous)
+    monkeypatch.setattr(kangaroo.engine.verify, "accept", credulous)
     with pytest.raises(NotLossless, match=r"of 7 turns leave vanilla's text .* question \d+, turn"):
         evaluate_tiny(tmp_path, bench)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -404,12 +404,12 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
     """Tokens 2n and 2n + 1 have equal logits; the method's verification takes the other one."""
     lm = tiny_lm()
     lm.head.weight.data[1:256:2] = lm.head.weight.data[:256:2]
-    accept = kangaroo.verify.accept
+    accept = kangaroo.engine.verify.accept
 
     def other(draft, choice_BN):
         return accept(draft, choice_BN ^ (choice_BN < 256) if draft.tree.size > 1 else choice_BN)
 
-    monkeypatch.setattr(kangaroo.verify, "accept", other)
+    monkeypatch.setattr(kangaroo.engine.verify, "accept", other)
     summary = evaluate_tiny(tmp_path, bench, lm)
     forks = summary["lossless"]["forks"]
     assert forks

@@ -10,18 +10,18 @@ from helpers import adapter_for
 from rich.console import Console
 from test_evaluation_run import QUESTIONS
 
-import kangaroo.engine
+import kangaroo.engine.engine
 import kangaroo.evaluation.run
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import METHOD
 from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.errors import ConfigError
 
 ANSWERED_BY_HF = [81, 322]  # every third of five
 
@@ -140,13 +140,13 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(finished, bench, tmp_path):
 
 def test_who_goes_first_changes_and_all_take_part(bench, tmp_path, monkeypatch):
     calls = []
-    generate = kangaroo.engine.Engine.generate
+    generate = kangaroo.engine.engine.Engine.generate
 
     def noted(engine, *args, **kwargs):
         calls.append(type(engine.drafter).__name__)
         return generate(engine, *args, **kwargs)
 
-    monkeypatch.setattr(kangaroo.engine.Engine, "generate", noted)
+    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", noted)
     run(tmp_path, bench, question_begin=2, question_end=4, baselines=[Baseline.vanilla])
     order = ["Vanilla", "Kangaroo", "PromptLookup"]
     assert calls == [*order, *order[::-1]]

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.trained.adapter_files import read_config
+from kangaroo.heads.adapter_files import read_config
 from kangaroo.training.checkpoint import METRICS
 
 ROOT = Path(__file__).parent.parent

@@ -12,20 +12,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from kangaroo.benchmark.rivals import assistant
-from kangaroo.blueprint import blueprint
 from kangaroo.drafters.draft_model import DraftModelConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, ConfigError
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
-from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.trained import adapter_files, for_vllm
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.export import draft_model, save, truncated
-from kangaroo.trained.medusa_heads import Architecture as Heads
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.heads import adapter_files, for_vllm
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.export import draft_model, save, truncated
+from kangaroo.heads.medusa_heads import Architecture as Heads
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.meta_model import blueprint
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
 LAYERS = [
     {},

@@ -10,13 +10,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.blueprint import blueprint
 from kangaroo.data import store
-from kangaroo.errors import ConfigError, DataError
 from kangaroo.estimate import fit
 from kangaroo.estimate.devices import Device, Devices, found
 from kangaroo.estimate.fit import Writing, check_training, foresee
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.meta_model import blueprint
+from kangaroo.utils.errors import ConfigError, DataError
 
 GB = 10**9
 A100 = "NVIDIA A100-SXM4-80GB"

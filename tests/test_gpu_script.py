@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from helpers import adapter_for, tiny
 
-from kangaroo.benchmark.gpu_page import MARK, STAGES, page, write
-from kangaroo.benchmark.speed import SpeedConfig, measure
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.models import byte_tokenizer
-from kangaroo.provenance import provenance
+from kangaroo.evaluation.speed.gpu_page import MARK, STAGES, page, write
+from kangaroo.evaluation.speed.speed import SpeedConfig, measure
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts/gpu.sh"

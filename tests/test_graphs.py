@@ -10,21 +10,21 @@ from helpers import adapter_for, graphed, random_prompts, recipe_of, tiny, vanil
 from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
-from kangaroo import clock
-from kangaroo import graphs as graphs_module
-from kangaroo.batch import Batch
-from kangaroo.cache import KVCache
-from kangaroo.clock import Clock
+from kangaroo.cuda import graphs as graphs_module
+from kangaroo.cuda.graphs import Graphs, Recorder
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine import clock
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import KVCache
+from kangaroo.engine.clock import Clock
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.lossless import target_logits
-from kangaroo.graphs import Graphs, Recorder
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.export import draft_model
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.export import draft_model
+from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import METRICS
 
 PROMPTS = random_prompts(5, 30, 9)

@@ -18,14 +18,14 @@ from huggingface_hub import ModelCard, constants
 from local_hub import TOKEN, Hub, serving
 
 import kangaroo
-from kangaroo.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
+from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.hub.card import card, is_hub_id, short_name
 from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter_files import CONFIG, WEIGHTS
-from kangaroo.trained.eagle_head import EagleHead
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(path.parent for path in ROOT.glob(f"adapters/*/{WEIGHTS}"))

@@ -11,17 +11,17 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from test_engine_syncs import Syncs
 from test_suffix import found
 
-from kangaroo.cache import BUCKET
 from kangaroo.cpu.drafting import HybridDrafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
 from kangaroo.drafters.odds import assumed
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError
-from kangaroo.generation import Request
-from kangaroo.sampling import Rule, Sampling, candidates
+from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling, candidates
+from kangaroo.utils.errors import ConfigError, DataError
 
 NODES, STEPS = 6, 3
 ODDS = assumed()

@@ -12,9 +12,9 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_o
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.layer_tree import kept
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.sampling import Sampling, candidates
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
 Path = tuple[int, ...]

@@ -18,8 +18,8 @@ from kangaroo.drafters.layer_search import (
     search,
 )
 from kangaroo.drafters.layer_subset import found
-from kangaroo.engine import Engine
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 
 PROMPTS = random_prompts(6, 9, 12)
 

@@ -12,16 +12,16 @@ from helpers import adapter_for
 from test_commands import questions
 
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.heads import adapter_files
 from kangaroo.learning_curve import report
 from kangaroo.learning_curve.fit import fit
 from kangaroo.learning_curve.measuring import LearningCurveConfig, measure, readers
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.prompts import Message, prompt_ids
-from kangaroo.trained import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, CorruptFile
 
 NEW_TOKENS, STEPS = 12, 6
 

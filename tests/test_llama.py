@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import random_prompts, tiny, vanilla_texts
 
-from kangaroo.benchmark import llama, llama_file
-from kangaroo.benchmark.llama import ask, llama_rivals, rounds, server
-from kangaroo.benchmark.llama_file import gguf_file
-from kangaroo.errors import MissingPackage, ProcessLost, UnsupportedModel
+from kangaroo.evaluation.speed import llama, llama_file
+from kangaroo.evaluation.speed.llama import ask, llama_rivals, rounds, server
+from kangaroo.evaluation.speed.llama_file import gguf_file
+from kangaroo.utils.errors import MissingPackage, ProcessLost, UnsupportedModel
 
 NEW = 40
 LLAMA3 = {

@@ -9,12 +9,12 @@ from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig, remember, topology
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.tree import Draft
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.tree import Draft
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 
 class Reference:

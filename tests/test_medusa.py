@@ -17,17 +17,17 @@ from test_observability import run, sample
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, ConfigError
-from kangaroo.sampling import Sampling, candidates
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.base import Trainable
-from kangaroo.trained.medusa_heads import GUESSES, Architecture, MedusaHeads
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.medusa_heads import GUESSES, Architecture, MedusaHeads
 from kangaroo.training import loop
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import teach
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
 HEADS = Architecture(heads=3)
 

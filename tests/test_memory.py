@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kangaroo import memory
-from kangaroo.benchmark.peak import measure_memory
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.models import ModelConfig
+from kangaroo.evaluation.speed.peak import measure_memory
+from kangaroo.models.loading import ModelConfig
+from kangaroo.utils import memory
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20

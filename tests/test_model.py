@@ -1,6 +1,6 @@
 """A target driven by layer ranges computes what transformers computes.
 
-Shapes as in `kangaroo/model.py`.
+Shapes as in `kangaroo/models/target.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from test_conformance import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from kangaroo.cache import BUCKET
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import UnsupportedModel
-from kangaroo.model import LM
-from kangaroo.supported import check_supported
-from kangaroo.tree import Tree
+from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.tree import Tree
+from kangaroo.models.supported import check_supported
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import UnsupportedModel
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},

@@ -17,18 +17,19 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kangaroo import embedded, models, placement
 from kangaroo.api import load_target
-from kangaroo.errors import (
+from kangaroo.models import embedded, placement
+from kangaroo.models import loading as models
+from kangaroo.models.known_configs import SHAPES
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import (
     ConfigError,
     CorruptFile,
     ModelNotFound,
     ModelTooLarge,
     UnsupportedModel,
 )
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
-from kangaroo.shapes import SHAPES
 
 CHAT = [
     {"role": "user", "content": "Hi!"},

@@ -18,15 +18,15 @@ import torch
 from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
-from kangaroo import compiling, last_level, native
+from kangaroo.cpu import compiling, last_level, native
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter import Architecture
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.tree import Tree
+from kangaroo.heads.adapter import Architecture
+from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.outcomes import back_natively, found_natively
-from kangaroo.tree import Tree
 
 SLOTS = 160
 FAMILIES = {

@@ -9,17 +9,15 @@ import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
 
-from kangaroo.budget import Budget
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import metrics as evaluation
-from kangaroo.sampling import Rule, Sampling
-from kangaroo.tracking import NoTracker, WandbConfig, forget
-from kangaroo.trained import eagle_head
-from kangaroo.trained.adapter_files import WEIGHTS, read_config
+from kangaroo.heads import eagle_head
+from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.training import curves, results
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
@@ -28,6 +26,8 @@ from kangaroo.training.decode import decode, frozen, prompts_of
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import grade, look
 from kangaroo.training.recipe import trainees
+from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.tracking import NoTracker, WandbConfig, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
 EAGLE = {"architecture": eagle_head.Architecture()}

@@ -15,15 +15,15 @@ from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kangaroo.blueprint import blueprint
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files, medusa_heads, official
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.engine.engine import Engine
+from kangaroo.heads import adapter_files, medusa_heads, official
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.meta_model import blueprint
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 ROOT = Path(__file__).parents[1]
 FILES = (official.WEIGHTS, official.SAFETENSORS)

@@ -17,12 +17,12 @@ from commands import python
 from helpers import adapter_for
 from test_commands import PAGES, ROOT, questions, shown, talks
 
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files, medusa_heads
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.eagle_head import EagleHead
-from kangaroo.trained.medusa_heads import MedusaHeads
+from kangaroo.heads import adapter_files, medusa_heads
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")

@@ -10,7 +10,6 @@ from evaluation_worker import tiny_lm
 from test_evaluation_run import QUESTIONS
 
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, paired, planning, summary
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.bench import BenchConfig
@@ -19,7 +18,8 @@ from kangaroo.evaluation.planning import Spread
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
 from kangaroo.evaluation.speedup import interval
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.errors import ConfigError
 
 
 def method(name, seconds, vanilla, rounds=10):

@@ -21,14 +21,14 @@ from test_commands import ROOT, questions, talks
 from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.run import EvaluateConfig, asked
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.paper import page, ratios
-from kangaroo.paper.published import published
-from kangaroo.trained import adapter_files
+from kangaroo.evaluation.study import page, ratios
+from kangaroo.evaluation.study.published import published
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 # --- what is declared
 

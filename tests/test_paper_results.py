@@ -11,15 +11,15 @@ import pytest
 from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
 from paper_cases import NAMES, composed, methods_of
 
-from kangaroo.errors import ConfigError, DataError
 from kangaroo.evaluation import summary
 from kangaroo.evaluation.metrics import metrics
 from kangaroo.evaluation.records import Writer
-from kangaroo.paper import page, ratios, report, rows
-from kangaroo.paper.claims import AGREES, DISAGREES, OPEN, verdict
-from kangaroo.paper.ratios import Value
-from kangaroo.paper.results import study_of
-from kangaroo.paper.study import Claim, StudyConfig
+from kangaroo.evaluation.study import page, ratios, report, rows
+from kangaroo.evaluation.study.claims import AGREES, DISAGREES, OPEN, verdict
+from kangaroo.evaluation.study.ratios import Value
+from kangaroo.evaluation.study.results import study_of
+from kangaroo.evaluation.study.study import Claim, StudyConfig
+from kangaroo.utils.errors import ConfigError, DataError
 
 # --- values and findings
 

@@ -14,20 +14,21 @@ from hydra import compose, initialize_config_dir
 from test_commands import talks
 from test_page_commands import BRIEF, FEW, ONE, SHORT, TUNED, begun, made, typed
 
-from kangaroo import cli, folders
+from kangaroo import cli
 from kangaroo.cli.training import SLOW_BFLOAT16
 from kangaroo.drafters import datastore, hybrid, layer_subset, odds
 from kangaroo.drafters.draft_verify import DraftVerifyConfig
-from kangaroo.errors import KangarooError
 from kangaroo.evaluation import bench
+from kangaroo.evaluation.study import page
+from kangaroo.heads import adapter_files
 from kangaroo.hub import card
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
-from kangaroo.paper import page
-from kangaroo.ranks import Ranks
-from kangaroo.trained import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+from kangaroo.models.target import LM
 from kangaroo.training import backend
 from kangaroo.training.config import TrainerConfig
+from kangaroo.utils import folders
+from kangaroo.utils.errors import KangarooError
+from kangaroo.utils.ranks import Ranks
 
 __all__ = ["begun", "made"]  # fixtures
 

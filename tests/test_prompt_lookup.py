@@ -9,13 +9,13 @@ import torch
 from helpers import admit_text, random_prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from kangaroo.benchmark.speed_trials import timed_engine, timed_generate
 from kangaroo.drafters import prompt_lookup as module
 from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import DataError
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.speed.speed_trials import timed_engine, timed_generate
+from kangaroo.utils.errors import DataError
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
 

@@ -7,14 +7,14 @@ import pytest
 from helpers import adapter_for
 from rich.console import Console
 
-from kangaroo import models
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.generation import Generation, StepRecord
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig
-from kangaroo.race import Runner, frame, race, timed_pieces
-from kangaroo.sampling import Sampling
+from kangaroo.engine.requests import Generation, StepRecord
+from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.race import Runner, frame, race, timed_pieces
+from kangaroo.models import loading as models
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.target import LM
 
 
 @pytest.fixture(scope="module")

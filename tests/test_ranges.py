@@ -22,10 +22,10 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.lookahead import LookaheadConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.sampling import Sampling
-from kangaroo.trained.adapter_files import WEIGHTS
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.utils.errors import ConfigError
 
 COMMANDS = sorted(path.stem for path in Path(cli.CONFIGS).glob("*.yaml"))
 DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla".split()

@@ -9,21 +9,21 @@ import pytest
 from omegaconf import OmegaConf
 from test_cli import DRAFTERS, composed
 
-from kangaroo.benchmark.rivals import assistant
-from kangaroo.benchmark.speed_trials import timed_engine, timed_generate
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
-from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids
-from kangaroo.sampling import Sampling
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.export import draft_model
+from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.evaluation.speed.speed_trials import timed_engine, timed_generate
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.export import draft_model
+from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.target import LM
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.shapes import SHAPES
-from kangaroo.trained.adapter import Architecture
+from kangaroo.heads.adapter import Architecture
+from kangaroo.models.known_configs import SHAPES
 from kangaroo.training.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent

@@ -19,18 +19,18 @@ from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, CorruptFile
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.generation import Generation
-from kangaroo.prompts import Message, prompt_ids
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.tuning import replay, trace
-from kangaroo.tuning.recording import Recorder
-from kangaroo.tuning.replay import HybridSettings, Replay
-from kangaroo.tuning.trace import Drafted, TracedQuestion, Turn
-from kangaroo.tuning.trees import trees
+from kangaroo.evaluation.tune import replay, trace
+from kangaroo.evaluation.tune.recording import Recorder
+from kangaroo.evaluation.tune.replay import HybridSettings, Replay
+from kangaroo.evaluation.tune.trace import Drafted, TracedQuestion, Turn
+from kangaroo.evaluation.tune.trees import trees
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.utils.errors import ConfigError, CorruptFile
 
 LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
 SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps

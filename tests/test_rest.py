@@ -10,9 +10,9 @@ from helpers import admit_text, tiny
 
 from kangaroo.drafters.datastore import index
 from kangaroo.drafters.rest import Rest, RestConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.utils.errors import ConfigError, DataError
 
 VOCABULARY = 64
 

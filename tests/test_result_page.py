@@ -12,13 +12,13 @@ from spec_bench_contract import MT_BENCH, spec_bench_equal, spec_bench_report
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.errors import DataError
 from kangaroo.evaluation import result_page
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.paired import shown
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ["translation", "summarization", "qa", "math_reasoning", "rag"]

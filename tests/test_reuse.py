@@ -13,9 +13,9 @@ from helpers import adapter_for, random_prompts, vanilla_texts
 from test_conformance import DRAFTERS, SAMPLINGS, SCRIPTED, Case, lm_of
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.generation import Generation, Request
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Sampling
 
 LONGEST = 160
 CHUNK = 16

@@ -20,10 +20,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.generation import Request
-from kangaroo.sampling import (
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import (
     Mixed,
     Sampling,
     Stream,
@@ -34,6 +33,7 @@ from kangaroo.sampling import (
     uniform,
     warp,
 )
+from kangaroo.utils.errors import ConfigError
 
 SMALL = 1e-4
 DRAWS = 20_000

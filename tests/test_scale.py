@@ -15,15 +15,15 @@ from helpers import tiny
 from scale_worker import CASES, train_tiny
 from torch import nn
 
-from kangaroo import memory
-from kangaroo.errors import ConfigError
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTracker
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.loop import settled
+from kangaroo.utils import memory
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTracker
 
 WORKER = Path(__file__).parent / "scale_worker.py"
 needs_deepspeed = pytest.mark.skipif(

@@ -22,12 +22,11 @@ from serving_cases import (
     target,
 )
 
-from kangaroo.batch import Batch
-from kangaroo.engine import Engine
-from kangaroo.errors import PromptError
-from kangaroo.generation import Request, StepRecord
-from kangaroo.models import byte_tokenizer
-from kangaroo.prompts import plain_text
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.prompts import plain_text
 from kangaroo.serving.jobs import (
     CANCELLED,
     FAILED,
@@ -40,6 +39,7 @@ from kangaroo.serving.jobs import (
     Load,
 )
 from kangaroo.serving.scheduler import Scheduler
+from kangaroo.utils.errors import PromptError
 
 
 def test_every_text_is_the_one_that_is_written_alone():

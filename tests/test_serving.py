@@ -26,18 +26,18 @@ from serving_cases import (
     target,
 )
 
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import UntilStop
 from kangaroo.estimate.devices import Devices
-from kangaroo.generation import Request
-from kangaroo.models import byte_tokenizer
-from kangaroo.prompts import plain_text, prompt_ids
-from kangaroo.sampling import Sampling
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.prompts import plain_text, prompt_ids
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.http import listen
 from kangaroo.serving.serve import check_memory
-from kangaroo.streaming import UntilStop
+from kangaroo.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])

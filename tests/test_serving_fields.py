@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_cases import engine_of, target
 
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.loading import byte_tokenizer
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.protocol import (

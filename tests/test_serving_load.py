@@ -13,9 +13,9 @@ import psutil
 import pytest
 from serving_cases import LONGEST, SAMPLINGS, alone, engine_of, served, target
 
-from kangaroo.generation import Request
-from kangaroo.models import byte_tokenizer
-from kangaroo.prompts import plain_text
+from kangaroo.engine.requests import Request
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.prompts import plain_text
 
 SERVED = ["drafter=kangaroo", "drafter.adapter='untrained:2'", "model.dtype=float32", "rows=8"]
 ANSWERS = {200, 400, 401, 404, 405, 413, 429, 503}

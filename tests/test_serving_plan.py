@@ -14,8 +14,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.blueprint import blueprint
-from kangaroo.errors import ConfigError
 from kangaroo.estimate.serving import (
     Drafting,
     Pass,
@@ -28,7 +26,9 @@ from kangaroo.estimate.serving import (
     whole_pass,
 )
 from kangaroo.estimate.serving_report import PLACE, rewrite
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.meta_model import blueprint
+from kangaroo.utils.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 LARGE = ModelConfig("llama-3.1-70b", "meta-llama/Llama-3.1-70B-Instruct")

@@ -10,16 +10,14 @@ from commands import python
 from evaluation_worker import tiny_lm
 from test_evaluation_run import QUESTIONS
 
-import kangaroo.stepper
-from kangaroo.discovery import classes
+import kangaroo.engine.stepper
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, NotLossless
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.bench import Question
-from kangaroo.models import Dtype, byte_tokenizer
-from kangaroo.sampling import Rule
+from kangaroo.models.loading import Dtype, byte_tokenizer
 from kangaroo.soak import certificate, run, tiny, whole
 from kangaroo.soak.cells import cell_of
 from kangaroo.soak.drafters import DRAFTERS, adapter
@@ -27,6 +25,8 @@ from kangaroo.soak.run import SoakConfig, Task, soak
 from kangaroo.soak.settings import SAMPLINGS, alone, sampling_of
 from kangaroo.soak.tiny import FAMILIES, Tiny, cut
 from kangaroo.soak.whole import Whole
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import ConfigError, NotLossless
 
 
 def test_every_family_meets_every_sampling():
@@ -194,8 +194,8 @@ def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
         "verifier": lambda setting, draw: PromptLookup(1, 4),
     }
     if broken == "verifier":
-        decide = kangaroo.stepper.decide
-        monkeypatch.setattr(kangaroo.stepper, "decide", accepts_one_too_many(decide))
+        decide = kangaroo.engine.stepper.decide
+        monkeypatch.setattr(kangaroo.engine.stepper, "decide", accepts_one_too_many(decide))
     with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
         certify(tmp_path, tokens=1, drafters={broken: builds[broken]})
     found = json.loads((tmp_path / certificate.NAME).read_text())

@@ -16,10 +16,10 @@ import torch
 from commands import python
 from helpers import adapter_for
 
-from kangaroo.errors import KangarooError, PromptError
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import KangarooError, PromptError
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "integrations/spec_bench"

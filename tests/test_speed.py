@@ -12,12 +12,17 @@ import torch
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
-from kangaroo import clock, memory
-from kangaroo.attention import ATTENTION
-from kangaroo.benchmark import speed_report
-from kangaroo.benchmark.bandwidth import Reads, memory_bandwidth
-from kangaroo.benchmark.rivals import static_cache
-from kangaroo.benchmark.speed import (
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import clock, memory
+from kangaroo.engine.engine import Engine
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.evaluation.speed import speed_report
+from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.speed.rivals import static_cache
+from kangaroo.evaluation.speed.speed import (
     SpeedConfig,
     equal_texts,
     fitting_contexts,
@@ -28,8 +33,8 @@ from kangaroo.benchmark.speed import (
     summarise,
     typical,
 )
-from kangaroo.benchmark.speed_batches import throughput
-from kangaroo.benchmark.speed_trials import (
+from kangaroo.evaluation.speed.speed_batches import throughput
+from kangaroo.evaluation.speed.speed_trials import (
     Trial,
     long_prompt,
     question_prompts,
@@ -37,14 +42,9 @@ from kangaroo.benchmark.speed_trials import (
     timed_engine,
     timed_generate,
 )
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.methods import transformers_attention
-from kangaroo.models import byte_tokenizer
+from kangaroo.models.attention import ATTENTION
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.utils.errors import ConfigError
 
 # The tiny target in float32: width 32, 4 query and 2 key/value heads of 8, feed-forward 64. A layer
 # has q and o, k and v, gate, up and down, and two norms.

@@ -10,8 +10,8 @@ import pytest
 
 from kangaroo.data.reading import Source, read
 from kangaroo.data.splitting import HELD_OUT, SHARED, TRAINING, split
-from kangaroo.errors import DataError
 from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.utils.errors import DataError
 
 PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
 

@@ -25,12 +25,12 @@ from omegaconf import OmegaConf
 
 from kangaroo import cli
 from kangaroo.cli import command, evaluating
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation.metrics import METRICS
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
-from kangaroo.tracking import WandbConfig, finished
-from kangaroo.trained import adapter_files
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.tracking import WandbConfig, finished
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from kangaroo import tables
+from kangaroo.utils import tables
 
 ROWS = [
     {"method": "vanilla", "speedup": "1.00", "95%": "-"},

@@ -20,19 +20,19 @@ from training_cases import (
 )
 
 from kangaroo.cli.training import check_format
-from kangaroo.errors import ConfigError, CorruptFile, Diverged
-from kangaroo.models import Dtype, ModelConfig
-from kangaroo.native import torch_multiplies
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTracker
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.adapter_files import WEIGHTS, load, read_config
+from kangaroo.cpu.native import torch_multiplies
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.adapter_files import WEIGHTS, load, read_config
+from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend, muon
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.loop import evaluate
 from kangaroo.training.losses import Loss
 from kangaroo.training.recipe import trainees
 from kangaroo.training.work import Work
+from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTracker
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 

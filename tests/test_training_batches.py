@@ -21,18 +21,18 @@ from training_cases import (
     train,
 )
 
-from kangaroo import attention
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.errors import DataError
-from kangaroo.sampling import Rule, Sampling
-from kangaroo.tracking import NoTracker
-from kangaroo.trained.adapter_files import WEIGHTS
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.models import attention
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import schedule
 from kangaroo.training.micro_batch import grade, look
 from kangaroo.training.recipe import trainees
+from kangaroo.utils.errors import DataError
+from kangaroo.utils.tracking import NoTracker
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 

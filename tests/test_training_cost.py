@@ -1,11 +1,11 @@
 """The measurement of training's cost: every part runs, and its results belong together."""
 
-from kangaroo.benchmark import cost_report
-from kangaroo.benchmark.cost import measure
-from kangaroo.benchmark.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
-from kangaroo.benchmark.peak import memory_of_part
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, load
+from kangaroo.evaluation.speed import cost_report
+from kangaroo.evaluation.speed.cost import measure
+from kangaroo.evaluation.speed.cost_parts import FROZEN, CostConfig, micro_batches, parts, worker
+from kangaroo.evaluation.speed.peak import memory_of_part
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 from kangaroo.training.config import TrainerConfig
 
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")

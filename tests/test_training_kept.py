@@ -11,13 +11,10 @@ import torch
 from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, recipe_of, tiny
 from training_cases import ABOUT, Killed, KillsAt, config, recipe, sample, train
 
-from kangaroo import teacher
-from kangaroo.errors import ConfigError
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTracker
-from kangaroo.trained import eagle_head, medusa_heads
-from kangaroo.trained.adapter_files import WEIGHTS, read_config
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.heads import eagle_head, medusa_heads
+from kangaroo.heads.adapter_files import WEIGHTS, read_config
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.training import curves
 from kangaroo.training.batches import collate, wanted_of
 from kangaroo.training.distill import MEASURES, Student, Teacher, distill
@@ -28,6 +25,9 @@ from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.outcomes import Outcomes, back, back_natively, found, found_natively
 from kangaroo.training.recipe import trainees
 from kangaroo.training.work import Work
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTracker
 
 
 @pytest.fixture(autouse=True)

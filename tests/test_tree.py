@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import brute_depth, random_parents
 
-from kangaroo.tree import Draft, Tree
+from kangaroo.engine.tree import Draft, Tree
 
 CPU = torch.device("cpu")
 

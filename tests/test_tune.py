@@ -20,24 +20,18 @@ from test_commands import questions
 from test_replay import rounds, rounds_of
 
 from kangaroo import cli
-from kangaroo.costs import VerifyCosts
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
+from kangaroo.engine.costs import VerifyCosts
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.records import Run
-from kangaroo.model import LM
-from kangaroo.models import TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.trained import adapter_files
-from kangaroo.trained.medusa_heads import Architecture as Heads
-from kangaroo.trained.medusa_heads import MedusaHeads
-from kangaroo.tuning import costs
-from kangaroo.tuning.bench import trace_bench
-from kangaroo.tuning.candidates import (
+from kangaroo.evaluation.tune import costs
+from kangaroo.evaluation.tune.bench import trace_bench
+from kangaroo.evaluation.tune.candidates import (
     KINDS,
     Candidate,
     SearchSpace,
@@ -46,14 +40,20 @@ from kangaroo.tuning.candidates import (
     shipped,
     sources,
 )
-from kangaroo.tuning.costs import KNOTS, RoundCosts, Sample, fit, prefill_costs
-from kangaroo.tuning.measuring import in_turns, spread
-from kangaroo.tuning.player import VANILLA, Player, score, vanilla_seconds
-from kangaroo.tuning.recording import Recorder
-from kangaroo.tuning.replay import Replay
-from kangaroo.tuning.report import write_settings
-from kangaroo.tuning.trace import TracedQuestion, Turn
-from kangaroo.tuning.tune import TuneConfig, best_by_task, split
+from kangaroo.evaluation.tune.costs import KNOTS, RoundCosts, Sample, fit, prefill_costs
+from kangaroo.evaluation.tune.measuring import in_turns, spread
+from kangaroo.evaluation.tune.player import VANILLA, Player, score, vanilla_seconds
+from kangaroo.evaluation.tune.recording import Recorder
+from kangaroo.evaluation.tune.replay import Replay
+from kangaroo.evaluation.tune.report import write_settings
+from kangaroo.evaluation.tune.trace import TracedQuestion, Turn
+from kangaroo.evaluation.tune.tune import TuneConfig, best_by_task, split
+from kangaroo.heads import adapter_files
+from kangaroo.heads.medusa_heads import Architecture as Heads
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 UNTRAINED = "untrained:2"
 SPACE = SearchSpace(

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from kangaroo.drafters.vanilla import VanillaConfig
-from kangaroo.errors import ConfigError, DataError, MissingPackage, ProcessLost
-from kangaroo.models import TINY, ModelConfig
+from kangaroo.models.loading import TINY, ModelConfig
 from kangaroo.under_load import client, report, run
 from kangaroo.under_load.client import Measured
 from kangaroo.under_load.config import Cell, LoadConfig, Method, cells
 from kangaroo.under_load.servers import Server
+from kangaroo.utils.errors import ConfigError, DataError, MissingPackage, ProcessLost
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig("tiny", TINY)

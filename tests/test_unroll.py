@@ -11,11 +11,11 @@ from helpers import adapter_for, eagle_for, random_prompts, tiny
 from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.model import LM
-from kangaroo.trained.adapter import Architecture
-from kangaroo.trained.layer import Layer
-from kangaroo.trained.unroll import unroll
+from kangaroo.engine.engine import Engine
+from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.layer import Layer
+from kangaroo.heads.unroll import unroll
+from kangaroo.models.target import LM
 from kangaroo.training.batches import collate
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order

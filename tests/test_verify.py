@@ -14,10 +14,10 @@ from scipy.stats import binomtest, chisquare
 from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
-from kangaroo.sampling import Rule, Sampling, Stream, perturb, warp
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import accept, decide, rejection
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling, Stream, perturb, warp
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import accept, decide, rejection
 
 CPU = torch.device("cpu")
 SMALL = 1e-4  # p-values: the draws are fixed by their seeds, so a test passes or fails always

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kangaroo.drafters import datastore, layer_subset
-from kangaroo.embedded import embedded_checkpoint
-from kangaroo.errors import MissingPackage
-from kangaroo.trained import adapter_files
+from kangaroo.heads import adapter_files
+from kangaroo.models.embedded import embedded_checkpoint
+from kangaroo.utils.errors import MissingPackage
 
 ROOT = Path(__file__).parents[1]
 ADAPTER = Path("adapters/smollm2-135m")

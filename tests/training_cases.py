@@ -2,13 +2,13 @@
 
 from helpers import EXIT, random_prompts, recipe_of
 
-from kangaroo.tracking import NoTracker
-from kangaroo.trained import eagle_head
+from kangaroo.heads import eagle_head
 from kangaroo.training import curves, results
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import train as train_all
 from kangaroo.training.micro_batch import look, teach
 from kangaroo.training.recipe import trainees
+from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}
 

@@ -21,9 +21,9 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
 from kangaroo.cli import CONFIGS
-from kangaroo.engine import Engine
-from kangaroo.errors import KangarooError
-from kangaroo.sampling import Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.utils.errors import KangarooError
 
 
 def kangaroo_forward(

@@ -177,7 +177,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
 def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
     """Results, and of each way the `gaps` where its texts leave vLLM's own, as far as the table
     compares them."""
-    from kangaroo.embedded import embedded_checkpoint
+    from kangaroo.models.embedded import embedded_checkpoint
 
     target = args.target or str(embedded_checkpoint())
     context = multiprocessing.get_context("spawn")

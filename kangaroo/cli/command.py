@@ -23,13 +23,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kangaroo import ranges, ranks
-from kangaroo.cli_schema import register
+from kangaroo.cli.schema import register
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import install, of_project, sole_writer
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.utils import ranges, ranks
+from kangaroo.utils.errors import ConfigError, KangarooError
+from kangaroo.utils.folders import install, of_project, sole_writer
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
 
 STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
 CONFIGS = str(of_project("configs"))

@@ -8,24 +8,24 @@ from typing import Any
 
 from rich.console import Console
 
-from kangaroo import tables
 from kangaroo.api import load_target
-from kangaroo.benchmark import speed_report
-from kangaroo.benchmark.peak import measure_memory
-from kangaroo.benchmark.rivals import static_cache
-from kangaroo.benchmark.speed import measure
-from kangaroo.benchmark.speed_trials import long_prompt
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions as typed_questions
 from kangaroo.cli.command import command, plain
-from kangaroo.cli_schema import SoakCommand, SpeedCommand, TalkCommand
-from kangaroo.engine import Engine
+from kangaroo.cli.schema import SoakCommand, SpeedCommand, TalkCommand
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import fingerprint, load_questions
+from kangaroo.evaluation.speed import speed_report
+from kangaroo.evaluation.speed.peak import measure_memory
+from kangaroo.evaluation.speed.rivals import static_cache
+from kangaroo.evaluation.speed.speed import measure
+from kangaroo.evaluation.speed.speed_trials import long_prompt
 from kangaroo.soak import certificate
 from kangaroo.soak.run import Task
 from kangaroo.soak.run import soak as soaked
 from kangaroo.soak.tiny import Tiny
 from kangaroo.soak.whole import Whole
+from kangaroo.utils import tables
 
 log = logging.getLogger(__name__)
 

@@ -10,24 +10,24 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import tracking
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
-from kangaroo.cli_schema import EvaluateCommand
+from kangaroo.cli.schema import EvaluateCommand
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison, report, run
 from kangaroo.evaluation.config import asked
 from kangaroo.evaluation.metrics import scalars
+from kangaroo.evaluation.race import race
 from kangaroo.evaluation.run import Contestant
-from kangaroo.model import LM
-from kangaroo.paper import report as study_report
-from kangaroo.paper.results import study_of
-from kangaroo.provenance import flat, provenance
-from kangaroo.race import race
-from kangaroo.tracking import NoTrackerConfig, Row, Tracker, finished
+from kangaroo.evaluation.study import report as study_report
+from kangaroo.evaluation.study.results import study_of
+from kangaroo.models.target import LM
+from kangaroo.utils import tracking
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import flat, provenance
+from kangaroo.utils.tracking import NoTrackerConfig, Row, Tracker, finished
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")

@@ -13,9 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kangaroo.api import load_target
-from kangaroo.blueprint import blueprint
 from kangaroo.cli.command import command
-from kangaroo.cli_schema import (
+from kangaroo.cli.schema import (
     CalibrateCommand,
     CompareCommand,
     DatastoreCommand,
@@ -34,15 +33,16 @@ from kangaroo.drafters import calibration, layer_search, odds
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.errors import ConfigError, KangarooError
-from kangaroo.folders import command_line
+from kangaroo.heads import adapter_files, for_vllm, official
+from kangaroo.heads import export as export_model
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
-from kangaroo.models import options_of
-from kangaroo.provenance import made_by, provenance
-from kangaroo.trained import adapter_files, for_vllm, official
-from kangaroo.trained import export as export_model
+from kangaroo.models.loading import options_of
+from kangaroo.models.meta_model import blueprint
 from kangaroo.training import compare as comparing
+from kangaroo.utils.errors import ConfigError, KangarooError
+from kangaroo.utils.folders import command_line
+from kangaroo.utils.provenance import made_by, provenance
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kangaroo.cli.command import command
-from kangaroo.cli_schema import LoadCommand, ServeCommand
+from kangaroo.cli.schema import LoadCommand, ServeCommand
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.evaluation import records as store
 from kangaroo.serving.serve import serve as run_server

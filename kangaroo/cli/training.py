@@ -9,11 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from kangaroo.api import load_target
-from kangaroo.benchmark import cost_report
-from kangaroo.benchmark.cost import measure
-from kangaroo.blueprint import blueprint
 from kangaroo.cli.command import command, in_group, joined, plain
-from kangaroo.cli_schema import CostCommand, EstimateCommand, TrainCommand
+from kangaroo.cli.schema import CostCommand, EstimateCommand, TrainCommand
+from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.estimate import estimate_report, serving_report
 from kangaroo.estimate.devices import MEMORY, Device, Devices, found
@@ -21,16 +19,18 @@ from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.estimate.serving_report import Serving
-from kangaroo.folders import command_line
-from kangaroo.model import LM
-from kangaroo.models import ModelConfig, options_of
-from kangaroo.native import torch_multiplies
-from kangaroo.provenance import provenance
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import NoTrackerConfig, Tracker, finished
-from kangaroo.trained import adapter_files
+from kangaroo.evaluation.speed import cost_report
+from kangaroo.evaluation.speed.cost import measure
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import ModelConfig, options_of
+from kangaroo.models.meta_model import blueprint
+from kangaroo.models.target import LM
 from kangaroo.training import backend, curves, loop
 from kangaroo.training.work import check_holdout
+from kangaroo.utils.folders import command_line
+from kangaroo.utils.provenance import provenance
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker, finished
 
 log = logging.getLogger(__name__)
 

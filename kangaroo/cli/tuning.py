@@ -9,13 +9,13 @@ from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, plain
-from kangaroo.cli_schema import LearningCurveCommand, TuneCommand
-from kangaroo.folders import command_line
+from kangaroo.cli.schema import LearningCurveCommand, TuneCommand
+from kangaroo.evaluation.tune import report
+from kangaroo.evaluation.tune.tune import tune as find_best
 from kangaroo.learning_curve import measuring
 from kangaroo.learning_curve import report as curve_report
-from kangaroo.models import options_of
-from kangaroo.tuning import report
-from kangaroo.tuning.tune import tune as find_best
+from kangaroo.models.loading import options_of
+from kangaroo.utils.folders import command_line
 
 log = logging.getLogger(__name__)
 

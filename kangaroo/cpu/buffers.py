@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo import native
-from kangaroo.cache import KVCache
-from kangaroo.model import LM
+from kangaroo.cpu import native
+from kangaroo.engine.cache import KVCache
+from kangaroo.models.target import LM
 
 
 class DraftBuffers:

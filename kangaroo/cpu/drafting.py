@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kangaroo import native
-from kangaroo.batch import Batch
+from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import FromText
 from kangaroo.drafters.cascade import Cascade
@@ -25,7 +24,8 @@ from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.rest import Rest
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.trained.layer import weight
+from kangaroo.engine.batch import Batch
+from kangaroo.heads.layer import weight
 
 UNREAD = 4  # tokens of a text that a draft model reads along with its draft; more, like a prompt
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kangaroo import teacher
-from kangaroo.batch import Batch
-from kangaroo.clock import running
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import NativeDrafting, native_drafting
 from kangaroo.drafters.base import Drafter
-from kangaroo.model import LM
-from kangaroo.sampling import Rule, Sampling
-from kangaroo.stepper import Chunk, Step
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.clock import running
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.stepper import Chunk, Step
+from kangaroo.models.target import LM
 
 
 def runs_natively(lm: LM, drafter: Drafter, sampling: Sampling) -> bool:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from kangaroo.native import Sizes
+from kangaroo.cpu.native import Sizes
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kangaroo.cache import Block, KVCache
+from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
-from kangaroo.native import LayerWeights, Sizes
+from kangaroo.engine.cache import Block, KVCache
 
 LONGEST_PATH = 128  # nodes of a draft from its root on
 MOST_TOKENS = 512  # that a head reads in decoding; more are a text that is judged

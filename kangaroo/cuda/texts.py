@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.attention import attention
-from kangaroo.cache import Block
+from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels_texts
 from kangaroo.cuda.launching import cdiv, launch
 from kangaroo.cuda.layers import Stack, add_and_norm, flat, power_of_two
-from kangaroo.native import LayerWeights, Sizes
+from kangaroo.engine.cache import Block
+from kangaroo.models.attention import attention
 
 BLOCK = 1024  # numbers of a program
 

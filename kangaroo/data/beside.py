@@ -1,7 +1,7 @@
 """Records of the target's distributions, in a file beside the samples that they belong to.
 
 The file is an array of numpy's own format: the records of one sample after those of another
-(`kangaroo/teacher.py`), one for each token of the assistant. It is read where it lies, and memory
+(`topk_logits.py`), one for each token of the assistant. It is read where it lies, and memory
 holds what is used alone.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kangaroo.errors import CorruptFile
-from kangaroo.prompts import Sample
+from kangaroo.models.prompts import Sample
+from kangaroo.utils.errors import CorruptFile
 
 NAME = "teacher.npy"
 

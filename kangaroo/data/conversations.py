@@ -21,12 +21,12 @@ from kangaroo.data.making import BYTES_PER_TOKEN, Part, check_room, finish, writ
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
-from kangaroo.errors import ConfigError, DataError
-from kangaroo.model import LM
-from kangaroo.prompts import Message, Sample, masked_ids
-from kangaroo.ranges import Count, Filled, NotNegative, Ranged, Seed
-from kangaroo.ranks import Ranks
-from kangaroo.teacher import Likeliest
+from kangaroo.engine.topk_logits import Likeliest
+from kangaroo.models.prompts import Message, Sample, masked_ids
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
+from kangaroo.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.errors import DataError
+from kangaroo.utils.errors import DataError
 
 
 def documents(

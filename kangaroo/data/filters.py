@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kangaroo.prompts import Sample
-from kangaroo.ranges import Chance, CountOrZero, Ranged
+from kangaroo.models.prompts import Sample
+from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 
 NGRAM = 4  # tokens or words of a phrase; shorter phrases come again in any text
 SHINGLE = 5  # characters, not words: some languages have no blanks between words

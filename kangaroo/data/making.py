@@ -15,16 +15,16 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.shards import Shards
 from kangaroo.data.statistics import statistics
 from kangaroo.data.writing import Dialogue, Speed, Writer
-from kangaroo.errors import DataError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.ranks import Ranks
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import DataError
+from kangaroo.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

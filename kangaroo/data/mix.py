@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import teacher
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.ranges import Ranged, Seed
-from kangaroo.ranks import Ranks
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Ranged, Seed
+from kangaroo.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

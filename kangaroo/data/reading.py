@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from kangaroo.data.filters import list_reasons
-from kangaroo.errors import DataError
-from kangaroo.prompts import Message, content_text, mended
+from kangaroo.models.prompts import Message, content_text, mended
+from kangaroo.utils.errors import DataError
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)

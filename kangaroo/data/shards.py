@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.data import beside
-from kangaroo.errors import CorruptFile, DataError
-from kangaroo.prompts import Sample
-from kangaroo.provenance import changes
+from kangaroo.models.prompts import Sample
+from kangaroo.utils.errors import CorruptFile, DataError
+from kangaroo.utils.provenance import changes
 
 SETTINGS = "settings.json"
 

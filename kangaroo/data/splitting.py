@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.data.reading import Source, named_records
-from kangaroo.errors import DataError
-from kangaroo.prompts import Message, mended
+from kangaroo.models.prompts import Message, mended
+from kangaroo.utils.errors import DataError
 
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"
 SHARED = 20  # words in a row: passages that questions share, rather than words that ask

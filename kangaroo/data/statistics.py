@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kangaroo.data.filters import NGRAM, answers
-from kangaroo.prompts import Sample
+from kangaroo.models.prompts import Sample
 
 
 def statistics(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.data import beside
-from kangaroo.errors import DataError
-from kangaroo.prompts import Sample
-from kangaroo.provenance import provenance
+from kangaroo.models.prompts import Sample
+from kangaroo.utils.errors import DataError
+from kangaroo.utils.provenance import provenance
 
 PROVENANCE = "provenance.json"
 

@@ -21,10 +21,10 @@ from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import Part, finish, write_parts
 from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
-from kangaroo.model import LM
-from kangaroo.ranges import Count, Filled, NotNegative, Ranged, Seed
-from kangaroo.ranks import Ranks
-from kangaroo.teacher import Likeliest
+from kangaroo.engine.topk_logits import Likeliest
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
+from kangaroo.utils.ranks import Ranks
 
 
 @dataclass

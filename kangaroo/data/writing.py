@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import teacher
-from kangaroo.clock import now
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.generation import Generation, Request
-from kangaroo.model import LM
-from kangaroo.prompts import Message, Sample, masked_ids, plain_text, user_header
-from kangaroo.sampling import Sampling
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.clock import now
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.prompts import Message, Sample, masked_ids, plain_text, user_header
+from kangaroo.models.target import LM
 
 TRIAL_SECONDS = 0.5  # a forward this long is timed well enough and fills the device
 TRIAL_STEPS, TRIAL_LENGTH = 8, 512  # tokens a row, decoded and read
@@ -32,7 +32,7 @@ class Dialogue:
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
-        teacher: a record for each token of the assistant (`kangaroo/teacher.py`), where these are
+        teacher: a record for each token of the assistant (`topk_logits.py`), where these are
             kept.
     """
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.chain import Chain, Token, confidence
-from kangaroo.model import LM
-from kangaroo.sampling import pick
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.sampling import pick
+from kangaroo.models.target import LM
 
 
 class Autoregressive(Chain):

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.budget import Budget
-from kangaroo.cache import Block
-from kangaroo.model import LM
-from kangaroo.ranges import Ranged
-from kangaroo.trained import adapter_files
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.cache import Block
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import Verdict
+from kangaroo.heads import adapter_files
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Ranged
 
 
 class Drafter(Protocol):

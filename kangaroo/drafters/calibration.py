@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 from kangaroo.drafters.odds import CHOICES, Odds, assumed
 from kangaroo.drafters.suffix import SuffixAutomaton, shared
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.ranges import Count, Ranged
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Count, Ranged
 
 ASSUMED = 4  # how many positions what is assumed counts for, so that a rare case has a number
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import Verdict
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 
 @dataclass

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
-from kangaroo.model import LM
-from kangaroo.sampling import Rule, Sampling, warp
-from kangaroo.tree import Draft, Tree
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block
+from kangaroo.engine.sampling import Rule, Sampling, warp
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.models.target import LM
 
 
 @dataclass

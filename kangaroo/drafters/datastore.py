@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.clock import running
-from kangaroo.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.folders import command_line, install, located
-from kangaroo.model import LM
-from kangaroo.models import options_of
+from kangaroo.engine.clock import running
+from kangaroo.models.loading import options_of
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
+from kangaroo.utils.folders import command_line, install, located
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 

@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_block
-from kangaroo.errors import ConfigError
-from kangaroo.memory import weights
-from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig, load, own_tokenizer
-from kangaroo.ranges import DraftSize, Threshold
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.export import draft_model
-from kangaroo.tree import Draft
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.tree import Draft
+from kangaroo.engine.verify import Verdict
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.export import draft_model
+from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.memory import weights
+from kangaroo.utils.ranges import DraftSize, Threshold
 
 
 @dataclass

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block, KVCache
 from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
-from kangaroo.errors import ConfigError
-from kangaroo.folders import command_line
-from kangaroo.model import LM
-from kangaroo.models import options_of
-from kangaroo.ranges import CountOrZero, DraftSize, Threshold
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block, KVCache
+from kangaroo.models.loading import options_of
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import command_line
+from kangaroo.utils.ranges import CountOrZero, DraftSize, Threshold
 
 
 @dataclass

@@ -9,10 +9,10 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize, Threshold, check_nodes
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.eagle_head import Architecture, EagleHead
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.eagle_head import Architecture, EagleHead
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 
 
 @dataclass

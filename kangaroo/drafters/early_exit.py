@@ -12,20 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
-from kangaroo.errors import AdapterMismatch
-from kangaroo.memory import weights
-from kangaroo.model import LM
-from kangaroo.ranges import Count, CountOrZero, DraftSize, Threshold
-from kangaroo.trained import adapter, adapter_files
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.base import Architecture
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
-from kangaroo.tree import Draft
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block
+from kangaroo.engine.tree import Draft
+from kangaroo.engine.verify import Verdict
+from kangaroo.heads import adapter, adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.base import Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch
+from kangaroo.utils.memory import weights
+from kangaroo.utils.ranges import Count, CountOrZero, DraftSize, Threshold
 
 
 @dataclass

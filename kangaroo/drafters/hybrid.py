@@ -15,8 +15,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.budget import Budget
 from kangaroo.drafters import datastore, odds
 from kangaroo.drafters.chain import Token, chain_block
 from kangaroo.drafters.datastore import Datastore
@@ -25,14 +23,16 @@ from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
-from kangaroo.folders import command_line
-from kangaroo.model import LM
-from kangaroo.models import options_of
-from kangaroo.ranges import DraftSize, Length, NotNegative, Positive, Threshold
-from kangaroo.trained import adapter_files
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
-from kangaroo.tree import Draft
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.tree import Draft
+from kangaroo.heads import adapter_files
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
+from kangaroo.models.loading import options_of
+from kangaroo.models.target import LM
+from kangaroo.utils.folders import command_line
+from kangaroo.utils.ranges import DraftSize, Length, NotNegative, Positive, Threshold
 
 REFERENCE_SPAN = 16  # tokens at the end of a text that a reference is searched for
 

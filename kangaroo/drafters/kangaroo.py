@@ -7,8 +7,8 @@ from typing import Any
 
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.model import LM
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
 
 
 @dataclass

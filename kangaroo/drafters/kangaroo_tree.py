@@ -7,9 +7,9 @@ from typing import Any
 
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.layer_tree import LayerTree
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize, Threshold, check_nodes
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 
 
 @dataclass

@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
 from kangaroo.drafters.chain import Chain, Token, confidence
 from kangaroo.drafters.early_exit import EarlyExit
-from kangaroo.model import LM
-from kangaroo.sampling import AnySampling, pick
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
-from kangaroo.tree import Draft
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block
+from kangaroo.engine.sampling import AnySampling, pick
+from kangaroo.engine.tree import Draft
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import LM
 
 
 class LayerChain(EarlyExit, Chain):

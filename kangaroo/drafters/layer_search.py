@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kangaroo.cache import Block, KVCache
-from kangaroo.clock import running
 from kangaroo.drafters.layer_subset import LayerSubset, draft_cost, runs, write
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.provenance import provenance
-from kangaroo.ranges import Count, DraftSize, Ranged, Seed
-from kangaroo.trained.adapter_files import target_hash
+from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.clock import running
+from kangaroo.heads.adapter_files import target_hash
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import provenance
+from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
 
 Subset = tuple[int, ...]  # the layers that are skipped, ascending
 

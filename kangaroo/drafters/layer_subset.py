@@ -9,12 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kangaroo.errors import AdapterMismatch, AdapterNotFound, CorruptFile
-from kangaroo.folders import command_line, located
-from kangaroo.memory import weights
-from kangaroo.model import LM
-from kangaroo.models import options_of
-from kangaroo.trained.adapter_files import target_hash
+from kangaroo.heads.adapter_files import target_hash
+from kangaroo.models.loading import options_of
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, CorruptFile
+from kangaroo.utils.folders import command_line, located
+from kangaroo.utils.memory import weights
 
 
 @dataclass

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.budget import Budget
-from kangaroo.cache import Block
 from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.early_exit import EarlyExit
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.layer import Layer
-from kangaroo.tree import Draft, Tree
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.cache import Block
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 
 @dataclass

@@ -13,13 +13,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
 from kangaroo.drafters.base import DrafterConfig, Stateless
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.ranges import MOST_NODES, DraftSize, Range, check_nodes
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import Verdict
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import MOST_NODES, DraftSize, Range, check_nodes
 
 
 @dataclass

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.batch import Batch
-from kangaroo.cache import Block
 from kangaroo.drafters.base import TrainedConfig
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize
-from kangaroo.trained import adapter_files
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.medusa_heads import MedusaHeads
-from kangaroo.tree import Draft, Tree
-from kangaroo.verify import Verdict
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Block
+from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import Verdict
+from kangaroo.heads import adapter_files
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Count, DraftSize
 
 Choices = Sequence[tuple[int, ...]]
 

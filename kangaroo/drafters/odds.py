@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kangaroo.errors import AdapterMismatch, CorruptFile
+from kangaroo.utils.errors import AdapterMismatch, CorruptFile
 
 FILE = "calibration.json"
 CHOICES = 3  # for a token of the chain: the best, and two further ones

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kangaroo.batch import Batch
 from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize
+from kangaroo.engine.batch import Batch
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Count, DraftSize
 
 
 @dataclass

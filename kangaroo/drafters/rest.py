@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.batch import Batch
 from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize
-from kangaroo.tree import Draft
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.tree import Draft
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Count, DraftSize
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kangaroo.batch import Batch
 from kangaroo.drafters.base import DrafterConfig, Stateless
-from kangaroo.model import LM
-from kangaroo.tree import Draft
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.tree import Draft
+from kangaroo.models.target import LM
 
 
 @dataclass

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch.utils.benchmark import Timer
 
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
 
 
 class Device(Enum):

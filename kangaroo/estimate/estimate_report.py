@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from rich.console import Group
 
-from kangaroo import tables
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.reading import Source, is_local, read, regular
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.estimate.devices import PEAK, Device, matmul_speed
 from kangaroo.estimate.expectation import Expectation, Text
-from kangaroo.ranges import Count, Positive, Ranged, Share
-from kangaroo.tables import Row, number, share
 from kangaroo.training.config import TrainerConfig
+from kangaroo.utils import tables
+from kangaroo.utils.ranges import Count, Positive, Ranged, Share
+from kangaroo.utils.tables import Row, number, share
 
 ASSUMED = 68_000  # conversations
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kangaroo import teacher
-from kangaroo.cache import Block
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.cache import Block
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils.errors import ConfigError
 
 # A token in a `datasets` folder beside its text: id as int32, loss mask as int64. In a shard both
 # are JSON numbers. A conversation adds roles and offsets. (All but text as measured.)

@@ -12,15 +12,15 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.data.writing import TRIAL_LENGTH
-from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import PEAK, Devices, found, matmul_speed
 from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.expectation import Expectation, Text, expect
-from kangaroo.model import LM
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import LM
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.training.work import check_holdout
+from kangaroo.utils.errors import ConfigError
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
 

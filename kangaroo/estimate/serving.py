@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
 from kangaroo.estimate.devices import PEAK, Device
-from kangaroo.model import LM
-from kangaroo.models import ModelConfig
-from kangaroo.ranges import (
+from kangaroo.heads import for_vllm
+from kangaroo.heads.base import Trainable
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import LM
+from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import (
     Count,
     DraftSize,
     Filled,
@@ -28,9 +31,6 @@ from kangaroo.ranges import (
     Share,
     Threshold,
 )
-from kangaroo.trained import for_vllm
-from kangaroo.trained.base import Trainable
-from kangaroo.training.recipe import AdapterRecipe
 
 
 @dataclass

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kangaroo import tables
-from kangaroo.errors import ConfigError
 from kangaroo.estimate.serving import (
     Drafting,
     ServingConfig,
@@ -21,10 +19,12 @@ from kangaroo.estimate.serving import (
     room,
     whole_pass,
 )
-from kangaroo.model import LM
-from kangaroo.models import ModelConfig
-from kangaroo.tables import Row, number
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import LM
 from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils import tables
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.tables import Row, number
 
 PLACE = re.compile(r"(<!-- serving: ([\w.-]+) -->\n).*?(<!-- end -->)", re.S)
 WIDTH = 120  # of the page's lines

@@ -19,11 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.errors import ConfigError, CorruptFile, DataError, PromptError
-from kangaroo.folders import cache_folder, command_line
-from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids, whole
-from kangaroo.ranges import Count, Ranged
+from kangaroo.models.prompts import Message, prompt_ids, whole
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
+from kangaroo.utils.folders import cache_folder, command_line
+from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kangaroo import tables
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import comparison_plots as plots
 from kangaroo.evaluation import paired, report
 from kangaroo.evaluation.conclusion import sentences
 from kangaroo.evaluation.metrics import Place, cells, definitions
 from kangaroo.evaluation.records import SUMMARY, write_json
-from kangaroo.provenance import changes
-from kangaroo.tables import Row, number, short
+from kangaroo.utils import tables
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import changes
+from kangaroo.utils.tables import Row, number, short
 
 ROW = (
     "**method**: one whose evaluation is complete, the fastest first. Where one failed or is not "

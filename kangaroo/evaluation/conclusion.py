@@ -7,7 +7,7 @@ from typing import Any
 from kangaroo.evaluation import report
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
-from kangaroo.provenance import machine
+from kangaroo.utils.provenance import machine
 
 
 def sentences(comparison: dict[str, Any]) -> list[str]:

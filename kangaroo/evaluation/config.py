@@ -13,15 +13,15 @@ import torch
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.errors import ConfigError
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import planning
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.summary import BASELINES
-from kangaroo.model import LM
-from kangaroo.provenance import flat
-from kangaroo.ranges import Count, CountOrZero, Index, Positive, Ranged, Seed
-from kangaroo.sampling import Sampling
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import flat
+from kangaroo.utils.ranges import Count, CountOrZero, Index, Positive, Ranged, Seed
 
 log = logging.getLogger(__name__)
 

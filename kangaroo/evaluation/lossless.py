@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling, perturb, warp
+from kangaroo.engine.tree import Tree
 from kangaroo.evaluation.records import Fork
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling, perturb, warp
-from kangaroo.tree import Tree
+from kangaroo.models.target import LM
 
 
 def fork(

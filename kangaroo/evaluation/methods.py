@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from kangaroo.attention import ATTENTION
-from kangaroo.clock import now
-from kangaroo.engine import Engine
+from kangaroo.engine.clock import now
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import StepRecord
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import Run
-from kangaroo.generation import StepRecord
-from kangaroo.model import LM
-from kangaroo.prompts import plain_text
-from kangaroo.sampling import Sampling
+from kangaroo.models.attention import ATTENTION
+from kangaroo.models.prompts import plain_text
+from kangaroo.models.target import LM
 
 Method = Callable[[list[int], int, int], Run]
 

@@ -27,7 +27,7 @@ from kangaroo.evaluation.speedup import (
     prefill_seconds,
     speedup,
 )
-from kangaroo.tables import Row, number, share, span
+from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 

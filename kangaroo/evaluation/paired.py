@@ -17,7 +17,7 @@ import numpy as np
 
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.speedup import interval, ratio
-from kangaroo.tables import Row, number, span
+from kangaroo.utils.tables import Row, number, span
 
 # A method's part of a comparison, and the `by_question` of its summary.
 Method = tuple[dict[str, Any], Sequence[dict[str, Any]]]

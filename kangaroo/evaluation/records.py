@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.evaluation.bench import task_of
-from kangaroo.provenance import changes, provenance
+from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla again"  # a method: vanilla decoding a second time, to see what noise does

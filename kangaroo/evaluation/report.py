@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from kangaroo import tables
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import Place, cells, definitions
-from kangaroo.provenance import machine
-from kangaroo.tables import Row, number
+from kangaroo.utils import tables
+from kangaroo.utils.provenance import machine
+from kangaroo.utils.tables import Row, number
 
 PLOTS = {"speedup": plots.speedup, "ctar": plots.ctar, "time": plots.time_split}
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kangaroo import tables
-from kangaroo.errors import DataError
 from kangaroo.evaluation import comparison, comparison_plots, paired, report
 from kangaroo.evaluation.metrics import Place, definitions
 from kangaroo.evaluation.records import AGAIN, SUMMARY, write_json
 from kangaroo.evaluation.summary import BASELINES
-from kangaroo.tables import Row, number
+from kangaroo.utils import tables
+from kangaroo.utils.errors import DataError
+from kangaroo.utils.tables import Row, number
 
 PLOTS = ("speedup", "speedup_by_task")
 INTRODUCTION = (

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, DataError, NotLossless
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
 from kangaroo.evaluation.bench import Question, check_first_turns, seed_of
@@ -36,11 +36,11 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import Method, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Record, Turn
-from kangaroo.model import LM
-from kangaroo.prompts import Message
-from kangaroo.provenance import flat, git_revision
-from kangaroo.ranks import Ranks
-from kangaroo.sampling import Rule
+from kangaroo.models.prompts import Message
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, DataError, NotLossless
+from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

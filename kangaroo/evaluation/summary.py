@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.metrics import metrics, runs
 from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, begun, read, write_json
 from kangaroo.evaluation.speedup import has, paired_seconds
-from kangaroo.sampling import Rule
 
 # What the baselines are called where they are methods among others, by what records call them.
 BASELINES = {"vanilla": "vanilla", "hf": "transformers"}

@@ -11,13 +11,13 @@ import yaml
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from kangaroo import tables
-from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.folders import command_line
-from kangaroo.models import known_models, options_of
-from kangaroo.tables import Row, number
-from kangaroo.trained.adapter_files import AdapterConfig
+from kangaroo.heads.adapter_files import AdapterConfig
+from kangaroo.models.loading import known_models, options_of
+from kangaroo.utils import tables
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.folders import command_line
+from kangaroo.utils.tables import Row, number
 
 # What each drafter's trained part is called, and who described it.
 KINDS = {

@@ -31,14 +31,14 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from kangaroo.discovery import classes
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, PromptError
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
-from kangaroo.supported import check_supported
-from kangaroo.trained import adapter_files
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files
+from kangaroo.models.supported import check_supported
+from kangaroo.models.target import LM
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import ConfigError, PromptError
 
 FOLDER = "custom_generate"
 FILES = {
@@ -192,7 +192,7 @@ def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> Non
 
 
 def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
-    """What these processors do, which are in the order of `kangaroo.sampling.warp`."""
+    """What these processors do, which are in the order of `kangaroo.engine.sampling.warp`."""
     found: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     for one in processors:
         name = WARPERS.get(type(one))

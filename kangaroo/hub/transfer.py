@@ -22,11 +22,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from kangaroo.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.hub import custom_generate
 from kangaroo.hub.card import card
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 CARD, SUMS, ORIGIN = "README.md", "SHA256SUMS", "hub.json"
 # what is sent of an adapter's folder, and fetched: the first two it must have

@@ -15,17 +15,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.errors import ConfigError, CorruptFile
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.speedup import interval
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize, Positive, Ranged
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Architecture
-from kangaroo.tuning import replay
-from kangaroo.tuning.bench import trace_bench
-from kangaroo.tuning.recording import Recorder
-from kangaroo.tuning.trace import TracedQuestion, Turn
+from kangaroo.evaluation.tune import replay
+from kangaroo.evaluation.tune.bench import trace_bench
+from kangaroo.evaluation.tune.recording import Recorder
+from kangaroo.evaluation.tune.trace import TracedQuestion, Turn
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Architecture
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.ranges import Count, DraftSize, Positive, Ranged
 
 MEASURES = ("agreement", "ctar1", "compression_rate")
 

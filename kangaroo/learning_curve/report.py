@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from kangaroo import tables
 from kangaroo.evaluation.plots import FAINT, INK, NAMES
 from kangaroo.learning_curve.fit import Law, fit
 from kangaroo.learning_curve.measuring import MEASURES, LearningCurveConfig, Result
-from kangaroo.provenance import made_by, provenance
+from kangaroo.utils import tables
+from kangaroo.utils.provenance import made_by, provenance
 
 NAME = "learning_curve"
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#8a8f98"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.generation import Request
+from kangaroo.engine.requests import Request
+from kangaroo.engine.streaming import Pieces, UntilStop
 from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.streaming import Pieces, UntilStop
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # as OpenAI calls them
 

@@ -21,10 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo import generation
-from kangaroo.errors import ConfigError, KangarooError, PromptError
-from kangaroo.prompts import Message, prompt_ids
-from kangaroo.sampling import Sampling
+from kangaroo.engine import requests as generation
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.serving.answers import Answer, Piece
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.forms import AsChat, AsText, Form, event, problem
@@ -33,6 +32,7 @@ from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Clo
 from kangaroo.serving.metrics import Metrics, Watch
 from kangaroo.serving.protocol import Asked, Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
+from kangaroo.utils.errors import ConfigError, KangarooError, PromptError
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
 STATUS: dict[type[KangarooError], int] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from kangaroo.ranges import Count, NotNegative, Positive, Range, Ranged
+from kangaroo.utils.ranges import Count, NotNegative, Positive, Range, Ranged
 
 
 @dataclass

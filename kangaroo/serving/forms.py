@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 
-from kangaroo.prompts import mended
+from kangaroo.models.prompts import mended
 from kangaroo.serving.answers import Answer, Piece, Usage
 
 

@@ -8,10 +8,10 @@ import socket
 import uvicorn
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.errors import ConfigError
 from kangaroo.serving.app import make_app
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
+from kangaroo.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

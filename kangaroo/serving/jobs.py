@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from kangaroo.errors import KangarooError
-from kangaroo.generation import Generation, Request
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.utils.errors import KangarooError
 
 # How a job can end, beside a text. The last: because nothing is decoded any more.
 CANCELLED, TIMEOUT, FAILED, STOPPED = "cancelled", "timeout", "failed", "stopped"

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from kangaroo.prompts import content_text, whole
-from kangaroo.ranges import MOST, SEEDS
+from kangaroo.models.prompts import content_text, whole
+from kangaroo.utils.ranges import MOST, SEEDS
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 

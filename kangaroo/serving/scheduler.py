@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from kangaroo.batch import Batch
-from kangaroo.engine import Engine
-from kangaroo.generation import Request, StepRecord
-from kangaroo.sampling import Sampling
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.engine.sampling import Sampling
 from kangaroo.serving.jobs import FAILED, STOPPED, Busy, Closing, Event, Job, Load
 
 log = logging.getLogger(__name__)

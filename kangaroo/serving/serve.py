@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, MissingPackage
+from kangaroo.engine.engine import Engine
 from kangaroo.estimate.devices import Devices, found
-from kangaroo.folders import install
-from kangaroo.model import LM
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import LM
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
+from kangaroo.utils.errors import ConfigError, MissingPackage
+from kangaroo.utils.folders import install
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kangaroo import tables
 from kangaroo.evaluation.records import write_json
 from kangaroo.evaluation.report import circumstances, listed
-from kangaroo.provenance import provenance
 from kangaroo.soak.cells import Cell
-from kangaroo.tables import Row, share
+from kangaroo.utils import tables
+from kangaroo.utils.provenance import provenance
+from kangaroo.utils.tables import Row, share
 
 NAME = "certificate.json"
 

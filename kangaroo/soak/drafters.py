@@ -27,13 +27,13 @@ from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.model import LM
+from kangaroo.heads import medusa_heads
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.heads.export import draft_model as exported
+from kangaroo.models.target import LM
 from kangaroo.soak.settings import Build, Draw, Setting
-from kangaroo.trained import medusa_heads
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.draft_head import DraftHead
-from kangaroo.trained.eagle_head import EagleHead
-from kangaroo.trained.export import draft_model as exported
 
 ADAPTERS = {
     "attention": Architecture(),

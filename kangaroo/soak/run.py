@@ -16,18 +16,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kangaroo.clock import running
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError, NotLossless
+from kangaroo.engine.clock import running
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.lossless import first_difference, fork
-from kangaroo.generation import Generation
-from kangaroo.models import Dtype
-from kangaroo.provenance import git_revision
-from kangaroo.ranges import CountOrZero, NotNegative, Ranged, Seed
+from kangaroo.models.loading import Dtype
 from kangaroo.soak import certificate
 from kangaroo.soak.cells import Cell, Difference, cell_of
 from kangaroo.soak.settings import SAMPLINGS, Build, Draw, Part, Setting
+from kangaroo.utils.errors import ConfigError, NotLossless
+from kangaroo.utils.provenance import git_revision
+from kangaroo.utils.ranges import CountOrZero, NotNegative, Ranged, Seed
 
 log = logging.getLogger(__name__)
 

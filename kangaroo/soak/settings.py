@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import Engine
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.sampling import Rule, Sampling
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.models.target import LM
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.models import random_model
+from kangaroo.engine.requests import Request
+from kangaroo.models.loading import random_model
+from kangaroo.models.target import LM
 from kangaroo.soak.drafters import DRAFTERS
 from kangaroo.soak.settings import SAMPLINGS, Setting, alone, sampling_of
 

@@ -8,12 +8,12 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
-from kangaroo.errors import ConfigError
+from kangaroo.engine.requests import Request
 from kangaroo.evaluation.bench import Question
-from kangaroo.generation import Request
-from kangaroo.model import LM
-from kangaroo.prompts import Message, prompt_ids
+from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.target import LM
 from kangaroo.soak.settings import SAMPLINGS, Build, Setting, alone, sampling_of
+from kangaroo.utils.errors import ConfigError
 
 REQUESTS = 8
 # That of the engine alone, with which vanilla decodes too: prompts pass PyTorch's modules, and in

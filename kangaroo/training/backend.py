@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kangaroo.errors import ConfigError
-from kangaroo.folders import TORCHRUN, command_line, install
-from kangaroo.ranks import Ranks
-from kangaroo.trained.base import Trainable
+from kangaroo.heads.base import Trainable
 from kangaroo.training.muon import MOMENTUM, Muon
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import TORCHRUN, command_line, install
+from kangaroo.utils.ranks import Ranks
 
 # Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. Multiples of
 # it add up without rounding in float64 as long as sums stay below 2^9, far above any gradient of a

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo import teacher
-from kangaroo.cache import Block
 from kangaroo.data.filters import answers
-from kangaroo.errors import DataError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.cache import Block
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import DataError
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kangaroo.errors import ConfigError, CorruptFile
-from kangaroo.provenance import changes
+from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.provenance import changes
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kangaroo import tables
-from kangaroo.errors import CorruptFile
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.ranges import Count, CountOrZero, Ranged
-from kangaroo.ranks import Ranks
-from kangaroo.trained import adapter_files
-from kangaroo.trained.base import Trainable
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads import adapter_files
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.loop import evaluate
 from kangaroo.training.recipe import AdapterRecipe, Trainee
 from kangaroo.training.results import STEPS
+from kangaroo.utils import tables
+from kangaroo.utils.errors import CorruptFile
+from kangaroo.utils.ranges import Count, CountOrZero, Ranged
+from kangaroo.utils.ranks import Ranks
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from kangaroo.ranges import (
+from kangaroo.utils.ranges import (
     Count,
     CountOrZero,
     NotNegative,

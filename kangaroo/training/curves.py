@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kangaroo.errors import DataError
 from kangaroo.evaluation.plots import FAINT, INK
 from kangaroo.training.checkpoint import METRICS
+from kangaroo.utils.errors import DataError
 
 TABLE, PLOT = "metrics.csv", "curves.png"
 _POINTS = 60  # of a line: each is the mean of as many steps as it takes

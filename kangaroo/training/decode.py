@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import torch
 
 from kangaroo.data.filters import answers
-from kangaroo.discovery import classes
 from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.drafters.chain import Chain
-from kangaroo.engine import Engine
-from kangaroo.errors import ConfigError
-from kangaroo.generation import StepRecord
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.sampling import Rule, Sampling
-from kangaroo.trained.adapter_files import kept_dtype
-from kangaroo.trained.base import Trainable
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import StepRecord
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.adapter_files import kept_dtype
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
 from kangaroo.training.recipe import Trainee
 from kangaroo.training.results import STEPS, compression
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import ConfigError
 
 DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
 _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest

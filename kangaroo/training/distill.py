@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kangaroo.model import LM
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
 from kangaroo.training.losses import Loss, divergence, overlap
 
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.outcomes import Outcomes
+from kangaroo.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

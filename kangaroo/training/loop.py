@@ -20,15 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kangaroo import memory
-from kangaroo.clock import running
-from kangaroo.errors import Diverged
-from kangaroo.model import LM
-from kangaroo.prompts import Sample
-from kangaroo.provenance import provenance
-from kangaroo.ranks import Ranks
-from kangaroo.tracking import Tracker
-from kangaroo.trained import adapter_files
+from kangaroo.engine.clock import running
+from kangaroo.heads import adapter_files
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import LM
 from kangaroo.training import backend as backends
 from kangaroo.training import curves, kept, results
 from kangaroo.training.batches import collate, frequent_tokens, plan
@@ -39,6 +34,11 @@ from kangaroo.training.micro_batch import Seen, grade, look, teach
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.training.results import STEPS
 from kangaroo.training.work import Work
+from kangaroo.utils import memory
+from kangaroo.utils.errors import Diverged
+from kangaroo.utils.provenance import provenance
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import Tracker
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.cache import Block
-from kangaroo.model import LM
+from kangaroo.engine.cache import Block
+from kangaroo.models.target import LM
 from kangaroo.training.batches import Tokens
 from kangaroo.training.distill import AnyTeacher, Graded, Student, Teacher, distill
 from kangaroo.training.kept import KeptTeacher

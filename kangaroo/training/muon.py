@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.native import torch_multiplies
-from kangaroo.ranks import Ranks
+from kangaroo.cpu.native import torch_multiplies
+from kangaroo.utils.ranks import Ranks
 
 MOMENTUM = "momentum_buffer"  # in an optimizer's state
 LIKE_ADAMW = 0.2  # the root mean square of AdamW's steps (arXiv 2502.16982, section 2.2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo import native
+from kangaroo.cpu import native
 
 LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still hold
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.errors import ConfigError
-from kangaroo.model import LM
-from kangaroo.ranges import Count, DraftSize, Filled, NotNegative, Positive, Ranged
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter
-from kangaroo.trained.base import Trainable
-from kangaroo.trained.draft_head import DraftHead
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
 from kangaroo.training.losses import Loss
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Count, DraftSize, Filled, NotNegative, Positive, Ranged
 
 RANDOM = "random"  # a start
 
@@ -27,7 +27,7 @@ class AdapterRecipe(Ranged):
 
     Args:
         name: with the exit layer it names the adapter's folder and results.
-        architecture: what it is made of: the `Architecture` of a module in `kangaroo/trained`.
+        architecture: what it is made of: the `Architecture` of a module in `kangaroo/heads`.
         exit_layers: how many of the target's layers lie below each adapter; not read by kinds that
             have but one place.
         draft_steps: trained on its own states too, as it reads them when it drafts this many tokens

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kangaroo.errors import ConfigError
-from kangaroo.prompts import Sample
+from kangaroo.models.prompts import Sample
 from kangaroo.training.batches import check_trainable, plan, wanted_of
 from kangaroo.training.config import TrainerConfig
+from kangaroo.utils.errors import ConfigError
 
 
 @dataclass

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kangaroo.errors import DataError, MissingPackage, ProcessLost
-from kangaroo.folders import install
+from kangaroo.utils.errors import DataError, MissingPackage, ProcessLost
+from kangaroo.utils.folders import install
 
 CLIENT = "guidellm"
 WATCH_SECONDS = 0.2

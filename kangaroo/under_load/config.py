@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.ranges import Count, Filled, Ranged
 from kangaroo.serving.config import ServeConfig
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Count, Filled, Ranged
 
 BASELINE = "vanilla"  # whose numbers the others are divided by
 

@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from kangaroo import tables
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.plots import FAINT, VANILLA
-from kangaroo.paper.plots import COLORS
-from kangaroo.provenance import machine
-from kangaroo.tables import Row, number
+from kangaroo.evaluation.study.plots import COLORS
 from kangaroo.under_load.client import Measured
 from kangaroo.under_load.config import BASELINE, Cell
+from kangaroo.utils import tables
+from kangaroo.utils.provenance import machine
+from kangaroo.utils.tables import Row, number
 
 RESULTS, PAGE, PLOT = "load.json", "load.md", "load.png"
 # By their names in `Measured`: heading, title of the plot, and what they are multiplied by there.

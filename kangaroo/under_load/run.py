@@ -15,16 +15,16 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import ConfigError
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation.bench import fingerprint, load_questions
-from kangaroo.models import ModelConfig
-from kangaroo.provenance import flat, git_revision
+from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.serve import check_installed
 from kangaroo.under_load import client
 from kangaroo.under_load.client import Measured
 from kangaroo.under_load.config import Cell, LoadConfig, Method, cells
 from kangaroo.under_load.servers import Servers, check_urls
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import flat, git_revision
 
 log = logging.getLogger(__name__)
 

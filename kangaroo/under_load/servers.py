@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.errors import ConfigError, KangarooError, ProcessLost
-from kangaroo.models import ModelConfig
+from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.serve import serve
 from kangaroo.under_load.client import tail
 from kangaroo.under_load.config import Method
+from kangaroo.utils.errors import ConfigError, KangarooError, ProcessLost
 
 WATCH_SECONDS = 0.2
 HEALTH_SECONDS = 10.0  # until a server that has a thread to spare has answered

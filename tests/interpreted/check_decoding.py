@@ -11,11 +11,11 @@ from helpers import adapter_for, random_prompts, tiny_model, vanilla_texts
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 from test_conformance import DRAFTERS, Case
 
-from kangaroo.acceleration import Acceleration
 from kangaroo.cuda import layers as kernels
-from kangaroo.engine import Engine
-from kangaroo.model import LM
-from kangaroo.sampling import Sampling
+from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.target import LM
 
 slow = pytest.mark.slow
 PROMPTS = random_prompts(5, 61)

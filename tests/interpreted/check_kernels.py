@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from cases import DEVICE, DTYPES, assert_close, exact_attention, exact_norm, numbers
 
-from kangaroo.cache import Block, KVCache
+from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, layers
 from kangaroo.cuda.launching import launch
-from kangaroo.native import LayerWeights, Sizes
+from kangaroo.engine.cache import Block, KVCache
 
 EPS = 1e-5
 slow = pytest.mark.slow

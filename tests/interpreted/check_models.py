@@ -14,11 +14,11 @@ from cases import DEVICE
 from helpers import VOCABULARY, tiny_model
 from torch import Tensor
 
-from kangaroo.cache import KVCache
 from kangaroo.cuda.layers import Head, Stack
-from kangaroo.layer_weights import layer_weights
-from kangaroo.model import LM
-from kangaroo.tree import Tree
+from kangaroo.engine.cache import KVCache
+from kangaroo.engine.tree import Tree
+from kangaroo.models.layer_weights import layer_weights
+from kangaroo.models.target import LM
 
 slow = pytest.mark.slow
 SLOTS = 200

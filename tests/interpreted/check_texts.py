@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kangaroo.cuda import texts
 from kangaroo.cuda.layers import Stack
-from kangaroo.layer_weights import layer_weights
-from kangaroo.model import LM
+from kangaroo.models.layer_weights import layer_weights
+from kangaroo.models.target import LM
 
 slow = pytest.mark.slow
 FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]

@@ -25,7 +25,7 @@ from folders import adapter_for, save_adapter, save_draft_model, save_model, tin
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from kangaroo.model import LM
+from kangaroo.models.target import LM
 
 Serve = Callable[..., AbstractContextManager[LLM]]
 

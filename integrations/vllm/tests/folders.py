@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kangaroo.model import LM
-from kangaroo.models import random_model
-from kangaroo.trained.adapter import Adapter, Architecture
-from kangaroo.trained.export import draft_model
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.export import draft_model
+from kangaroo.models.loading import random_model
+from kangaroo.models.target import LM
 
 VOCABULARY = 128
 EXIT = 2

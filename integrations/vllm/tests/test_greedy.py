@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker import gpu_model_runner
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")

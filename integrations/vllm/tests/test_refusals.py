@@ -13,7 +13,7 @@ from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
 from vllm.config import CUDAGraphMode
 
-from kangaroo.models import random_model
+from kangaroo.models.loading import random_model
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from folders import save_adapter
 from transformers import AutoTokenizer
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.embedded import EMBEDDED, embedded_checkpoint
-from kangaroo.engine import Engine
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.model import LM
-from kangaroo.models import Dtype, ModelConfig, load
-from kangaroo.trained import adapter_files
-from kangaroo.trained.adapter import Adapter
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
+from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.models.loading import Dtype, ModelConfig, load
+from kangaroo.models.target import LM
 
 ADAPTER = "adapters/smollm2-135m"
 TOKENS, STEPS, THRESHOLD = 32, 6, 0.35

@@ -1,0 +1,254 @@
+// The head, and the token that is chosen by its logits: the likeliest, or under noise that is a pure
+// function of (seed, position, token), as kangaroo/engine/sampling.py defines it.
+
+#pragma once
+
+#include <numeric>
+
+#include "layers.h"
+
+namespace {
+
+template <class T> struct Head {
+  const T *norm, *weight;  // without a norm where it is null
+  i64 outputs;
+  const i64* ids;   // the token of each output; null where they are all tokens, in order
+  i64 passing = 0;  // as of a matrix
+  i64 token(i64 output) const { return ids ? ids[output] : output; }
+  // Of sixteen outputs; beyond the last one, any.
+  Words tokens16(i64 first) const {
+    Words tokens = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + std::uint32_t(first);
+    for (i64 j = 0; ids && j < LANES; j++) tokens[j] = ids[std::min(first + j, outputs - 1)];
+    return tokens;
+  }
+};
+
+// logits[m][n] = norm(x[m]) . weight[n]
+template <class T>
+void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
+  if (!tokens) return;
+  PARALLEL(s.threads) {
+    std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
+    for (i64 m = 0; head.norm && m < tokens; m++)
+      rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
+    TileUse tiles;
+    std::vector<Words> room;
+    Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
+    Matrix<T> w{head.weight, head.outputs, s.hidden, head.passing};
+    Part mine(blocks(head.outputs));
+    Room room_for_sums;
+    products(
+        in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, w.row(mine.last * LANES),
+        room_for_sums,
+        [&](i64 i, const float* sums) {
+          i64 n = i * LANES;
+          for (i64 m = 0; m < tokens; m++)
+            put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
+        });
+  };
+}
+
+Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// What the noise of one position is drawn from.
+Words noise_key(i64 seed, i64 position) {
+  Words low = Words{} + std::uint32_t(seed), high = mix(Words{} + std::uint32_t(seed >> 32));
+  return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
+}
+
+Floats uniform16(Words tokens, Words key) {  // in (0, 1)
+  Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
+  Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
+  const Floats largest = Floats{} + (1.0f - 0x1p-24f);
+  return u > largest ? largest : u;
+}
+
+Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, which is at least u
+  // -log1p(-u) by Kahan's correction of log(1 - u)
+  Floats rest = 1.0f - u, lost = rest - 1.0f;
+  Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
+  return log16(race);
+}
+
+constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;  // of a chain's last token; of a tree's node; kept
+
+// The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
+struct Choice {
+  i64 tokens[MOST_CHOICES];
+  float chances[MOST_CHOICES] = {};
+};
+
+// Where the likeliest tokens of a distribution go, and their probabilities, as those of `Choice`.
+struct Kept {
+  i64 count = 0;  // MOST at most
+  std::int32_t* tokens = nullptr;
+  float* chances = nullptr;
+};
+
+// The largest numbers seen, in their order; of equals the first.
+struct Best {
+  float values[MOST];
+  i64 places[MOST];
+  i64 count;
+
+  explicit Best(i64 count) : count(count) {
+    std::fill_n(values, count, NEVER);
+    std::fill_n(places, count, 0);
+  }
+  float least() const { return values[count - 1]; }
+
+  void see(float value, i64 place) {
+    if (!(value > least())) return;
+    i64 i = count - 1;
+    for (; i > 0 && value > values[i - 1]; i--) {
+      values[i] = values[i - 1];
+      places[i] = places[i - 1];
+    }
+    values[i] = value, places[i] = place;
+  }
+
+  // Sixteen numbers, the first of which lies at `place`.
+  void see(Floats part, i64 place) {
+    if (fold(part, larger) > least())
+      for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
+  }
+};
+
+// Sixteen numbers or what is left of them, and so small ones that none is chosen.
+Floats get_or_never(const float* from, i64 count) {
+  Floats part = get(from, count);
+  for (i64 j = count; j < LANES; j++) part[j] = NEVER;
+  return part;
+}
+
+// How a text's tokens are drawn; see `Sampling` in kangaroo/engine/sampling.py. A `temperature` of 0 is greedy.
+struct Draw {
+  double temperature, top_p;
+  i64 top_k, seed;
+  bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
+};
+
+float sum_of_exponentials(const float* logits, i64 n, float temperature, float most) {
+  Floats total{};
+  for (i64 i = 0; i < n; i += LANES) total += exp16(get_or_never(logits + i, n - i) / temperature - most);
+  return sum_of(total);
+}
+
+// The places that top-k and top-p leave of these logits, the likeliest first; as `warp` does, in its order
+// and with its rounding: those tied with the k-th stay, and of equals at the end of top-p the first.
+std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
+  const float temperature = draw.temperature;
+  auto warped = [&](i64 place) { return logits[place] / temperature; };
+  auto before = [&](i64 a, i64 b) { return warped(a) != warped(b) ? warped(a) > warped(b) : a < b; };
+  std::vector<i64> places(n);
+  std::iota(places.begin(), places.end(), 0);
+  i64 sorted = 0, left = n;  // of them, those that may stay
+  auto sort_until = [&](i64 count) {  // a few at a time: mostly a few are all that is asked for
+    while (sorted < std::min(count, n)) {
+      i64 next = std::min(n, std::max<i64>(128, 8 * sorted));
+      std::partial_sort(places.begin() + sorted, places.begin() + next, places.end(), before);
+      sorted = next;
+    }
+  };
+  if (draw.top_k > 0 && draw.top_k < n) {
+    left = draw.top_k;
+    sort_until(left + 1);
+    while (left < n && warped(places[left]) == warped(places[left - 1])) sort_until(++left + 1);
+  }
+  if (draw.top_p < 1) {
+    sort_until(1);
+    const float most = warped(places[0]), limit = draw.top_p;
+    float total = 0;
+    double sum = 0;
+    if (left == n) total = sum_of_exponentials(logits, n, temperature, most);
+    else
+      for (i64 i = 0; i < left; i++) total += std::exp(warped(places[i]) - most);
+    for (i64 i = 0; i < left; i++) {
+      sort_until(i + 1);
+      float chance = std::exp(warped(places[i]) - most) / total;
+      sum += chance;
+      if (i && float(sum) - chance >= limit) left = i;
+    }
+  }
+  places.resize(left);
+  return places;
+}
+
+// The best under noise.
+template <class T>
+void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, Words key, Best& best) {
+  constexpr float MOST_NOISE = 24;  // none exceeds 22.9
+  const i64 n = head.outputs;
+  for (i64 i = 0; i < n; i += LANES) {
+    Floats warped = get_or_never(logits + i, n - i) / float(draw.temperature);
+    if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
+    Floats u = uniform16(head.tokens16(i), key);
+    // logarithms only where one can win; the margin is far above their rounding
+    Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
+    if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
+  }
+}
+
+// The best under noise of what the filters leave. Where that is too little, the likeliest others follow.
+template <class T>
+void draw_from_few(const Head<T>& head, const float* logits, const Draw& draw, Words key,
+                   const Best& likeliest, Best& best) {
+  std::vector<i64> places = unfiltered(logits, head.outputs, draw);
+  std::sort(places.begin(), places.end());  // of equals the first wins
+  for (i64 i = 0; i < i64(places.size()); i += LANES) {
+    i64 count = std::min<i64>(LANES, places.size() - i);
+    Floats warped = Floats{} + NEVER;
+    Words tokens{};
+    for (i64 j = 0; j < count; j++) {
+      warped[j] = logits[places[i + j]] / float(draw.temperature);
+      tokens[j] = head.token(places[i + j]);
+    }
+    Floats score = warped - race16(uniform16(tokens, key));
+    for (i64 j = 0; j < count; j++) best.see(score[j], places[i + j]);
+  }
+  for (i64 j = places.size(), next = 0; j < best.count; next++) {
+    i64* end = best.places + j;
+    if (std::find(best.places, end, likeliest.places[next]) == end) best.places[j++] = likeliest.places[next];
+  }
+}
+
+// Of one row of logits.
+//   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
+template <class T>
+Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 position, i64 graded,
+              const Kept& kept) {
+  i64 n = head.outputs, wanted = std::max<i64>(graded, 1);
+  Best likeliest(std::max(wanted, kept.count));
+  for (i64 i = 0; i < n; i += LANES) likeliest.see(get_or_never(logits + i, n - i), i);
+  Choice choice;
+  if (graded || kept.count) {
+    Floats total{};
+    for (i64 i = 0; i < n; i += LANES)
+      total += exp16(get_or_never(logits + i, n - i) - likeliest.values[0]);
+    float sum = sum_of(total);
+    auto chance = [&](i64 j) { return std::exp(likeliest.values[j] - likeliest.values[0]) / sum; };
+    for (i64 j = 0; j < graded; j++) choice.chances[j] = chance(j);
+    for (i64 j = 0; j < kept.count; j++) {
+      kept.tokens[j] = head.token(likeliest.places[j]);
+      kept.chances[j] = chance(j);
+    }
+  }
+  Best best = likeliest;
+  best.count = wanted;
+  if (draw.temperature > 0) {
+    Words key = noise_key(draw.seed, position);
+    best = Best(wanted);
+    if (draw.filtered(n)) draw_from_few(head, logits, draw, key, likeliest, best);
+    else draw_from_all(head, logits, draw, key, best);
+  }
+  for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
+  return choice;
+}
+
+}  // namespace

@@ -1,0 +1,214 @@
+"""CUDA graphs: work on tensors of unchanging shape, recorded once and replayed.
+
+A step of decoding launches hundreds of small kernels, which takes the host longer than they take
+the GPU. Everything about recording is here. A graph holds bare addresses: whoever records says
+whose memory the work uses besides its inputs, and a graph never outlives that.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kangaroo.engine.cache import KVCache
+
+WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
+MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
+MOST_GRAPHS = 256  # of one model; the one used longest ago gives way
+
+Tensors = tuple[Tensor, ...]
+Key = tuple[Hashable, ...]
+Record = Callable[[Callable[[], None]], Callable[[], Any]]
+
+
+@dataclass
+class Recorded:
+    """One graph.
+
+    Args:
+        serials: of the caches that it uses.
+        inputs: the tensors that it reads; a call copies its own there.
+        results: the tensors that a replay writes. Like the inputs they are not in the graphs' pool,
+            where a replay may overwrite what any graph recorded later has left.
+    """
+
+    serials: tuple[int, ...]
+    inputs: Tensors
+    replay: Callable[[], Any]
+    results: Tensors
+
+
+class Graphs:
+    """Recorded work, by caches and key.
+
+    Besides its inputs, work may use the weights of the model and of a drafter that owns one of the
+    caches. Work that is recorded may call these graphs again: that becomes part of it.
+
+    Args:
+        device: of all tensors.
+        record: runs work that gives nothing back, and returns what repeats it.
+
+    Attributes:
+        seconds: spent on recording so far by all models; it is no part of decoding.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
+        self.device, self.most = device, most
+        self.record = record or Recorder(device)
+        self.made: OrderedDict[Key, Recorded] = OrderedDict()
+        self.watched: set[int] = set()  # serials of caches whose end will be told
+        self.dead: list[int] = []  # serials of caches that ended while something was recorded
+        self.static = WeakIdKeyDictionary()  # tensors that are rewritten in place, call after call
+        self.recording = False
+        # CUDA gives a pool up with the last graph in it, and refuses to record there again. Caches
+        # come and go with all their graphs; this empty one stays.
+        self.keeps_pool = self.record(lambda: None)
+
+    def take(self, tokens: int) -> bool:
+        """Whether work on so many tokens is recorded; more are a prefill or training."""
+        return not self.recording and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
+
+    def hold(self, caches: Sequence[KVCache], key: Key, *tensors: Tensor) -> Tensors:
+        """The same values, in the same place call after call: work that takes them as inputs need
+        not copy them. The next call with this key overwrites them.
+        """
+        if self.recording:
+            return tensors
+        return self._renewed(caches, key, None, tensors)
+
+    def __call__(
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Tensors],
+        *inputs: Tensor,
+        rehearsal: Tensors | None = None,
+    ) -> Tensors:
+        """The results of `work(*inputs)`, which must do the same for every call of this key.
+
+        The next call with this key overwrites them.
+
+        Args:
+            caches: all that the work reads or writes; when one of them ends, the graph does.
+            key: names the work and everything about it that is not in a tensor.
+            rehearsal: inputs to run with before recording; needed where a second run with the same
+                inputs would not leave everything as the first did.
+        """
+        if self.recording:
+            return work(*inputs)
+        return self._renewed(caches, key, work, inputs, rehearsal)
+
+    def _renewed(
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Tensors] | None,
+        inputs: Tensors,
+        rehearsal: Tensors | None = None,
+    ) -> Tensors:
+        while self.dead:
+            self._forget(self.dead.pop())
+        serials = tuple(cache.serial for cache in caches)
+        whole = (serials, *key, *(x.shape for x in inputs))
+        with torch.inference_mode():  # wherever the call comes from, the tensors are of one kind
+            if whole not in self.made:
+                self._watch(caches)
+                self._make(serials, whole, work, rehearsal or inputs)
+            self.made.move_to_end(whole)
+            made = self.made[whole]
+            for mine, given in zip(made.inputs, inputs, strict=True):
+                if mine is not given:
+                    mine.copy_(given)
+            made.replay()
+        return made.results
+
+    def _make(
+        self,
+        serials: tuple[int, ...],
+        whole: Key,
+        work: Callable[..., Tensors] | None,
+        inputs: Tensors,
+    ) -> None:
+        self._wait()
+        start = time.perf_counter()
+        held = tuple(x if x in self.static else x.clone() for x in inputs)
+        made = Recorded(serials, held, lambda: None, held)
+        if work is not None:
+            self.recording = True
+            try:
+                made.results = tuple(torch.empty_like(x) for x in work(*held))
+                made.replay = self.record(lambda: _fill(made.results, work(*held)))
+            finally:
+                self.recording = False
+        for tensor in made.results:
+            self.static[tensor] = True
+        self.made[whole] = made
+        if len(self.made) > self.most:
+            self.made.popitem(last=False)
+        self._wait()
+        Graphs.seconds += time.perf_counter() - start
+
+    def _watch(self, caches: Sequence[KVCache]) -> None:
+        """Hear of the end of these caches."""
+        for cache in caches:
+            if cache.serial not in self.watched:
+                self.watched.add(cache.serial)
+                weakref.finalize(cache, _ended, weakref.ref(self), cache.serial).atexit = False
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _forget(self, serial: int) -> None:
+        self.watched.discard(serial)
+        for key in [key for key, made in self.made.items() if serial in made.serials]:
+            del self.made[key]
+
+
+def _fill(places: Tensors, values: Tensors) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+def _ended(graphs: weakref.ref[Graphs], serial: int) -> None:
+    """A cache is gone. During a recording nothing may be freed: the next call does it."""
+    alive = graphs()
+    if alive is not None and alive.recording:
+        alive.dead.append(serial)
+    elif alive is not None:
+        alive._forget(serial)
+
+
+class Recorder:
+    """Records CUDA graphs, all in one pool of memory: none runs while another does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], Any]:
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    work()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                with torch.cuda.graph(graph, pool=self.pool):
+                    work()
+        return graph.replay

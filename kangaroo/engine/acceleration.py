@@ -1,0 +1,144 @@
+"""What makes decoding faster than PyTorch's modules: native code on a CPU, and on a GPU Triton's
+kernels in CUDA graphs.
+
+Shapes: B rows, N tokens of a block, D hidden size, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from ctypes import CDLL
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from kangaroo.cpu.native import Fusing, Head, LayerWeights, Sizes, Stack
+from kangaroo.cuda.graphs import Graphs
+from kangaroo.engine.cache import BUCKET, GRAPH_BUCKET, Block, KVCache
+
+Tensors = tuple[Tensor, ...]
+
+
+class Acceleration:
+    """Of one target and of all that drafts for it; by default there is none.
+
+    Args:
+        library: native code.
+        sizes: what these have to know of the target's layers; needed with `library` or `kernels`.
+        graphs: recorded work.
+        kernels: `kangaroo.cuda.layers`, whose classes are asked as those of native code are.
+    """
+
+    def __init__(
+        self,
+        library: CDLL | None = None,
+        sizes: Sizes | None = None,
+        graphs: Graphs | None = None,
+        kernels: ModuleType | None = None,
+    ):
+        self.library, self.sizes, self.graphs, self.kernels = library, sizes, graphs, kernels
+
+    def __bool__(self) -> bool:
+        return bool(self.library or self.graphs or self.kernels)
+
+    @property
+    def bucket(self) -> int:
+        """Attention reads the occupied slots rounded up to a multiple of this."""
+        return BUCKET if self.graphs is None else GRAPH_BUCKET
+
+    def stack(self, layers: Sequence[LayerWeights]) -> Any:
+        """A `Stack` of these layers, which reads the weights where they lie."""
+        if self.kernels is not None:
+            return self.kernels.Stack(layers, self.sizes)
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Stack(self.library, layers, self.sizes)
+
+    def head(self, weight_OD: Tensor) -> Any:
+        """A `Head` of a matrix from hidden states to logits."""
+        if self.kernels is not None:
+            return self.kernels.Head(weight_OD, self.sizes)
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Head(self.library, weight_OD, self.sizes)
+
+    def fusing(self, weights: Sequence[Tensor]) -> Any:
+        """A `Fusing` for the input of a fused adapter."""
+        if self.kernels is not None:
+            return self.kernels.Fusing(weights, self.sizes)
+        if self.library is None:
+            return None
+        assert self.sizes is not None
+        return Fusing(self.library, weights, self.sizes)
+
+    def hold(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        x_BND: Tensor,
+        block: Block,
+        *more: Tensor,
+    ) -> tuple[Block, Tensors]:
+        """The block and more of what steps on `x` will read; where steps are recorded, in the same
+        place call after call, so that no step copies it."""
+        if self.graphs is None or not self._recorded(x_BND, block):
+            return block, more
+        own = block.tensors()
+        held = self.graphs.hold(caches, key, *own, *more)
+        return block.with_tensors(*held[: len(own)]), held[len(own) :]
+
+    def _recorded(self, x_BND: Tensor, block: Block) -> bool:
+        return (
+            self.graphs is not None
+            and block.recordable
+            and self.graphs.take(x_BND.shape[0] * x_BND.shape[1])
+        )
+
+    def replay(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        work: Callable[..., Tensors],
+        *inputs: Tensor,
+        tokens: int,
+        rehearsal: Tensors | None = None,
+    ) -> Tensors:
+        """`work(*inputs)`, a part of a step of decoding; the arguments are those of `Graphs`.
+
+        Args:
+            tokens: of all rows that it computes.
+        """
+        if self.graphs is None or not self.graphs.take(tokens):
+            return work(*inputs)
+        return self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
+
+    def step(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        work: Callable[..., Tensors],
+        x_BND: Tensor,
+        block: Block,
+        *more: Tensor,
+        keep: bool = False,
+    ) -> Tensors:
+        """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
+
+        Args:
+            caches: all that the work reads or writes.
+            key: names the work and everything about it that is not in a tensor.
+            keep: the results outlive the next call with this key, which otherwise may overwrite
+                them.
+        """
+        if self.graphs is None or not self._recorded(x_BND, block):
+            return work(x_BND, block, *more)
+        own = block.tensors()
+
+        def flat(x_BND: Tensor, *tensors: Tensor) -> Tensors:
+            return work(x_BND, block.with_tensors(*tensors[: len(own)]), *tensors[len(own) :])
+
+        results = self.graphs(caches, key, flat, x_BND, *own, *more)
+        return tuple(result.clone() for result in results) if keep else results

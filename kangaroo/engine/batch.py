@@ -1,0 +1,238 @@
+"""The rows being decoded: their tokens, lengths and limits, and how a verdict is committed.
+
+Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth, R rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.cache import KVCache
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import AnySampling, Mixed, Rule, Sampling, together
+from kangaroo.engine.tree import Draft
+from kangaroo.engine.verify import Verdict
+from kangaroo.utils.errors import ConfigError
+
+
+class RowTensors(NamedTuple):
+    """What the device knows of all rows.
+
+    Args:
+        length_B, limit_B: committed tokens, and the most that there may be.
+        seeds_B: of the sampling noise.
+        done_B: whether a row's text has ended.
+        heeds_eos_B, eos_ids_E: whether an EOS ends it, and which tokens are one.
+    """
+
+    length_B: Tensor
+    limit_B: Tensor
+    seeds_B: Tensor
+    done_B: Tensor
+    heeds_eos_B: Tensor
+    eos_ids_E: Tensor
+
+
+class Emitted(NamedTuple):
+    """What one step added, still on the device.
+
+    Args:
+        tokens_BP: the new tokens of each row, meaningful up to its count.
+        counts_B: how many; 0 for rows that were done before.
+        accepted_B: how many of them were draft tokens.
+        drafted_B: valid draft tokens (for a tree: nodes).
+        done_B: whether a row's text has ended.
+    """
+
+    tokens_BP: Tensor
+    counts_B: Tensor
+    accepted_B: Tensor
+    drafted_B: Tensor
+    done_B: Tensor
+
+    def to_host(self) -> list[tuple[list[int], int, int]]:
+        """(new tokens, accepted, drafted) of each row: the step's one device-to-host copy."""
+        numbers_B3 = torch.stack([self.counts_B, self.accepted_B, self.drafted_B], 1)
+        rows = torch.cat([numbers_B3, self.tokens_BP], 1).tolist()
+        return [(row[3 : 3 + row[0]], row[1], row[2]) for row in rows]
+
+
+class Batch:
+    """Rows of different length in one cache.
+
+    The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
+    next draft. The first is the one that the prefill gave. Slots from `length - 1` up are scratch.
+    A row that is done keeps its place, without growing, until another prompt takes it.
+
+    Args:
+        longest: tokens of the longest text that there is room for, prompt included.
+        sampling: of texts that have none of their own.
+        budget: what may be drafted in a round.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        longest: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        device: torch.device,
+        budget: Budget,
+    ):
+        size, self.n_slots = cache.batch_size, cache.n_slots
+        self.cache, self.longest, self.budget = cache, longest, budget
+        self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
+        self.length_B = torch.ones(size, dtype=torch.long, device=device)
+        self.limit_B = torch.ones(size, dtype=torch.long, device=device)
+        self.seeds_B = torch.zeros(size, dtype=torch.long, device=device)
+        self.done_B = torch.ones(size, dtype=torch.bool, device=device)
+        self.eos_ids = eos_ids
+        self.eos_ids_E = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
+        self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
+        self.heeds_eos_B = torch.ones(size, dtype=torch.bool, device=device)  # the same
+        # the host's copies, so that extents and drafters that read the text need no sync
+        self.texts: list[list[int]] = [[0] for _ in range(size)]
+        self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
+        self.whole = [False] * size  # whether a row's prompt was read to its end
+        self.default = replace(sampling, seed=0)
+        self.samplings = [self.default] * size
+        self.sampling: AnySampling = self.default  # of all rows
+
+    @property
+    def rows(self) -> RowTensors:
+        """What the device knows of all rows."""
+        row = self.length_B, self.limit_B, self.seeds_B, self.done_B
+        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E)
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return self.cache.batch_size
+
+    @property
+    def active(self) -> int:
+        """Rows whose text is being written."""
+        return self.done.count(False)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The host's copy of `length_B`."""
+        return [len(text) for text in self.texts]
+
+    @property
+    def used(self) -> int:
+        """The largest length of any row."""
+        return max(self.lengths)
+
+    @property
+    def base_B(self) -> Tensor:
+        """Slot and position of each row's pending token."""
+        return self.length_B - 1
+
+    def last(self, count: int) -> Tensor:
+        """The last `count` committed tokens of each row, `[B, count]`; before the start, any."""
+        index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
+        return self.tokens_BS.gather(1, index.clamp(min=0))
+
+    def shared(self, row: int, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens a row's text began with, but for the last two of the
+        text, which not every drafter has read, and the last one of the prompt, which the first new
+        token comes from."""
+        if not self.whole[row]:
+            return 0
+        text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
+        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
+
+    def fill(self, row: int, prompt: Tensor) -> None:
+        """A part of a prompt has entered a free row, which takes no part in steps until `place`."""
+        self.tokens_BS[row, : len(prompt)] = prompt
+        self.texts[row] = [*prompt.tolist(), 0]  # its last token is scratch
+        self.length_B[row] = len(prompt) + 1
+
+    def place(self, row: int, prompt: Tensor, request: Request) -> None:
+        """A request's whole prompt has entered a row, with what it has written before.
+
+        Errors: `ConfigError` for sampling of its own under acceptance by rejection.
+        """
+        own = request.sampling
+        if own and (self.default.rule, own.rule) != (Rule.match, Rule.match):
+            raise ConfigError(
+                f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
+                "sampling of its own; matched noise (sampling.rule=match) can."
+            )
+        self.tokens_BS[row, : len(prompt)] = prompt
+        self.length_B[row] = len(prompt)
+        self.texts[row] = prompt.tolist()
+        limit = len(request.prompt) + request.max_new_tokens
+        self.limit_B[row], self.limits[row] = limit, limit
+        self.seeds_B[row], self.seeds[row] = request.seed, request.seed
+        self.heeds_eos_B[row] = not request.ignore_eos
+        self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
+        self.done_B[row] = self.done[row] = False
+        self.samplings[row] = own or self.default
+        if own is None and self.sampling == self.default:  # as in a batch of thousands
+            return
+        active = [one for one, done in zip(self.samplings, self.done, strict=True) if not done]
+        self.sampling = together(active)
+        if isinstance(self.sampling, Mixed):  # a place for each row, also for those that are done
+            self.sampling = together(self.samplings)
+
+    def first(self, row: int, token: int) -> None:
+        """Append the token that the prefill of a row's prompt gave; it is pending."""
+        self.tokens_BS[row, len(self.texts[row])] = token
+        self.length_B[row] += 1
+        self.append(row, [token])
+        self.whole[row] = True
+        self.done_B[row] = self.done[row]
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        """What a step wrote, on the host."""
+        text = self.texts[row]
+        text += tokens
+        ended = bool(tokens) and tokens[-1] in self.ends[row]
+        self.done[row] = self.done[row] or ended or len(text) >= self.limits[row]
+
+    @torch.inference_mode()
+    def stop(self, row: int) -> None:
+        """A row's text ends here, though neither EOS nor its limit was reached."""
+        self.done_B[row] = self.done[row] = True
+
+    def cut(self, row: int, tokens: list[int]) -> list[int]:
+        """What of them belongs to the row's text: nothing after an EOS or beyond its limit."""
+        ends, room = self.ends[row], self.limits[row] - len(self.texts[row])
+        last = next((i for i, token in enumerate(tokens) if token in ends), room)
+        return tokens[: min(last + 1, room)]
+
+    def commit(self, emitted: Emitted) -> None:
+        """Append what a step wrote."""
+        new_BP = emitted.tokens_BP
+        index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
+        self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
+        self.length_B = self.length_B + emitted.counts_B
+        self.done_B = emitted.done_B
+
+
+def emitted(draft: Draft, verdict: Verdict, rows: RowTensors) -> Emitted:
+    """The accepted path and the bonus token of each row, cut at EOS and at its limit."""
+    steps_P = torch.arange(draft.tree.max_depth + 1, device=rows.length_B.device)
+    # what the target writes after each accepted node: the next one's token, at last the bonus
+    new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
+    counts_B = torch.minimum(verdict.count_B + 1, rows.limit_B - rows.length_B)
+    is_eos_BP = torch.isin(new_BP, rows.eos_ids_E) & rows.heeds_eos_B[:, None]
+    is_eos_BP &= steps_P < counts_B[:, None]
+    first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
+    counts_B = first_eos_B * ~rows.done_B
+    ended_B = is_eos_BP.any(1) | (rows.length_B + counts_B >= rows.limit_B)
+    return Emitted(
+        tokens_BP=new_BP,
+        counts_B=counts_B,
+        accepted_B=torch.minimum(verdict.count_B, counts_B),
+        drafted_B=(draft.valid_BN.sum(1) - 1) * ~rows.done_B,
+        done_B=rows.done_B | ended_B,
+    )

@@ -1,0 +1,231 @@
+"""A KV cache addressed by slot. The mask tells what is valid; the cache keeps no length.
+
+Shapes: B rows, S slots a row, T tokens of a block, E occupied slots (the extent, E <= S), H query
+heads, K key/value heads, C head size, R rows of a block (a contiguous range of the B rows).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+
+from kangaroo.cpu.huge_pages import zeros
+
+BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
+GRAPH_BUCKET = 256  # where each shape is recorded as a graph: fewer shapes
+
+
+@dataclass
+class Block:
+    """Where a block of tokens lies: the slots it writes, its positions, what it may see.
+
+    Args:
+        slots_RT: slot of each token within its row.
+        positions_RT: position of each token, for RoPE and for the sampling noise.
+        bias_R1TE: additive attention mask in the model's dtype (0 or -inf), or a boolean one, true
+            where a token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is
+            the causal fast path, for a block that fills slots 0..T-1 of its rows.
+        extent: how many slots attention reads.
+        rows: the range of batch rows that the block covers.
+        rope: cosine and sine of `positions_RT`.
+        recordable: whether a graph may be recorded for its shape. True for a step of decoding,
+            whose shape comes again; false for a prompt, or a text that is learnt or judged.
+    """
+
+    slots_RT: Tensor
+    positions_RT: Tensor
+    bias_R1TE: Tensor | None
+    extent: int
+    rows: slice
+    rope: tuple[Tensor, Tensor]
+    recordable: bool = False
+
+    def narrow(self, start: int, width: int) -> Block:
+        """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
+        part = slice(start, start + width)
+        cos, sin = self.rope
+        return replace(
+            self,
+            slots_RT=self.slots_RT[:, part],
+            positions_RT=self.positions_RT[:, part],
+            bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE[:, :, part],
+            rope=(cos[:, part], sin[:, part]),
+        )
+
+    def take(self, index_RN: Tensor) -> Block:
+        """The tokens at the places `index_RN` of the block, in that order."""
+
+        def taken(x: Tensor) -> Tensor:
+            index = index_RN if x.ndim == 2 else index_RN[..., None].expand(-1, -1, x.shape[-1])
+            return x.gather(1, index)
+
+        assert self.bias_R1TE is not None
+        return replace(
+            self,
+            slots_RT=taken(self.slots_RT),
+            positions_RT=taken(self.positions_RT),
+            bias_R1TE=taken(self.bias_R1TE[:, 0])[:, None],
+            rope=(taken(self.rope[0]), taken(self.rope[1])),
+        )
+
+    @staticmethod
+    def join(blocks: Sequence[Block]) -> Block:
+        """Blocks of the same rows and extent as one block."""
+        kinds = zip(*(block.tensors() for block in blocks), strict=True)
+        axes = (1, 1, 2, 1, 1)  # that of the tokens, in each kind
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, axes, strict=True))
+        return blocks[0].with_tensors(*joined)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs between two steps whose blocks have one shape; see `with_tensors`."""
+        assert self.bias_R1TE is not None
+        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
+
+    def with_tensors(
+        self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
+    ) -> Block:
+        """A block of the same rows and extent with other tensors, in the order of `tensors`."""
+        return replace(
+            self,
+            slots_RT=slots_RT,
+            positions_RT=positions_RT,
+            bias_R1TE=bias_R1TE,
+            rope=(cos, sin),
+        )
+
+    def to(self, device: torch.device) -> Block:
+        """The same block for layers that lie on another device."""
+        if self.slots_RT.device == device:
+            return self
+        bias = self.bias_R1TE
+        if bias is not None and not isinstance(bias, CausalBias):  # which has no memory
+            bias = bias.to(device)
+        return replace(
+            self,
+            slots_RT=self.slots_RT.to(device),
+            positions_RT=self.positions_RT.to(device),
+            bias_R1TE=bias,
+            rope=(self.rope[0].to(device), self.rope[1].to(device)),
+        )
+
+
+class Addresses(NamedTuple):
+    """Of each layer's keys and values, as arrays of native code."""
+
+    keys: ctypes.Array
+    values: ctypes.Array
+
+
+class KVCache:
+    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
+
+    The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
+    attention reads the rows as strided views: nothing is copied or concatenated.
+
+    Args:
+        devices: the device of each layer.
+
+    Attributes:
+        serial: a number that no other cache of this process has or had.
+    """
+
+    serials = itertools.count()
+
+    def __init__(
+        self,
+        batch_size: int,
+        n_slots: int,
+        n_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        devices: list[torch.device],
+    ):
+        self.serial = next(self.serials)
+        self.batch_size, self.n_slots = batch_size, n_slots
+        shape = (batch_size * n_slots, n_heads, head_size)
+        self.keys = [zeros(shape, dtype, device) for device in devices]
+        self.values = [zeros(shape, dtype, device) for device in devices]
+
+    def at(self, block: Block) -> BlockCache:
+        """What the attention layers take as their cache while `block` runs."""
+        return BlockCache(self, block)
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """Where each layer's keys and values lie, for native code."""
+        kind = ctypes.c_void_p * len(self.keys)
+        keys, values = ([x.data_ptr() for x in cached] for cached in (self.keys, self.values))
+        return Addresses(kind(*keys), kind(*values))
+
+    def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
+        """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""
+        base_B1 = torch.arange(self.batch_size, device=src_BT.device)[:, None] * self.n_slots
+        src, dst = (src_BT + base_B1).flatten(), (dst_BT + base_B1).flatten()
+        for cached in (*self.keys, *self.values):
+            moved = cached.index_select(0, src.to(cached.device))
+            cached.index_copy_(0, dst.to(cached.device), moved)
+
+    def copy(self, source: int, row: int, count: int) -> None:
+        """Copy the first `count` slots of a row to another one, in every layer."""
+        src, dst = source * self.n_slots, row * self.n_slots
+        for cached in (*self.keys, *self.values):
+            cached[dst : dst + count] = cached[src : src + count]
+
+    def holds(self, batch_size: int, n_slots: int) -> bool:
+        """Whether it is right for such a batch; old contents are masked and do no harm."""
+        return self.batch_size == batch_size and n_slots <= self.n_slots
+
+    def bytes(self) -> int:
+        """Size of the allocation in bytes."""
+        return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
+
+
+class PastKeys(Protocol):
+    """What a transformers attention layer takes as its cache."""
+
+    def update(
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take the block's keys and values; return all that its queries attend over."""
+
+
+class BlockCache:
+    """A `KVCache` seen from one block."""
+
+    def __init__(self, cache: KVCache, block: Block):
+        self.cache, self.block = cache, block
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Where the block's tokens lie in the cache's flat first axis."""
+        block = self.block
+        rows = torch.arange(block.rows.start, block.rows.stop, device=block.slots_RT.device)
+        return (block.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
+
+    def update(
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the block's keys and values; return the occupied slots, each `[R, K, E, C]`."""
+        return (
+            self._write(self.cache.keys[layer_idx], k_RKTC),
+            self._write(self.cache.values[layer_idx], v_RKTC),
+        )
+
+    def _write(self, cached: Tensor, new_RKTC: Tensor) -> Tensor:
+        cached.index_copy_(0, self.index, new_RKTC.transpose(1, 2).flatten(0, 1))
+        by_row = cached.unflatten(0, (self.cache.batch_size, self.cache.n_slots))
+        return by_row[self.block.rows, : self.block.extent].transpose(1, 2)
+
+
+def occupied(n_slots: int, used: int, bucket: int = BUCKET) -> int:
+    """The number of slots to read so that `used` are covered: rounded up to `bucket`."""
+    return min(math.ceil(used / bucket) * bucket, n_slots)

@@ -1,0 +1,367 @@
+"""Decode: prefill a row, then step after step propose, verify, commit, observe.
+
+Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.cpu.drafting import native_drafting
+from kangaroo.cpu.stepper import CpuStepper, runs_natively
+from kangaroo.drafters.base import Drafter
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.cache import BUCKET, KVCache
+from kangaroo.engine.clock import now, running
+from kangaroo.engine.costs import measured
+from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
+from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.stepper import Stepper, TensorStepper
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError, PromptError
+
+
+class Engine:
+    """A target and a drafter.
+
+    Args:
+        tokenizer: needed for stop strings alone.
+        prefill_chunk: prompts enter the cache in chunks of at most this many tokens, which bounds
+            the memory of a prefill whatever the prompt's length; None is as many as are quick.
+        reuse: a prompt that begins like the text before it in its row is read from where it
+            differs. Off, every prompt is read whole, as whoever measures wants it.
+        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
+            acceptance. Off, a batch drafts what pays there.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill_chunk: int | None = None,
+        reuse: bool = False,
+        always_drafts: bool = False,
+    ):
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
+        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
+        self.prefill_chunk, self.reuse, self.always_drafts = prefill_chunk, reuse, always_drafts
+        self.eos_ids = frozenset(lm.eos_ids())
+        self.batch: Batch | None = None
+        self.stepper: Stepper | None = None  # of the batch
+        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
+        self.keep = 0  # likeliest tokens that are kept of every distribution
+
+    @property
+    def spare_slots(self) -> int:
+        """Beyond the longest text: a draft's nodes and as many places before a text, or those that
+        a native draft takes; the bonus."""
+        drafting = native_drafting(self.drafter)
+        return max(2 * self.drafter.max_nodes, drafting.nodes if drafting else 0) + 2
+
+    @torch.no_grad()
+    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
+        """An empty batch for texts of at most `longest` tokens, prompts included.
+
+        Args:
+            keep: of the distribution behind every token that is written, keep this many likeliest
+                tokens (`Generation.teacher`); a smaller vocabulary is kept whole.
+        """
+        teacher.check(keep, "keep")
+        self.keep = min(keep, self.lm.config.vocab_size)
+        # rounded up, since attention kernels want the rows of a mask aligned
+        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
+        if self.cache is None or not self.cache.holds(batch_size, n_slots):
+            # their memory may be needed for the new ones
+            self.batch = self.cache = self.stepper = None
+            self.cache = self.lm.new_cache(batch_size, n_slots)
+        budget = Budget(partial(measured, self.lm), self.always_drafts)
+        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
+        self.drafter.begin(batch)
+        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
+        if self.drafter.needs_costs or drafts_less:
+            budget.measure()  # now, since it may take a second
+        self.batch, self.stepper = batch, self._stepper(batch, sampling)
+        return batch
+
+    def _stepper(self, batch: Batch, sampling: Sampling) -> Stepper:
+        """In native code, where this target and drafter can."""
+        if runs_natively(self.lm, self.drafter, sampling):
+            drafting = native_drafting(self.drafter)
+            assert drafting is not None
+            return CpuStepper(self.lm, drafting, batch, self.keep)
+        return TensorStepper(self.lm, self.drafter, batch, self.keep)
+
+    def admit(self, batch: Batch, row: int, request: Request) -> Generation:
+        """Let a request take a free row, between steps. The prefill gives the first token, which is
+        a step of its own in the record, without further time.
+
+        Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
+        for another batch than the one opened last, whose cache is no longer its own.
+        """
+        parts = self.admitting(batch, row, request)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as ended:
+                return cast(Generation, ended.value)
+
+    @torch.inference_mode()
+    def admitting(
+        self, batch: Batch, row: int, request: Request
+    ) -> Generator[None, None, Generation]:
+        """The same chunk by chunk, so that other rows may step in between.
+
+        A prompt that is given up halfway (`close`) leaves its row free.
+        """
+        self._check_is_current(batch is self.batch)
+        self.check(request)
+        if len(request.prompt) + request.max_new_tokens > batch.longest:
+            raise PromptError(
+                f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
+                f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
+            )
+        assert self.stepper is not None
+        lm, text = self.lm, request.text
+        begun, seconds = now(lm.device), 0.0
+        prompt_T, end = torch.tensor(text, device=lm.device), len(text)
+        chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
+        source, known = self.known(batch, row, text)
+        if known and source != row:
+            batch.cache.copy(source, row, known)
+            self.drafter.adopt(source, row, known)
+        read = self.stepper.unread(source, row, prompt_T[:known]) if known else []
+        batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
+        for first in range(known, end, chunk):
+            if first > known:  # what steps leave behind in the row lies above what it has read
+                batch.fill(row, prompt_T[:first])
+                seconds += now(lm.device) - begun
+                yield
+                begun = now(lm.device)
+            tokens_1T = prompt_T[None, first : first + chunk]
+            last_11D, block, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
+            read.append((tokens_1T, block, taps))
+        batch.place(row, prompt_T, request)
+        for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
+            self.drafter.prefill(batch, *chunk_read)
+        at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
+        logits_11V = lm.logits(last_11D)
+        token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
+        batch.first(row, token)
+        kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
+        seconds += now(lm.device) - begun
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
+        record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
+        self.record(batch, row, record, request, generation)
+        return generation
+
+    def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row whose text a prompt begins like, and how many of its tokens need not be read in
+        a free row therefore; of equals the free row itself is the first."""
+        if not (self.reuse and self.stepper is not None and self.stepper.resumes):
+            return row, 0
+        begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
+        source = max(begins, key=begins.__getitem__)
+        return source, begins[source]
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        """Propose, verify, commit, observe; one record a row.
+
+        Args:
+            drafts: false asks for a short step, without drafts.
+
+        Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
+        no longer keeps.
+        """
+        self._check_is_current(batch is self.batch)
+        assert self.stepper is not None
+        entered = running()
+        step = self.stepper.step(drafts)
+        host_seconds = running() - entered - step.draft_seconds - step.verify_seconds
+        seconds = step.draft_seconds, step.verify_seconds, host_seconds
+        rows = zip(step.rows, step.kept, strict=True)
+        return [StepRecord(*row, *seconds, kept) for row, kept in rows]
+
+    def _check_is_current(self, current: bool) -> None:
+        if not current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
+
+    def check(self, request: Request) -> None:
+        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
+        if not request.prompt:
+            raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+        vocabulary = self.lm.config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise PromptError(
+                f"the prompt holds a token outside the model's vocabulary of {vocabulary}; was it "
+                "encoded by another model's tokenizer?"
+            )
+        if request.max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
+        request.check_fits("the model's context is", self.lm.context)
+        if request.stop and self.tokenizer is None:
+            raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
+
+    @torch.inference_mode()
+    def record(
+        self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
+    ) -> None:
+        """Append a step to a row's generation, and say so there if that ended it."""
+        before = len(generation.tokens)
+        generation.steps.append(record)
+        generation.tokens += record.tokens
+        if request.stop:
+            kept = self._stopped(generation.tokens, before, request.stop)
+            if kept is not None:
+                del generation.tokens[kept:], record.tokens[kept - before :]
+                record.accepted = min(record.accepted, len(record.tokens))
+                generation.finish = "stop"
+                batch.stop(row)
+                return
+        if generation.tokens[-1] in batch.ends[row]:
+            generation.finish = "eos"
+        elif len(generation.tokens) >= request.max_new_tokens:
+            generation.finish = "length"
+
+    def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
+        """How many tokens to keep if one of those from `before` on completes a stop string."""
+        assert self.tokenizer is not None
+        # A stop string of n bytes spans at most n tokens. One more, since SentencePiece tokenizers
+        # strip the leading space of whatever they decode.
+        reach = 1 + max(len(s.encode()) for s in stop)
+        for end in range(before + 1, len(tokens) + 1):
+            tail = self.tokenizer.decode(tokens[max(0, end - reach) : end])
+            if any(s in tail for s in stop):
+                return end
+        return None
+
+    def completions(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch_size: int,
+        keep: int = 0,
+        after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
+        longest: int | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
+
+        A row that is done takes the next request at once. `keep` is that of `open`.
+
+        Args:
+            after: what follows a request that has ended, in its row and under its index: the next
+                turn of a conversation.
+            longest: tokens of the longest text; by default that of `requests`.
+        """
+        for request in requests:
+            self.check(request)
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}.")
+        if not requests:
+            return
+        longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
+        batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
+        waiting = iter(enumerate(requests))
+        following: dict[int, tuple[int, Request]] = {}  # by row
+        running: dict[int, tuple[int, Request, Generation]] = {}
+        while True:
+            for row in range(batch.size):
+                if row in running:
+                    continue
+                if found := following.pop(row, None) or next(waiting, None):
+                    running[row] = (*found, self.admit(batch, row, found[1]))
+            if not running:
+                return
+            if not any(generation.finish for _, _, generation in running.values()):
+                records = self.step(batch)
+                for row, (_, request, generation) in running.items():
+                    self.record(batch, row, records[row], request, generation)
+            for row, (index, _, generation) in list(running.items()):
+                if generation.finish:
+                    del running[row]
+                    if (follower := after(index, generation)) is not None:
+                        following[row] = index, follower
+                    yield index, generation
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        batch_size: int | None = None,
+        seeds: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        """Decode every prompt.
+
+        Args:
+            batch_size: rows decoded at a time; by default all prompts at once.
+            seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
+            stop: strings that end a text.
+
+        Errors: `PromptError` for an empty prompt or one too long for the context; `ConfigError` for
+        a batch of no rows.
+        """
+        sampling = sampling or Sampling()
+        seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
+        requests = [
+            Request(p, max_new_tokens, s, stop) for p, s in zip(prompts, seeds, strict=True)
+        ]
+        rows = max(len(prompts), 1) if batch_size is None else batch_size
+        done = dict(self.completions(requests, sampling, rows))
+        return [done[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch: Batch | None = None,
+    ) -> Stream:
+        """Decode one prompt, token by token as steps write them.
+
+        Args:
+            batch: of one row, opened before with this sampling; by default one is opened. In a
+                conversation's own batch its next turn goes on from the last one (`reuse`).
+
+        Errors: `PromptError` as of `check`; `ConfigError` for a batch, or then a stream, that
+        another one has taken the place of.
+        """
+        sampling = sampling or Sampling()
+        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
+        self.check(request)
+        if batch is None:
+            batch = self.open(1, len(prompt) + max_new_tokens, sampling)
+        elif batch.size > 1 or batch.default != replace(sampling, seed=0):
+            raise ConfigError(
+                f"stream(batch=) takes a batch of one row opened with {sampling}; this one has "
+                f"{batch.size} rows and {batch.default}."
+            )
+        generation = self.admit(batch, 0, request)
+        return Stream(generation, self._tokens(batch, batch.texts[0], request, generation))
+
+    def _tokens(
+        self, batch: Batch, text: list[int], request: Request, generation: Generation
+    ) -> Iterator[Token]:
+        yield Token(generation.tokens[0], drafted=False)
+        while not generation.finish:
+            self._check_is_current(batch.texts[0] is text)  # no other stream has taken the row
+            (record,) = self.step(batch)
+            self.record(batch, 0, record, request, generation)
+            for i, token in enumerate(record.tokens):
+                yield Token(token, drafted=i < record.accepted)

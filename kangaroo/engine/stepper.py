@@ -1,0 +1,177 @@
+"""One step of a batch by tensors: propose, verify, commit, observe.
+
+This is the definition of a step. A backend (`kangaroo/cpu`) may make the same step faster.
+
+Shapes: B rows, N draft nodes, T tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
+from kangaroo.engine.cache import Block
+from kangaroo.engine.clock import Clock
+from kangaroo.engine.tree import Draft
+from kangaroo.engine.verify import Verdict, decide
+from kangaroo.models.target import LM
+
+Chunk = tuple[Tensor, Block, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+
+
+@dataclass
+class Step:
+    """What a step wrote.
+
+    Args:
+        rows: of each row the tokens, how many of them were draft tokens, and how many were drafted.
+        kept: along with these tokens (`topk_logits.py`).
+        draft_seconds, verify_seconds: that drafting and verification took.
+    """
+
+    rows: list[tuple[list[int], int, int]]
+    kept: teacher.Rows
+    draft_seconds: float
+    verify_seconds: float
+
+
+class Stepper(Protocol):
+    """Makes the steps of one batch.
+
+    Attributes:
+        resumes: whether a prompt that begins like a text in the cache is read from where it ends.
+    """
+
+    resumes: bool
+
+    def step(self, drafts: bool) -> Step:
+        """One step of all rows.
+
+        Args:
+            drafts: false asks for a short one, without drafts.
+        """
+
+    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+        """Of the first tokens of a prompt, which a row takes over from `source`, those that the
+        drafter has yet to read, as chunks."""
+
+
+class TensorStepper:
+    """Every drafter, on every device."""
+
+    def __init__(self, lm: LM, drafter: Drafter, batch: Batch, keep: int = 0):
+        self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
+        self.resumes = drafter.resumes
+        self.clock = Clock(lm.device)
+
+    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+        return []
+
+    def step(self, drafts: bool) -> Step:
+        lm, drafter, batch, clock = self.lm, self.drafter, self.batch, self.clock
+        started = clock.mark()
+        draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
+        proposed = clock.mark()
+        draft.block = draft.block or lm.block(
+            draft.tree,
+            batch.base_B,
+            batch.used + draft.tree.size,
+            batch.n_slots,
+            recorded=("verify", batch.cache),
+        )
+        verdict, written, logits_BNV, taps = self._verify(draft, draft.block)
+        if not draft.tree.is_chain:
+            self._keep_path(draft.block, verdict)
+        verified = clock.mark()
+        batch.commit(written)
+        drafter.observe(batch, draft, verdict, taps)
+        rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
+        kept: teacher.Rows = [None] * batch.size
+        if logits_BNV is not None:
+            kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
+        for row, (tokens, accepted, drafted) in enumerate(rows):
+            batch.append(row, tokens)
+            batch.budget.observe(drafted, accepted)
+        draft_seconds, verify_seconds = (
+            clock.between(started, proposed),
+            clock.between(proposed, verified),
+        )
+        return Step(rows, kept, draft_seconds, verify_seconds)
+
+    def _verify(
+        self, draft: Draft, block: Block
+    ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
+        """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
+        where something of them is kept; the states that the drafter wants.
+        """
+        lm, batch, keeps = self.lm, self.batch, self.keep > 0
+        taps = sorted(set(self.drafter.taps))
+        layers, sampling = range(draft.entry, lm.n_layers), batch.sampling
+
+        def work(draft: Draft, block: Block, rows: RowTensors) -> tuple[Tensor, ...]:
+            x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
+            x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
+            logits_BNV = lm.logits(x_BND)
+            verdict = decide(draft, logits_BNV, block.positions_RT + 1, sampling, rows.seeds_B)
+            kept = (logits_BNV,) if keeps else ()
+            return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
+
+        results = self._replayed(work, draft, block, ("verify", *taps, keeps))
+        verdict, results = (
+            Verdict(*results[: len(Verdict._fields)]),
+            results[len(Verdict._fields) :],
+        )
+        written, results = (
+            Emitted(*results[: len(Emitted._fields)]),
+            results[len(Emitted._fields) :],
+        )
+        states = dict(zip(taps, results[keeps:], strict=True))
+        return verdict, written, results[0] if keeps else None, states
+
+    def _replayed(
+        self,
+        work: Callable[[Draft, Block, RowTensors], tuple[Tensor, ...]],
+        draft: Draft,
+        block: Block,
+        key: tuple[Hashable, ...],
+    ) -> tuple[Tensor, ...]:
+        """`work(draft, block, rows)`, recorded where steps are: by tensors alone."""
+        batch, parts, rows = self.batch, draft.tensors(), self.batch.rows
+        layout = block.tensors()
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            own, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
+            here, tensors = block.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
+            return work(own, here, RowTensors(*tensors))
+
+        key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, repr(batch.sampling))
+        tokens = draft.tokens_BN.numel()
+        inputs = *parts, *layout, *rows
+        return self.lm.acceleration.replay((batch.cache,), key, flat, *inputs, tokens=tokens)
+
+    def _keep_path(self, block: Block, verdict: Verdict) -> None:
+        """Move the keys and values of an accepted path to where its tokens now stand."""
+        batch = self.batch
+        depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
+        from_BP = block.slots_RT.gather(1, verdict.path_BP)
+        to_BP = batch.base_B[:, None] + depth_P
+
+        def work(from_BP: Tensor, to_BP: Tensor) -> tuple[Tensor, ...]:
+            batch.cache.move(from_BP, to_BP)
+            return ()
+
+        self.lm.acceleration.replay(
+            (batch.cache,),
+            ("move",),
+            work,
+            *(from_BP, to_BP),
+            tokens=from_BP.numel(),
+            rehearsal=(to_BP, to_BP),
+        )

@@ -1,0 +1,88 @@
+"""Text from tokens that arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.engine.requests import Token
+from kangaroo.models.prompts import plain_text
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Pieces:
+    """Takes tokens and gives text; a character of several tokens waits for the last one.
+
+    Each piece is decoded together with the one before it, since SentencePiece tokenizers strip the
+    space at the beginning of a decoded text. So the pieces join to the text of all tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.before: list[int] = []  # tokens of the last piece
+        self.pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token; it may be empty."""
+        self.pending.append(token)
+        text = self._after()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self.before, self.pending = self.pending, []
+        return text
+
+    def end(self) -> str:
+        """What is left when there are no more tokens."""
+        return self._after()
+
+    def _after(self) -> str:
+        """The text of what is pending, where it follows what was before."""
+        both, before = (
+            plain_text(self.tokenizer, tokens)
+            for tokens in (self.before + self.pending, self.before)
+        )
+        return both[len(before) :]
+
+
+def pieces(
+    tokens: Iterator[Token], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, bool]]:
+    """Pairs (text, drafted) as tokens arrive, of whole characters."""
+    made, drafted = Pieces(tokenizer), False
+    for token in tokens:
+        drafted = token.drafted
+        if text := made.push(token.id):
+            yield text, drafted
+    if text := made.end():
+        yield text, drafted
+
+
+class UntilStop:
+    """Text until the first of some strings, which is not part of it."""
+
+    def __init__(self, stop: Sequence[str]):
+        self.stop, self.held, self.stopped = stop, "", False
+
+    def push(self, text: str) -> str:
+        """What can be shown now: no part of what may become a stop string."""
+        if self.stopped:
+            return ""
+        self.held += text
+        found = [at for at in map(self.held.find, self.stop) if at >= 0]
+        if found:
+            shown, self.held, self.stopped = self.held[: min(found)], "", True
+            return shown
+        keep = max((self._begun(one) for one in self.stop), default=0)
+        shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return shown
+
+    def end(self) -> str:
+        """What was held back, when there is no more text."""
+        return self.held
+
+    def _begun(self, stop: str) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        longest = min(len(stop) - 1, len(self.held))
+        return next((n for n in range(longest, 0, -1) if self.held.endswith(stop[:n])), 0)

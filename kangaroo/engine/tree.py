@@ -1,0 +1,135 @@
+"""What a drafter proposes: a tree of tokens below the pending token, and the shape of that tree.
+
+Shapes: B rows (1 where all rows share a topology), N nodes (node 0 is the pending token), D hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from kangaroo.engine.cache import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The topology of a draft. Parents come before their children; the root is its own parent.
+
+    Args:
+        parents_BN: index of each node's parent, `[1, N]` where all rows share it, else `[B, N]`.
+        max_depth: the largest depth any row can have, known to the host without a device sync.
+        is_chain: node i hangs below node i - 1 in every row, so that slots need no moving.
+    """
+
+    parents_BN: Tensor
+    max_depth: int
+    is_chain: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of nodes N, the root included."""
+        return self.parents_BN.shape[1]
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """`[b, i, j]` is true where node j lies on the path from the root to node i, i included."""
+        reach_BNN = torch.eye(self.size, dtype=torch.bool, device=self.parents_BN.device)
+        reach_BNN = reach_BNN.expand(self.parents_BN.shape[0], -1, -1)
+        jump_BN = self.parents_BN
+        for _ in range(max(self.max_depth, 1).bit_length()):  # each round doubles the path covered
+            reach_BNN = reach_BNN | reach_BNN.gather(1, jump_BN[..., None].expand_as(reach_BNN))
+            jump_BN = jump_BN.gather(1, jump_BN)
+        return reach_BNN
+
+    @cached_property
+    def depth_BN(self) -> Tensor:
+        """Edges from the root to each node; 0 at the root."""
+        return self.ancestors_BNN.sum(-1) - 1
+
+    @staticmethod
+    @cache  # without a limit, since graphs read where it lies
+    def chain(size: int, device: torch.device) -> Tree:
+        """`size` nodes in a line; kept, since every step of a chain drafter asks for one."""
+        parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
+        return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
+
+
+@dataclass
+class Draft:
+    """Proposed tokens, ready for verification by `layers[entry:]` of the target.
+
+    Args:
+        tokens_BN: node 0 is the pending token: committed, but in no cache yet.
+        valid_BN: false marks padding, which never matches; node 0 is always true.
+        hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
+            computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
+        entry: the first target layer still to run.
+        probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
+        block: where the nodes lie; where it is None the engine sets it, to what `LM.block` gives.
+    """
+
+    tokens_BN: Tensor
+    tree: Tree
+    valid_BN: Tensor
+    hidden_BND: Tensor | None = None
+    entry: int = 0
+    probs_BNV: Tensor | None = None
+    block: Block | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs between two drafts of one shape; see `with_tensors`."""
+        parents = () if self.tree.is_chain else (self.tree.parents_BN,)
+        further = [x for x in (self.hidden_BND, self.probs_BNV) if x is not None]
+        return self.tokens_BN, self.valid_BN, *parents, *further
+
+    def with_tensors(self, tokens_BN: Tensor, valid_BN: Tensor, *others: Tensor) -> Draft:
+        """A draft of the same shape with other tensors, in the order of `tensors`; without a
+        block."""
+        left, tree = list(others), self.tree
+        if not tree.is_chain:
+            tree = Tree(left.pop(0), tree.max_depth)
+        hidden_BND = None if self.hidden_BND is None else left.pop(0)
+        probs_BNV = None if self.probs_BNV is None else left.pop(0)
+        return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
+
+    @staticmethod
+    def nothing(pending_B1: Tensor) -> Draft:
+        """The draft of vanilla decoding: the pending token alone."""
+        tree = Tree.chain(1, pending_B1.device)
+        return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
+
+    @staticmethod
+    def listed(
+        pending_B1: Tensor,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:
+        """A draft that was made on the host, as wide as the row with the most nodes.
+
+        Args:
+            tokens: the nodes below the pending token of each row; there may be none.
+            parents: the parent of each of them: 0 is the pending token, i the row's i-th node;
+                None makes chains.
+        """
+        size, device = 1 + max(map(len, tokens)), pending_B1.device
+        padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]
+        counts_B1 = torch.tensor([[len(row)] for row in tokens])
+        valid_BN = torch.arange(size) <= counts_B1
+        tree = Tree.chain(size, device)
+        if parents is not None:
+            depths = []
+            for row in parents:
+                depth = [0]
+                for parent in row:
+                    depth.append(depth[parent] + 1)
+                depths.append(max(depth))
+            below = [[0, *row, *[0] * (size - 1 - len(row))] for row in parents]
+            tree = Tree(torch.tensor(below, device=device), max_depth=max(depths))
+        drafted_BM = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens_BN = torch.cat([pending_B1, drafted_BM.view(len(tokens), -1)], 1)
+        return Draft(tokens_BN, tree, valid_BN.to(device))

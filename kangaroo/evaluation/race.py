@@ -1,0 +1,124 @@
+"""A race in the terminal: one question, and the answers of several methods as they grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.chat import summary
+from kangaroo.drafters.base import Drafter
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Token
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.target import LM
+
+FRAME_SECONDS = 1 / 30
+MARGIN = 8  # lines of the terminal that hold no text of an answer
+ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
+
+
+@dataclass
+class Runner:
+    """A method's answer and when each part of it was there.
+
+    Args:
+        pieces: (seconds since the prompt was given, text, whether it was drafted).
+    """
+
+    name: str
+    generation: Generation
+    pieces: list[tuple[float, str, bool]]
+
+    def text(self, now: float) -> Text:
+        """What was there after so many seconds, drafts in green."""
+        return Text.assemble(
+            *((text, "green" if drafted else "") for at, text, drafted in self.pieces if at <= now)
+        )
+
+
+def race(
+    lm: LM,
+    tokenizer: PreTrainedTokenizerBase,
+    drafters: Mapping[str, Drafter],
+    question: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    console: Console,
+) -> None:
+    """Answer a question by each drafter, then show the answers side by side at the speeds that were
+    measured; into a pipe one below the other.
+
+    Errors: `PromptError` for a question that the model's context has no room for.
+    """
+    prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
+    limit = min(max_new_tokens, max(1, lm.context - len(prompt)))
+    runners = []
+    for name, drafter in drafters.items():
+        engine = Engine(lm, drafter)
+        for _ in range(2):  # the first one warms up
+            (answer,) = engine.generate([prompt], limit, sampling, seeds=[sampling.seed])
+        runners.append(Runner(name, answer, list(timed_pieces(answer, tokenizer))))
+    console.print(Text(question, style="bold"), soft_wrap=not console.is_interactive)
+    if console.is_interactive:
+        console.print(ABOUT, style="dim", highlight=False)
+        replay(runners, console)
+        return
+    for runner in runners:
+        console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
+        console.print(runner.text(runner.generation.seconds), soft_wrap=True)
+
+
+def timed_pieces(
+    answer: Generation, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[float, str, bool]]:
+    """The answer's text in whole characters, each with the end of the step that completed it."""
+    seconds = answer.prefill_seconds
+
+    def tokens() -> Iterator[Token]:
+        nonlocal seconds
+        for step in answer.steps:
+            seconds += step.seconds
+            for i, token in enumerate(step.tokens):
+                yield Token(token, drafted=i < step.accepted)
+
+    for text, drafted in pieces(tokens(), tokenizer):
+        yield seconds, text, drafted
+
+
+def replay(runners: list[Runner], console: Console) -> None:
+    """Let the answers grow until the last one ends; then they stand there whole."""
+    start, end = time.perf_counter(), max(runner.generation.seconds for runner in runners)
+    lines = max(1, console.height - MARGIN)
+    with Live(console=console, auto_refresh=False) as live:
+        while (now := time.perf_counter() - start) < end:
+            live.update(frame(runners, now, console, lines), refresh=True)
+            time.sleep(FRAME_SECONDS)
+        live.update(frame(runners, end, console), refresh=True)
+
+
+def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
+    """The answers after so many seconds, and the speeds of those that are done by then.
+
+    Args:
+        lines: show so many of the last lines; 0 shows all.
+    """
+    table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
+    width = console.width // len(runners) - 3  # between columns
+    texts = []
+    for runner in runners:
+        speed = len(runner.generation.tokens) / runner.generation.seconds
+        done = now >= runner.generation.seconds
+        table.add_column(runner.name, f"{speed:.1f} tokens/s" if done else "", ratio=1)
+        texts.append(Text("\n").join(runner.text(now).wrap(console, width)[-lines:]))
+    table.add_row(*texts)
+    return table

@@ -1,0 +1,365 @@
+"""Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kangaroo.heads.base import Architecture, Trainable
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.loading import options_of
+from kangaroo.models.target import LM
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.utils.folders import SHIPPED, command_line, located
+
+WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+Kind = TypeVar("Kind", bound=Trainable)
+
+FIXED = """
+    model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
+    num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
+""".split()  # fields of a target's config that fix what it computes
+TRAINED = Path("outputs/train")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class AdapterConfig:
+    """What an adapter was made for; saved beside its weights.
+
+    Args:
+        target: name or path of the target model.
+        target_revision: its revision on the hub, where it has one.
+        target_hash: hash of those fields of the target's config that fix its computation.
+        exit_layer: how many of the target's layers lie below the adapter.
+        n_layers: how many layers the target has.
+        parameters: trained parameters.
+        architecture: what it is made of.
+        vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
+            else is said; None is all.
+        facts: what its drafter has to know besides (`Trainable.facts`).
+        training: provenance: data, schedule, held-out results, versions, command.
+        target_weights: `LM.fingerprint` of the target; None where it is not known.
+    """
+
+    target: str
+    target_revision: str | None
+    target_hash: str
+    exit_layer: int
+    n_layers: int
+    parameters: int
+    architecture: Architecture
+    vocabulary: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    target_weights: str | None = None
+
+
+def target_hash(lm: LM) -> str:
+    """Hash of the config fields that fix what the target computes, whatever else its file holds."""
+    config = lm.config.to_dict()
+    kept = {name: config.get(name) for name in FIXED}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe(
+    lm: LM,
+    adapter: Trainable,
+    training: dict[str, Any],
+    vocabulary: int | None = None,
+    facts: dict[str, Any] | None = None,
+) -> AdapterConfig:
+    """The config of an adapter trained for `lm`."""
+    return AdapterConfig(
+        target=lm.name,
+        target_revision=getattr(lm.config, "_commit_hash", None),
+        target_hash=target_hash(lm),
+        exit_layer=adapter.exit_layer,
+        n_layers=lm.n_layers,
+        parameters=sum(p.numel() for p in adapter.parameters()),
+        architecture=adapter.architecture,
+        vocabulary=vocabulary,
+        facts=facts or {},
+        training=training,
+        target_weights=lm.fingerprint,
+    )
+
+
+def kept_dtype(adapter: Trainable, lm: LM) -> torch.dtype:
+    """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
+    to run; bfloat16 where a weight is beyond float16.
+    """
+    most = torch.finfo(lm.dtype).max
+    fits = all(bool((p.detach().abs() <= most).all()) for p in adapter.parameters())
+    return lm.dtype if fits else torch.bfloat16
+
+
+def save(
+    adapter: Trainable,
+    config: AdapterConfig,
+    frequent_K: Tensor | None,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write weights, config and vocabulary into `folder`, and return it.
+
+    Args:
+        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from; None
+            where they are not known.
+        dtype: of the weights on disk, see `kept_dtype`; None keeps each as it is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
+    save_file(state, folder / WEIGHTS)
+    if frequent_K is not None:
+        save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
+    fields = dataclasses.asdict(config)
+    fields["architecture"] = {"kind": config.architecture.kind()} | fields["architecture"]
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    return folder
+
+
+def find(
+    path: str,
+    files: Sequence[str] = (WEIGHTS, CONFIG, VOCABULARY),
+    fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
+    revision: str | None = None,
+) -> Path:
+    """The folder of an adapter: a local one, or a hub id that is downloaded.
+
+    For `adapters/NAME`, where a model's adapter is looked for, the shipped one will do, or the one
+    that training the model NAME saved; for `adapters/NAME-medusa` its Medusa heads.
+
+    Args:
+        files: what is fetched of it.
+        fix: what the user can do where there is none.
+        revision: branch, tag or commit on the hub; None is the repository's main branch.
+
+    Errors: `AdapterNotFound` names what was tried and what to do.
+    """
+    folder = located(path)
+    if folder.is_dir():
+        return folder
+    if folder.parent == SHIPPED:
+        return _trained(folder)
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise AdapterNotFound(
+            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"
+        ) from error
+
+
+def _trained(missing: Path) -> Path:
+    """The only adapter in `outputs/train/NAME` that can stand for `adapters/NAME`."""
+    drafters = {kind.drafter for kind in kinds().values()}
+    drafter = next((x for x in drafters if missing.name.endswith(f"-{x}")), "kangaroo")
+    name = missing.name.removesuffix(f"-{drafter}")
+    saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
+    fitting = [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        several = ", ".join(map(str, fitting))
+        raise AdapterNotFound(
+            f"no adapter at '{missing}', and training left several: {several}. Pass "
+            "drafter.adapter= one of them."
+        )
+    target = options_of(name)
+    if drafter == "kangaroo":
+        imported = command_line("import_adapter", "source=CHECKPOINT", **target)
+        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
+    else:
+        made = f"({command_line('train', **target, adapter=drafter)})"
+    raise AdapterNotFound(
+        f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
+        f"Train one {made} or pass drafter.adapter= a folder or hub id."
+    )
+
+
+def kinds() -> dict[str, type[Architecture]]:
+    """What can be trained, by the name in config.json."""
+    return classes("kangaroo.heads", Architecture)
+
+
+def weights_hash(path: str) -> str:
+    """Hash of an adapter's weights, wherever `path` leads."""
+    return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
+
+
+def made_by(path: str) -> dict[str, Any]:
+    """What training took, as far as the config says; with `start`, where it went on from another
+    adapter, whose own comes on top.
+    """
+    training = read_config(path).training
+    progress = training.get("progress", {})
+    told = {
+        "trained_positions": progress.get("assistant_tokens"),
+        "epochs": training.get("trainer", {}).get("epochs"),
+        "seconds": round(progress.get("seconds", 0)) or None,
+        "start": training.get("adapter", {}).get("start"),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def draft_vocabulary(path: str, size: int) -> Tensor:
+    """The `size` most frequent tokens of an adapter's training data, in ascending order.
+
+    Errors: `AdapterNotFound` where the adapter came without them, `CorruptFile`, `ConfigError`
+    where there are fewer.
+    """
+    file = find(path) / VOCABULARY
+    if not file.is_file():
+        raise AdapterNotFound(
+            f"adapter '{path}' has no {VOCABULARY}, so drafter.vocabulary={size} cannot be chosen "
+            "from it. Leave it unset, or train the adapter again."
+        )
+    try:
+        frequent_K = load_file(file)["frequent"].long()
+    except (SafetensorError, KeyError) as error:
+        raise _unreadable(file, error) from error
+    if not 0 < size <= len(frequent_K):
+        raise ConfigError(
+            f"drafter.vocabulary={size} must lie in 1 to {len(frequent_K)}, the distinct tokens "
+            f"that adapter '{path}' was trained on."
+        )
+    return frequent_K[:size].sort().values
+
+
+def load(
+    path: str, lm: LM, kind: type[Kind], vocabulary: int | None = None
+) -> tuple[Kind, list[DraftHead]]:
+    """Load what was trained for `lm`, in its dtype and where it drafts, and the heads that it
+    drafts with.
+
+    Args:
+        kind: what it has to be; `Trainable` takes any.
+        vocabulary: as of `as_saved`, which also says what is raised.
+
+    Errors: also `AdapterMismatch` for another kind.
+    """
+    adapter, vocabulary_K = as_saved(path, lm, vocabulary)
+    if not isinstance(adapter, kind):
+        own = adapter.architecture
+        raise AdapterMismatch(
+            f"'{path}' is a trained {own.kind()}; pass drafter={own.drafter} for it, or "
+            "drafter.adapter= one that this drafter can use."
+        )
+    adapter = adapter.to(adapter.home(lm), lm.dtype)
+    return adapter, adapter.draft_heads(lm, vocabulary_K)
+
+
+def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainable, Tensor | None]:
+    """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
+    the shapes alone, so a `blueprint` will do.
+
+    Args:
+        vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the
+            adapter was trained for.
+
+    Errors: `AdapterNotFound`, `CorruptFile`, and `AdapterMismatch` where it was trained for another
+    model; `ConfigError` for a vocabulary that cannot be.
+    """
+    folder = find(path)
+    if folder != Path(path):
+        log.info("the adapter '%s' is that in %s", path, folder)
+    config, state = read_config(path), read_weights(folder)
+    if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
+        raise AdapterMismatch(
+            f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
+            f"{config.n_layers} layers, config {config.target_hash}); this target is "
+            f"{lm.name} ({lm.n_layers} layers, config "
+            f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
+            f"{command_line('train', **options_of(lm.name))}"
+        )
+    warn_of_weights(path, config, lm)
+    size = config.vocabulary or 0 if vocabulary is None else vocabulary
+    with torch.device("meta"):
+        own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
+    if own_head and size != (config.vocabulary or 0):
+        raise ConfigError(
+            f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
+            f"drafter.vocabulary={size} cannot be; leave it unset."
+        )
+    vocabulary_K = draft_vocabulary(path, size) if size else None
+    with torch.device("meta"):
+        adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
+    try:
+        adapter.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
+    return adapter.eval().requires_grad_(False), vocabulary_K
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in an adapter's folder.
+
+    Errors: `CorruptFile`, also for weights that are not finite.
+    """
+    try:
+        state = load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
+    if (name := not_finite(state)) is not None:
+        raise _unreadable(folder, f"{name} holds numbers that are not finite")
+    return state
+
+
+def not_finite(state: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a number that is not finite; None where there is none."""
+    return next((name for name, x in state.items() if not x.isfinite().all()), None)
+
+
+def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
+    """Warn where the target has the right shape, but other weights than the adapter learnt from.
+
+    An adapter that does not say which these were is judged by the target's name.
+    """
+    before, now = config.target_weights, lm.fingerprint
+    if now is None or (before == now if before else config.target == lm.name):
+        return
+    log.warning(
+        "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts stay "
+        "the same, but it may draft worse: drafter.adapter= one trained for it, or train one "
+        "(python train.py model=...).",
+        *(path, config.target, before or "not recorded", lm.name, now),
+    )
+
+
+def read_config(path: str) -> AdapterConfig:
+    """What an adapter was made for.
+
+    Errors: `AdapterNotFound`, `CorruptFile`.
+    """
+    folder = find(path)
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise AdapterNotFound(f"'{folder}' holds no {name}; it is not an adapter's folder.")
+    try:
+        fields = json.loads((folder / CONFIG).read_text())
+        parts = fields.pop("architecture")
+        if (kind := parts.pop("kind", None)) not in kinds():
+            raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
+        architecture = kinds()[kind](**parts)
+        return AdapterConfig(**fields, architecture=architecture)
+    except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(path: Path, error: Exception | str) -> CorruptFile:
+    return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch it again.")

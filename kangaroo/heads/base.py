@@ -1,0 +1,165 @@
+"""What all trained parts of drafters have in common: how they are made, trained, saved and used.
+
+A further one is a module beside this, with an `Architecture` and a `Trainable`, and a drafter; see
+docs/add-a-drafter.md.
+
+Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kangaroo.engine.cache import Block
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import LM
+from kangaroo.utils.ranges import Ranged
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Architecture(Ranged, ABC):
+    """What a trained part is made of: a dataclass of options, kept in its config.json.
+
+    Attributes:
+        drafter: the `drafter=` that drafts with it.
+    """
+
+    drafter: ClassVar[str]
+
+    @classmethod
+    def kind(cls) -> str:
+        """What config.json calls it: the name of its module."""
+        return cls.__module__.rpartition(".")[2]
+
+    @abstractmethod
+    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
+        """An untrained one; of `lm` it takes the shapes alone.
+
+        Args:
+            vocabulary_K: the tokens to draft from, ascending; None is all of them.
+
+        Errors: `AdapterMismatch` for an exit layer that the target does not have.
+        """
+
+    def fixed_exit(self, lm: LM) -> int | None:
+        """The one exit layer that it can have, where there is no choice."""
+        return None
+
+    @abstractmethod
+    def steps(self, draft_steps: int) -> int:
+        """How many draft tokens in a row it is trained for, where so many are asked for.
+
+        Errors: `ConfigError` for a number that it cannot be trained for.
+        """
+
+    def graded_steps(self, most: int) -> int:
+        """How many of the first `most` draft tokens have grades of their own: from there on all
+        are alike."""
+        return most
+
+    def longest(self, most: int) -> int:
+        """How many of `most` draft tokens it can draft in a row."""
+        return most
+
+    def passes(self, steps: int) -> int:
+        """How often a token passes each of its weights in a training of so many draft steps."""
+        return steps
+
+
+class Trainable(nn.Module, ABC):
+    """The trained part of a drafter, on a frozen target.
+
+    Args:
+        exit_layer: how many of the target's layers lie below it.
+        taps: the hidden states of the target that it learns from, by the number of layers below
+            them.
+        deep_tap: as well, of which state it reads what the target's final norm makes of it; None
+            is of none.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        exit_layer: int,
+        taps: Sequence[int],
+        deep_tap: int | None,
+    ):
+        super().__init__()
+        self.architecture, self.exit_layer = architecture, exit_layer
+        self.taps, self.deep_tap = tuple(taps), deep_tap
+
+    @abstractmethod
+    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> Self:
+        """Begin with weights of the target."""
+
+    @abstractmethod
+    def states(
+        self,
+        taps: dict[int, Tensor],
+        deep_BTD: Tensor,
+        block: Block,
+        steps: int,
+        read_BT: Tensor | None = None,
+    ) -> list[Tensor]:
+        """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
+        each of the draft steps 1 to `steps`.
+
+        The state of step k at a position is the one it has there when its draft began k - 1 tokens
+        earlier, so that every step's states are judged by the same tokens.
+
+        Args:
+            deep_BTD: the target's states at `deep_tap`, normed; of width 0 where that is None.
+            read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
+        """
+
+    def own_heads(self) -> list[nn.Linear]:
+        """LM heads of its own, one for each draft step or one for all; none if it reads the
+        target's."""
+        return []
+
+    def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
+        """What it drafts with: one for each draft step, the last one for all further steps."""
+        own = [DraftHead(lm, head, vocabulary_K) for head in self.own_heads()]
+        return own or [DraftHead(lm, None, vocabulary_K)]
+
+    def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
+        """A loss besides the one on tokens, summed over positions; None where there is none.
+
+        Args:
+            states: `[M, D]` at each draft step.
+            valid: `[steps, M]`, where a draft has that step.
+            deep_MD: the states at `deep_tap`, normed, at the same positions.
+        """
+        return None
+
+    def tally(
+        self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
+    ) -> Tensor:
+        """What is counted on held-out texts for `facts`; tallies add up.
+
+        Args:
+            states: `[M, D]` at each draft step.
+            valid: `[steps, M]`, where a draft has that step.
+            top_M: the target's likeliest token.
+        """
+        return torch.zeros(0)
+
+    def facts(self, tally: Tensor) -> dict[str, Any]:
+        """What its drafter has to know besides the weights, kept in config.json."""
+        return {}
+
+    def home(self, lm: LM) -> torch.device:
+        """Where it lies: with the layer below it."""
+        return lm.layer_devices[max(self.exit_layer, 1) - 1]
+
+
+def vocabulary_size(lm: LM, vocabulary_K: Tensor | None) -> int:
+    """How many outputs a head of its own has."""
+    return lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)

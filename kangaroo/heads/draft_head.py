@@ -1,0 +1,83 @@
+"""The head that a drafter reads tokens from, over the whole vocabulary or a part of it.
+
+Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary,
+C candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kangaroo.cpu import native
+from kangaroo.engine.sampling import AnySampling, candidates
+from kangaroo.models.target import LM
+
+
+class DraftHead:
+    """Logits over the draft vocabulary, by rows of the target's head or by an adapter's own head.
+
+    Drafting from the frequent tokens alone reads that part of the head only (FR-Spec, arXiv
+    2502.14856).
+
+    Args:
+        own: an adapter's own head, over the same tokens; None is the target's.
+        vocabulary_K: token ids, ascending; None is the whole vocabulary.
+    """
+
+    def __init__(self, lm: LM, own: nn.Linear | None = None, vocabulary_K: Tensor | None = None):
+        self.device, self.vocab_size = lm.device, lm.config.vocab_size
+        self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
+        if own is not None:
+            self.weight_KD: Tensor = own.weight
+        elif vocabulary_K is None:
+            self.weight_KD = lm.head.weight
+        else:  # gathered once: a copy of this part alone, in memory alone
+            self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
+        self.native: native.Head | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens to draft from."""
+        return len(self.weight_KD)
+
+    def accelerate(self, lm: LM) -> DraftHead:
+        """Draft in native code if the target decodes in it."""
+        self.native = lm.acceleration.head(self.weight_KD)
+        return self
+
+    def __call__(self, adapted_MD: Tensor) -> Tensor:
+        """`[M, K]` logits of adapted states; in float32 from native code."""
+        if self.native and self.native.takes(adapted_MD):
+            return self.native(adapted_MD)
+        weight_KD = self.weight_KD
+        logits_MK = F.linear(adapted_MD.to(weight_KD.device, weight_KD.dtype), weight_KD)
+        return logits_MK.to(self.device)
+
+    def token_of(self, index: Tensor) -> Tensor:
+        """Token ids of places in the draft vocabulary."""
+        return index if self.vocabulary_K is None else self.vocabulary_K[index]
+
+    def spread(self, logits_MK: Tensor) -> Tensor:
+        """The same logits as `[M, V]`: -inf outside the draft vocabulary."""
+        if self.vocabulary_K is None:
+            return logits_MK
+        logits_MV = logits_MK.new_full((len(logits_MK), self.vocab_size), -torch.inf)
+        return logits_MV.index_copy_(1, self.vocabulary_K, logits_MK)
+
+    def candidates(
+        self,
+        logits_BNK: Tensor,
+        positions_BN: Tensor,
+        sampling: AnySampling,
+        seeds_B: Tensor,
+        count: int,
+    ) -> Tensor:
+        """The `count` tokens `[B, N, count]` that the target would likeliest choose from these
+        logits; see `kangaroo.engine.sampling.candidates`.
+        """
+        if sampling.greedy:
+            return self.token_of(logits_BNK.topk(count).indices)
+        logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])
+        return candidates(logits_BNV, positions_BN, sampling, seeds_B, count)

@@ -1,0 +1,140 @@
+"""Medusa's heads: each reads the target's final state and guesses a token further ahead.
+
+`Head_k(SiLU(W_k h) + h)` for k = 1, ..., where h is the normed final state of the last token in the
+cache: the target's own head says what follows it, and Medusa's k-th what comes k tokens after that
+(Medusa-1, arXiv 2401.10774, section 2.1).
+
+Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk,
+H heads, G guesses, D hidden size, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kangaroo.engine.cache import Block
+from kangaroo.heads import base
+from kangaroo.heads.base import Trainable, vocabulary_size
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.unroll import before
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import Layers
+
+GUESSES = 10  # of each head, of which the drafter's tree takes the best
+CHUNK = 256  # positions whose logits exist at a time
+
+
+@dataclass
+class Architecture(base.Architecture):
+    """How many heads, and what they read out with.
+
+    Args:
+        heads: how many tokens ahead they guess.
+        own_head: LM heads of their own, begun as the target's, instead of the target's.
+    """
+
+    heads: Layers = 4
+    own_head: bool = True
+
+    drafter: ClassVar[str] = "medusa"
+
+    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
+        return MedusaHeads(lm, self, vocabulary_K)
+
+    def fixed_exit(self, lm: LM) -> int:
+        return lm.n_layers  # they read what the target's own head reads
+
+    def steps(self, draft_steps: int) -> int:
+        if draft_steps > 1:
+            raise ConfigError(
+                f"adapter.draft_steps={draft_steps} is not for Medusa's heads: each is trained for "
+                "the token that it guesses. Leave it out; adapter.architecture.heads says how many."
+            )
+        return self.heads
+
+    def graded_steps(self, most: int) -> int:
+        return self.heads
+
+    def longest(self, most: int) -> int:
+        return self.heads
+
+    def passes(self, steps: int) -> int:
+        return 1  # they share nothing: each takes its own step
+
+
+class MedusaHeads(Trainable):
+    """Trained on a frozen target, saved and loaded as an adapter is.
+
+    Args:
+        vocabulary_K: the tokens that heads of their own guess from, ascending; None is all of them.
+    """
+
+    architecture: Architecture
+
+    def __init__(self, lm: LM, architecture: Architecture, vocabulary_K: Tensor | None = None):
+        super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
+        size, count = lm.config.hidden_size, architecture.heads
+        outputs = vocabulary_size(lm, vocabulary_K)
+        own = count if architecture.own_head else 0
+        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own))
+
+    @torch.no_grad()
+    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> MedusaHeads:
+        """Every head begins as the target's own."""
+        rows = slice(None) if vocabulary_K is None else vocabulary_K
+        for block in self.blocks:
+            block.get_parameter("weight").zero_()
+        for head in self.heads:
+            head.get_parameter("weight").copy_(lm.head.weight[rows])
+        return self
+
+    def forward(self, h_BND: Tensor, index: int) -> Tensor:
+        """What head `index`, counted from 0, reads at each token."""
+        return F.silu(self.blocks[index](h_BND)) + h_BND
+
+    def states(
+        self,
+        taps: dict[int, Tensor],
+        deep_BTD: Tensor,
+        block: Block,
+        steps: int,
+        read_BT: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Head k stands k tokens earlier, as draft step k of an adapter does."""
+        states = []
+        for index in range(steps):
+            deep_BTD = before(deep_BTD, block.positions_RT)
+            states.append(self(deep_BTD, index))
+        return states
+
+    def own_heads(self) -> list[nn.Linear]:
+        return [cast(nn.Linear, head) for head in self.heads]
+
+    def tally(
+        self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
+    ) -> Tensor:
+        """`[H, GUESSES + 1]`: how often each guess of each head is right, and of how many."""
+        rows = []
+        for step, state_MD in enumerate(states):
+            head, right_G = heads[min(step, len(heads) - 1)], torch.zeros(GUESSES)
+            drafted_M = valid[step]
+            for state_CD, top_C in zip(
+                state_MD[drafted_M].split(CHUNK), top_M[drafted_M].split(CHUNK), strict=True
+            ):
+                guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)
+                right_G += (guessed_CG == top_C[:, None]).sum(0).cpu()
+            rows.append(torch.cat([right_G, drafted_M.sum()[None].cpu()]))
+        return torch.stack(rows)
+
+    def facts(self, tally: Tensor) -> dict[str, Any]:
+        """`guesses[k][i]`: the share of held-out positions at which guess i of head k (both counted
+        from 0) was the target's choice; the drafter's tree is made from it."""
+        return {"guesses": (tally[:, :-1] / tally[:, -1:]).tolist()}

@@ -1,0 +1,220 @@
+"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo), read and written.
+
+There an adapter is a state dict of six tensors, named as in a Llama of one layer, beside that
+Llama's `config.json`. Neither says which target it is for, nor at which layer it sits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.models.target import LM
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.utils.folders import new_folder
+
+WEIGHTS, CONFIG = "pytorch_model.bin", "config.json"
+SAFETENSORS = "model.safetensors"  # what newer versions of accelerate save instead
+NAMES = {
+    "layers.0.input_layernorm.weight": "input_norm.weight",
+    "layers.0.self_attn.q_proj.weight": "attention.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight": "attention.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight": "attention.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight": "attention.o_proj.weight",
+    "norm.weight": "norm.weight",
+}
+# frequencies of positions, which older versions of transformers saved: they follow from the config
+IGNORED = {"layers.0.self_attn.rotary_emb.inv_freq"}
+KEPT = """
+    hidden_size intermediate_size max_position_embeddings num_attention_heads num_key_value_heads
+    rms_norm_eps vocab_size hidden_act
+""".split()  # fields of the target's config that go into the official one
+WRAPPED = "module."  # before every name, if training in several processes saved the checkpoint
+ROPE_BASE = 10000.0  # of the official code, whatever the target's
+# of the released checkpoints, by their targets
+EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}
+
+
+@dataclass
+class Official:
+    """A checkpoint in the official layout.
+
+    Args:
+        path: its weights, for messages.
+        state: its six tensors by their official names, in their own dtype.
+        config: of the one-layer Llama that the official code makes of it.
+        origin: where it came from, for the adapter's provenance.
+    """
+
+    path: Path
+    state: dict[str, Tensor]
+    config: LlamaConfig
+    origin: dict[str, str]
+
+
+def read(source: str) -> Official:
+    """Read a folder, or a hub id that is downloaded.
+
+    Errors: `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` where it is not the paper's adapter.
+    """
+    files = (WEIGHTS, SAFETENSORS, CONFIG)
+    folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
+    paths = [folder / name for name in files[:2] if (folder / name).is_file()]
+    if not paths:
+        raise AdapterNotFound(
+            f"'{folder}' holds neither {WEIGHTS} nor {SAFETENSORS}: it is no official checkpoint."
+        )
+    if not (folder / CONFIG).is_file():
+        raise AdapterNotFound(
+            f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
+            "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
+        )
+    path, config = paths[0], _config(folder / CONFIG)
+    state = _state(path)
+    if all(name.startswith(WRAPPED) for name in state):
+        state = {name.removeprefix(WRAPPED): tensor for name, tensor in state.items()}
+    _check_parts(path, state, config)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    origin = {"source": source, "file": path.name, "sha256": digest}
+    return Official(path, {name: state[name] for name in NAMES}, config, origin)
+
+
+def exit_layer(asked: int | None, lm: LM) -> int:
+    """The exit layer that was asked for, else that of the checkpoint released for this target.
+
+    Errors: `ConfigError` where there is none.
+    """
+    if asked is not None:
+        return asked
+    if lm.name not in EXIT_LAYERS:
+        known = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
+        raise ConfigError(
+            "an official checkpoint does not say at which exit layer it was trained, and of "
+            f"{lm.name} it is not known (it is {known}). Pass exit_layer= the number of the "
+            "target's layers below the adapter."
+        )
+    return EXIT_LAYERS[lm.name]
+
+
+def to_adapter(official: Official, lm: LM, exit_layer: int) -> Adapter:
+    """The adapter for `lm`, of which it takes the shapes alone; the weights keep their dtype.
+
+    Errors: `AdapterMismatch` where checkpoint and target do not fit, with the tensor or setting.
+    """
+    _check_target(lm)
+    with torch.device("meta"):
+        adapter = Adapter(lm, exit_layer)
+    wanted = adapter.state_dict()
+    fit = f"Pass model= the target that it was trained for, not {lm.name}."
+    for name, tensor in official.state.items():
+        shape, own_shape = list(tensor.shape), list(wanted[NAMES[name]].shape)
+        if shape != own_shape:
+            raise AdapterMismatch(
+                f"'{official.path}': {name} has shape {shape}; {lm.name} needs {own_shape}. {fit}"
+            )
+    for field in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
+        theirs, own = getattr(official.config, field), getattr(lm.config, field)
+        if not math.isclose(theirs, own, rel_tol=1e-6):  # an epsilon may have been a float32
+            raise AdapterMismatch(
+                f"the {CONFIG} beside '{official.path}' says {field}={theirs}; {lm.name} has "
+                f"{own}. {fit}"
+            )
+    state = {NAMES[name]: tensor for name, tensor in official.state.items()}
+    adapter.load_state_dict(state, strict=True, assign=True)
+    return adapter.eval().requires_grad_(False)
+
+
+def write(path: str, lm: LM, folder: Path) -> Adapter:
+    """Write the adapter at `path`, made for `lm`, as the official code reads it; the weights keep
+    their dtype.
+
+    Returns the adapter. Errors: `ConfigError` for an adapter that is not the paper's, or a folder
+    that is there already; `AdapterMismatch` for a target that the official code does not know;
+    those of `adapter_files.as_saved`.
+    """
+    _check_target(lm)
+    adapter, _ = adapter_files.as_saved(path, lm, vocabulary=None)
+    if not isinstance(adapter, Adapter) or adapter.architecture != Architecture():
+        raise ConfigError(
+            f"adapter '{path}' is not the paper's, and the official layout has room for nothing "
+            f"else: it is {adapter.architecture}. Pass adapter= one of adapter=attention."
+        )
+    own, fields = adapter.state_dict(), {name: getattr(lm.config, name) for name in KEPT}
+    fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    state = {name: own[ours].contiguous() for name, ours in NAMES.items()}
+    with new_folder(folder) as partial:
+        torch.save(state, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    return adapter
+
+
+def _state(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a cut pickle torch raises whatever comes of its last opcode
+        raise _unreadable(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    tensors = isinstance(state, dict) and all(
+        isinstance(name, str) and isinstance(x, Tensor) for name, x in state.items()
+    )
+    if not tensors:
+        raise _unreadable(path, "it holds something other than a state dict of tensors")
+    return state
+
+
+def _config(path: Path) -> LlamaConfig:
+    try:
+        return LlamaConfig(**json.loads(path.read_text()))
+    except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, reason: str) -> CorruptFile:
+    return CorruptFile(f"'{path}' cannot be read ({reason}). Fetch it again.")
+
+
+def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> None:
+    """Raise `AdapterMismatch` unless these are the weights of the paper's adapter, and
+    `CorruptFile` where one is not finite."""
+    paper = "the paper's adapter has one attention layer, two norms, and the target's head"
+    if config.num_hidden_layers != 1 or any(name.startswith("layers.1.") for name in state):
+        raise AdapterMismatch(
+            f"'{path}' has several layers ({CONFIG}: {config.num_hidden_layers}); {paper}."
+        )
+    heads = sorted(name for name in state if "head" in name)
+    if heads:
+        raise AdapterMismatch(f"'{path}' has a head of its own, {heads[0]}; {paper}.")
+    if missing := [name for name in NAMES if name not in state]:
+        raise AdapterMismatch(f"'{path}' lacks {', '.join(missing)}; {paper}.")
+    if unknown := sorted(state.keys() - NAMES.keys() - IGNORED):
+        raise AdapterMismatch(f"'{path}' also holds {', '.join(unknown)}; {paper}.")
+    for name in NAMES:
+        if not state[name].is_floating_point():
+            raise AdapterMismatch(f"'{path}': {name} holds {state[name].dtype}, no weights.")
+    if (wrong := adapter_files.not_finite(state)) is not None:
+        raise _unreadable(path, f"{wrong} holds numbers that are not finite")
+
+
+def _check_target(lm: LM) -> None:
+    """Raise `AdapterMismatch` for a target that the official code computes otherwise than we do."""
+    config, rope = lm.config, lm.config.rope_parameters
+    of_llama = config.model_type == "llama" and not config.attention_bias
+    usual_rope = of_llama and rope["rope_type"] == "default" and rope["rope_theta"] == ROPE_BASE
+    if not usual_rope or config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise AdapterMismatch(
+            f"{lm.name} is a {config.model_type} model with {rope}. The official code has one kind "
+            "of attention for its adapters: Llama's without biases, all heads together as wide as "
+            f"the hidden state, RoPE of base {ROPE_BASE:g}. Pass model= a target of that kind."
+        )

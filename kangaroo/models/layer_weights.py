@@ -1,0 +1,53 @@
+"""The weights of a decoder layer, found by the names that transformers gives them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from kangaroo.cpu.native import LayerWeights
+
+FINGERPRINTED = 256  # numbers of each weight
+
+
+def layer_weights(layer: nn.Module) -> LayerWeights:
+    """What native code reads of a transformers layer."""
+    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
+    return LayerWeights(
+        attention_norm=layer.get_parameter("input_layernorm.weight"),
+        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
+        **attention_weights(layer.self_attn),
+        **feed_forward_weights(layer.mlp),
+    )
+
+
+def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
+    """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
+    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
+    return (
+        {name: linear.weight for name, linear in projections.items()}
+        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
+        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
+    )
+
+
+def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
+    """What native code reads of a feed-forward part."""
+    return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}
+
+
+def fingerprint(model: nn.Module) -> str | None:
+    """Tells a model's weights from others of the same shape by the first numbers of each, rounded
+    to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in float16,
+    which rounds twice). None for a `blueprint`, which has no weights."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            return None
+        first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
+        first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,395 @@
+"""The target: drives a transformers Llama-like model by ranges of its layers.
+
+The only code that touches transformers' layers. Nothing is copied or patched: layers, norm, head
+and rotary embedding are the model's own modules.
+
+Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
+R rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, PreTrainedModel
+
+from kangaroo import cuda
+from kangaroo.cpu import native
+from kangaroo.cpu.huge_pages import settle
+from kangaroo.cpu.native import Sizes
+from kangaroo.cuda.graphs import Graphs
+from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.cache import Block, KVCache, occupied
+from kangaroo.engine.tree import Tree
+from kangaroo.models.attention import ATTENTION, attention, has_flash
+from kangaroo.models.layer_weights import fingerprint, layer_weights
+from kangaroo.models.supported import check_supported, eos_ids
+
+PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+class LM(nn.Module):
+    """A frozen causal language model, cut at any layer.
+
+    Errors: `UnsupportedModel` where the architecture does not follow the Llama interface.
+    """
+
+    def __init__(self, hf: PreTrainedModel):
+        super().__init__()
+        check_supported(hf.config)
+        hf.set_attn_implementation(ATTENTION)
+        self.hf = hf.eval().requires_grad_(False)
+        self.config = hf.config
+        self.layers = hf.model.layers
+        self.head = hf.lm_head
+        self.dtype = self.head.weight.dtype
+        self.device = hf.model.embed_tokens.weight.device
+        self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
+        self.acceleration = Acceleration()
+        self.native_layers: native.Stack | None = None
+        self.native_head: native.Head | None = None
+        self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
+        self.cuda_head: Any = None
+        self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
+
+    def compile_for_decoding(self, settled: bool = True) -> LM:
+        """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
+        in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
+        where PyTorch reads them faster.
+
+        Args:
+            settled: native code first moves the weights, to where it reads them fastest.
+        """
+        kinds = {device.type for device in self.layer_devices}
+        on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
+        library = native.library() if self.is_native_kind() else None
+        if library is not None and settled:
+            settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
+        graphs = Graphs(self.device) if on_one_gpu else None
+        plain = self.is_plain() and self.config.hidden_act == "silu"
+        kernels = (
+            cuda.usable_layers(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
+        )
+        return self.decode_by(Acceleration(library, self.sizes(), graphs, kernels))
+
+    def decode_by(self, acceleration: Acceleration) -> LM:
+        """Leave a step of decoding to what is faster."""
+        layers = acceleration.stack(list(map(layer_weights, self.layers)))
+        head = acceleration.head(self.head.weight)
+        if acceleration.kernels is None:
+            self.native_layers, self.native_head = layers, head
+        else:
+            self.cuda_layers, self.cuda_head = layers, head
+        self.acceleration = acceleration
+        return self
+
+    def is_native_kind(self) -> bool:
+        """Whether native code can run this model as it lies."""
+        return (
+            {str(device) for device in (*self.layer_devices, self.head.weight.device)} == {"cpu"}
+            and self.dtype in native.DTYPES
+            and self.config.hidden_act == "silu"
+            and self.layers[0].self_attn.head_dim <= native.WIDEST_HEAD
+            and self.is_plain()
+        )
+
+    def is_plain(self) -> bool:
+        """Whether the model computes what its weights say: it has no hooks, and no weights, such as
+        LoRA's, but those that native code reads."""
+        for module in self.hf.modules():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                return False
+        known = [self.hf.model.embed_tokens.weight, self.hf.model.norm.weight, self.head.weight]
+        for layer in map(layer_weights, self.layers):
+            known += [weight for weight in vars(layer).values() if weight is not None]
+        fitting = all(weight.dtype == self.dtype and weight.is_contiguous() for weight in known)
+        return fitting and set(map(id, known)) == set(map(id, self.hf.parameters()))
+
+    def sizes(self) -> Sizes:
+        """What native code has to know of this model's layers, and of an adapter's."""
+        config, attn = self.config, self.layers[0].self_attn
+        heads = config.num_attention_heads, config.num_key_value_heads, attn.head_dim
+        other = config.intermediate_size, config.rms_norm_eps, attn.scaling
+        return Sizes(config.hidden_size, *heads, *other)
+
+    @property
+    def name(self) -> str:
+        """What messages and provenance call the model."""
+        return self.config.name_or_path or self.config.model_type
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Tells these weights from others of the same shape; see `layer_weights`."""
+        return fingerprint(self.hf)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self.layers)
+
+    def prompt_chunk(self, length: int) -> int:
+        """The most tokens of a prompt of this length that are run at a time."""
+        layers = self.native_layers
+        if layers and length <= layers.longest_prompt:
+            return layers.prompt_chunk
+        return PROMPT_CHUNK
+
+    @property
+    def context(self) -> int:
+        """The most positions that the model was made for."""
+        return self.config.max_position_embeddings
+
+    def shard(self, device: torch.device) -> None:
+        """Spread the layers' weights over all processes; a layer is whole only while it runs.
+
+        All processes then have to run the same layers in the same order. Embedding, final norm and
+        head stay whole: the loss reads the head far more often than once a batch.
+
+        Args:
+            device: where this process computes; its part of each layer moves there.
+        """
+        _ = self.fingerprint  # while layers are whole
+        # imported here: it takes most of a second, and only training at scale needs it
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # they hold on to whole layers
+        self.acceleration = Acceleration()
+        self.native_layers = self.native_head = self.cuda_layers = self.cuda_head = None
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for module in (self.hf.model.embed_tokens, self.hf.model.rotary_emb, self.hf.model.norm):
+            module.to(device)
+        self.head.to(device)
+        self.device, self.layer_devices = device, [device] * self.n_layers
+
+    def eos_ids(self) -> list[int]:
+        """Every token that ends a text."""
+        return eos_ids(self.hf)
+
+    def new_norm(self) -> nn.Module:
+        """A norm of the target's own class."""
+        norm = type(self.hf.model.norm)
+        return norm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
+        """A cache for all layers, each on its layer's device."""
+        return self.cache_like(batch_size, n_slots, self.layer_devices)
+
+    def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
+        """A cache for layers of this model's shape, one a device given: an adapter needs one."""
+        attn = self.layers[0].self_attn
+        n_heads = self.config.num_key_value_heads
+        return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
+
+    def extent(self, n_slots: int, used: int) -> int:
+        """How many slots attention reads so that `used` are covered."""
+        return occupied(n_slots, used, self.acceleration.bucket)
+
+    def block(
+        self,
+        tree: Tree,
+        start_B: Tensor,
+        used: int,
+        n_slots: int,
+        below: int = 0,
+        recorded: tuple[str, KVCache] | None = None,
+    ) -> Block:
+        """Place the nodes of `tree` in consecutive slots from `start` on, after what lies below.
+
+        Args:
+            start_B: first slot, which is also the position of the root.
+            used: no row has a committed token or a node at or above this slot.
+            below: how far below 0 `start` may lie: nodes there go to free slots at the end, where
+                no other token sees them.
+            recorded: a use, and the cache of recorded steps; the next block of both overwrites it.
+        """
+        extent = self.extent(n_slots, used + below)
+        if recorded is None or self.acceleration.graphs is None:
+            return self._placed(tree, start_B, extent, n_slots, below)
+        (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
+
+        def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
+            own = Tree(parents[0], tree.max_depth) if parents else tree
+            return self._placed(own, start_B, extent, n_slots, below).tensors()
+
+        key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
+        tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
+        tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
+        slots_BN, positions_BN, bias_B1NE, *rope = tensors
+        at = slice(0, len(start_B))
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, at, (rope[0], rope[1]), True)
+
+    def _placed(self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int) -> Block:
+        device = start_B.device
+        slots_E = torch.arange(extent, device=device)
+        offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
+        if tree.is_chain and not below:
+            hidden_BNE = slots_E > offsets_BN[..., None]
+            return self.block_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
+        slots_BN = offsets_BN % extent
+        positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
+        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
+        itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
+        seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
+        seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
+        return self.block_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
+
+    def block_of(
+        self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
+    ) -> Block:
+        """A block of all rows.
+
+        Args:
+            hidden_BNE: true for the slots that a token does not see.
+        """
+        bias_B1NE = torch.zeros(hidden_BNE.shape, dtype=self.dtype, device=slots_BN.device)
+        bias_B1NE = bias_B1NE.masked_fill_(hidden_BNE, -torch.inf)[:, None]
+        rope = self.rope_within(n_slots, positions_BN)
+        rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
+        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+
+    def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
+        """Positions `start` to `stop` of one row: a chunk of a prefill."""
+        positions_RT = torch.arange(start, stop, device=self.device)[None]
+        rope = self.rope(positions_RT)
+        rows = slice(row, row + 1)
+        if start == 0:
+            return Block(positions_RT, positions_RT, None, stop, rows, rope)
+        if has_flash(self.device, self.dtype):
+            last = causal_lower_right(stop - start, stop)
+            return Block(positions_RT, positions_RT, last, stop, rows, rope)
+        extent = occupied(n_slots, stop)
+        slots_E = torch.arange(extent, device=self.device)
+        bias_R1TE = torch.zeros(1, 1, stop - start, extent, dtype=self.dtype, device=self.device)
+        bias_R1TE.masked_fill_(slots_E > positions_RT[..., None], -torch.inf)
+        return Block(positions_RT, positions_RT, bias_R1TE, extent, rows, rope)
+
+    def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
+        like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
+        return self.hf.model.rotary_emb(like, position_ids=positions_BN)
+
+    def rope_within(self, n_slots: int, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """The same by a table, for positions below `n_slots`: less work in every step."""
+        if self.rope_table is None or len(self.rope_table[0]) < n_slots:
+            if self.rope_table is not None:
+                self.outgrown_tables.append(self.rope_table)
+            positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
+            cos_1SC, sin_1SC = self.rope(positions_1S)
+            self.rope_table = cos_1SC[0], sin_1SC[0]
+        cos_SC, sin_SC = self.rope_table
+        return cos_SC[positions_BN], sin_SC[positions_BN]
+
+    def embed(self, tokens_BN: Tensor) -> Tensor:
+        """The tokens' embeddings, `[B, N, D]`."""
+        return self.hf.model.embed_tokens(tokens_BN)
+
+    def run(
+        self,
+        x_BND: Tensor,
+        cache: KVCache | None,
+        block: Block,
+        layers: range,
+        taps: Collection[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a range of layers over a block, writing its keys and values at the block's slots.
+
+        Args:
+            x_BND: the input of the first layer of the range.
+            cache: None for a causal block that nothing will follow (training).
+            taps: hidden states wanted back, by the number of layers below them: tap t is the output
+                of layer t - 1, and tap `layers.start` is `x_BND` itself.
+
+        Returns the output of the last layer (before the final norm) and the tapped states.
+        """
+        tapped = {layers.start: x_BND} if layers.start in taps else {}
+        ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
+        for start, stop in pairwise(ends):
+            x_BND = self._run(x_BND, cache, block, range(start, stop))
+            if stop in taps:
+                tapped[stop] = x_BND
+        return x_BND, tapped
+
+    def read(
+        self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
+    ) -> tuple[Tensor, Block, dict[int, Tensor]]:
+        """A chunk of a prompt, at the positions from `start` on of one row.
+
+        Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
+        the tapped states. For the other tokens native code makes only keys and values in the last
+        layer, unless that is tapped: what comes out of it is read nowhere.
+        """
+        stop, last = start + tokens_1T.shape[1], self.n_layers - 1
+        block, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
+        layers = self.native_layers
+        if layers is None or self.n_layers in taps or not layers.takes(x_1TD, block):
+            x_1TD, tapped = self.run(x_1TD, cache, block, range(self.n_layers), taps)
+            return x_1TD[:, -1:], block, tapped
+        x_1TD, tapped = self.run(x_1TD, cache, block, range(last), taps)
+        layers(x_1TD, cache, block, range(last, last + 1), keys_alone=True)
+        ending = self.chunk(stop - 1, stop, row, cache.n_slots)
+        return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), block, tapped
+
+    def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
+        if self.native_layers and cache and self.native_layers.takes(x_BND, block):
+            return self.native_layers(x_BND, cache, block, layers)
+        if cache is None and self.cuda_layers:
+            from kangaroo.cuda import texts  # it needs the package triton
+
+            if texts.takes(x_BND, block):
+                return texts.run(self.cuda_layers, x_BND, block, layers)
+        if cache is None:
+            return self._eager(x_BND, None, block, layers)
+
+        def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
+            if self.cuda_layers and self.cuda_layers.takes(x_BND, block):
+                return (self.cuda_layers(x_BND, cache, block, layers),)
+            return (self._eager(x_BND, cache, block, layers),)
+
+        key = ("layers", layers, block.rows.start)
+        return self.acceleration.step((cache,), key, work, x_BND, block, keep=True)[0]
+
+    def _eager(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
+        view = None
+        for index in layers:
+            device = self.layer_devices[index]
+            if view is None or device != x_BND.device:
+                x_BND, block = x_BND.to(device), block.to(device)
+                view = cache.at(block) if cache is not None else None
+            x_BND = self.layers[index](
+                x_BND,
+                attention_mask=block.bias_R1TE,
+                position_ids=block.positions_RT,
+                position_embeddings=block.rope,
+                past_key_values=view,
+            )
+        return x_BND
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
+        x_MD, head = x_BND.flatten(0, 1), self.native_head or self.cuda_head
+        if head and head.takes(x_MD):
+            logits_MV = head(x_MD, self.hf.model.norm.weight)
+            return logits_MV.unflatten(0, x_BND.shape[:2])
+        return self.read_out(self.norm(x_BND))
+
+    def norm(self, x_BND: Tensor) -> Tensor:
+        """The final norm, on its own device, of the output of the last layer."""
+        return self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device))
+
+    def read_out(self, normed_BND: Tensor) -> Tensor:
+        """`[B, N, V]` from a normed state."""
+        # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
+        logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
+        return logits.unflatten(0, normed_BND.shape[:2])

@@ -1,0 +1,156 @@
+"""Where things lie that come with the project or can be made again, and what folders are called."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_dir
+
+from kangaroo.utils.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
+TORCHRUN = "torchrun --nproc-per-node=N"
+LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (`compare-BENCH`)
+
+
+def of_project(name: str) -> Path:
+    """`configs` or `adapters`: in the installed package, else beside the package in a checkout."""
+    installed = PACKAGE / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def command_line(
+    command: str, *words: str, launcher: str = "python", **options: str | bool | Path
+) -> str:
+    """A command as a user types it: in a checkout by its script, else by the installed program.
+
+    Args:
+        words: what stands after it, as it is.
+        launcher: `TORCHRUN` starts several processes.
+        options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
+    """
+    if (PACKAGE / "configs").is_dir():
+        program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
+    else:
+        folder = "" if command in ("train", "evaluate") else "scripts/"
+        program, command = launcher, f"{folder}{command}.py"
+    assigned = [f"{k.replace('__', '.')}={_quoted(v)}" for k, v in options.items()]
+    return " ".join([program, command, *map(shlex.quote, [*words, *assigned])])
+
+
+def install(extra: str) -> str:
+    """The command that installs what only some uses need. PyPI's kangaroo is another project, so
+    the folder of this one's sources is named; only a checkout knows it.
+    """
+    if (PACKAGE / "configs").is_dir():
+        return f'pip install "CHECKOUT[{extra}]"'
+    return f'pip install -e "{PACKAGE.parent}[{extra}]"'
+
+
+def _quoted(value: str | bool | Path) -> str:
+    """A value as Hydra reads it; within quotation marks it is a text, whatever it holds."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if re.fullmatch(r"[\w./:+-]+", str(value), re.ASCII):
+        return str(value)
+    doubled = re.sub(r'(\\+)(?="|$)', r"\1\1", str(value))
+    return '"' + doubled.replace('"', '\\"') + '"'
+
+
+def located(path: str) -> Path:
+    """Where a path leads: `adapters/NAME`, if the working folder has none, to the shipped one."""
+    own = Path(path).expanduser()
+    shipped = of_project("adapters") / own.name
+    return shipped if own.parent == SHIPPED and not own.exists() and shipped.exists() else own
+
+
+def cache_folder() -> Path:
+    """`$KANGAROO_CACHE`, else the platform's cache folder."""
+    return Path(os.environ.get("KANGAROO_CACHE") or user_cache_dir("kangaroo"))
+
+
+@contextmanager
+def sole_writer(folder: Path, rank: int) -> Iterator[None]:
+    """Let no other process write into a folder meanwhile, but for those of other ranks. The lock is
+    gone when the process is, however it ends.
+
+    Errors: `ConfigError` where one does already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f".lock-{rank}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            f"another process writes into '{folder}' now. Wait for it, or pass another output=."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Where to write what `folder` is to hold. It appears whole, at the end, or not at all.
+
+    Errors: `ConfigError` where there is something already, or another process writes it.
+    """
+    if folder.exists():
+        raise ConfigError(
+            f"'{folder}' is there already, and nothing is written over it. Pass output= another "
+            "folder, or remove this one."
+        )
+    partial = folder.with_name(f".{folder.name}.partial")
+    with sole_writer(partial, rank=0):
+        (lock,) = partial.glob(".lock-*")
+        try:
+            for left in partial.iterdir():  # by a process that was killed
+                if left != lock:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield partial
+            lock.unlink()
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+
+
+def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
+    """What was asked for, as a part of a folder's name, each after a comma.
+
+    Args:
+        overrides: as given on the command line, such as `drafter.steps=4`.
+        excluded: names that are left out.
+        part: "drafter" takes the drafter's own, by their short names; "others" all but these.
+    """
+    found = []
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        name = name.removeprefix("drafter@")  # a part of a cascade
+        if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
+            found.append(f",{name.removeprefix('drafter.')}={value}")
+    return fitting(re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found))))
+
+
+def fitting(path: str) -> str:
+    """The same path, but that of a name which is too long for a file system only the beginning is
+    left, and a hash of all of it."""
+    return "/".join(map(_fitting_name, path.split("/")))
+
+
+def _fitting_name(name: str) -> str:
+    whole = name.encode()
+    if len(whole) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(whole).hexdigest()[:16]
+    return whole[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore") + "-" + digest

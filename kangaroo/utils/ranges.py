@@ -1,0 +1,137 @@
+"""The range of every number that a user may set: written beside its field, as part of its type.
+
+    steps: DraftSize = 6
+    turns: Filled[Count] = field(default_factory=lambda: [1])
+
+A dataclass that is `Ranged` refuses others when it is made; the command line does so before, and
+names their place there. Hydra sees the plain types.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from kangaroo.utils.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers between two ends, which belong to it (`least`, `most`) or do not."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        inside = self.least <= number <= self.most and self.above < number < self.below
+        return inside and abs(number) != math.inf
+
+    def __str__(self) -> str:
+        ends = {"{} or more": self.least, "above {}": self.above}
+        ends |= {"at most {}": self.most, "below {}": self.below}
+        return " and ".join(text.format(end) for text, end in ends.items() if math.isfinite(end))
+
+
+@dataclass(frozen=True)
+class Length:
+    """A list of so many values or more."""
+
+    least: int
+
+
+MOST = (1 << 31) - 1  # what native code counts with
+SEEDS = 1 << 63  # a text's seed lies in [-SEEDS, SEEDS), which tensors and native code hold
+
+Count = Annotated[int, Range(1, MOST)]
+CountOrZero = Annotated[int, Range(0, MOST)]
+TextLength = Annotated[int, Range(2, MOST)]  # in tokens: of fewer, none is predicted
+Index = Annotated[int, Range(-MOST, MOST)]  # of a list; a negative one counts from its end
+# As numpy's generators take it. Others are made of `seed * 1_000_003 + i`, a signed number of 64
+# bits.
+Seed = Annotated[int, Range(0, (1 << 32) - 1)]
+TextSeed = Annotated[int, Range(-SEEDS, SEEDS - 1)]
+NoiseSeed = Annotated[int, Range(-SEEDS, SEEDS - 1 - MOST)]  # each row adds its number
+# The nodes of a draft. Each is held against each other one, in every row, and has a slot there.
+MOST_NODES = 1024
+DraftSize = Annotated[int, Range(1, MOST_NODES)]
+Layers = Annotated[int, Range(1, 1024)]  # each is made, and no model has as many
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(0)]
+Chance = Annotated[float, Range(0, 1)]
+Threshold = Annotated[float, Range(0, below=1)]  # at 1 nothing would ever be sure enough
+Share = Annotated[float, Range(above=0, most=1)]
+Filled = Annotated[list[T], Length(1)]
+
+
+class Ranged:
+    """A dataclass of options whose numbers lie in their ranges."""
+
+    def __post_init__(self) -> None:
+        check(type(self), vars(self), f"{type(self).__name__}.")
+
+
+def check_nodes(count: int, **options: int) -> None:
+    """Errors: `ConfigError` where options of a drafter make more nodes than a draft may have."""
+    if count > MOST_NODES:
+        told = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
+        raise ConfigError(
+            f"{told} make {count} nodes in a round; {MOST_NODES} is the most. Lower one of them."
+        )
+
+
+def check(kind: type, values: Mapping[str, Any], place: str = "") -> None:
+    """Refuse values that do not lie in the ranges of a dataclass's fields.
+
+    Args:
+        values: by field; those that are not there are not looked at.
+        place: what the message puts before a field's name, such as "trainer.".
+
+    Errors: `ConfigError` names the first one with its range.
+    """
+    for name, hint in _types(kind).items():
+        wanted = _wanted(hint, values[name]) if name in values else None
+        if wanted is not None:
+            raise ConfigError(f"{place}{name}={values[name]!r} must be {wanted}.")
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """Of the fields of a dataclass, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _wanted(hint: Any, value: Any) -> str | None:
+    """What a value of that type has to be, where it is not; None where it is."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType) and NoneType in parts:
+        (inner,) = (part for part in parts if part is not NoneType)
+        wanted = None if value is None else _wanted(inner, value)
+        return wanted and f"{wanted}, or null"
+    if origin in (list, tuple):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return "a list"
+        each = (_wanted(parts[min(i, len(parts) - 1)], item) for i, item in enumerate(value))
+        wanted = next(filter(None, each), None)
+        return wanted and f"a list of which each is {wanted}"
+    if origin is not Annotated:
+        return None
+    kind, limit = parts
+    if isinstance(limit, Length):
+        wanted = _wanted(kind, value)
+        short = wanted is None and len(value) < limit.least
+        return f"a list of {limit.least} or more values" if short else wanted
+    whole = kind is int
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if is_number and value in limit:
+        return None
+    return f"a {'whole ' if whole else ''}number, {limit}"

@@ -1,0 +1,139 @@
+"""The processes of a run that torchrun started, and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kangaroo.utils.errors import ConfigError, ProcessLost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run; by default the only one.
+
+    Args:
+        rank: its number; process 0 writes the files.
+        world: the number of processes.
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is process 0, which writes the files."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes by default: its own GPU, else the CPU."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """This process's share: items `rank`, `rank + world`, ...
+
+        All shares have the same length, since all processes run a sharded target at once. The bool
+        is false for an item that only fills a share up and must not count.
+        """
+        rounds = -(-len(items) // self.world)
+        mine = range(self.rank, rounds * self.world, self.world)
+        return [(items[i % len(items)], i < len(items)) for i in mine]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, by rank; each a small object that can be pickled."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        with _all_there():
+            dist.all_gather_object(values, value)
+        return values
+
+    def merge(self, results: list[T], count: int) -> list[T]:
+        """The results for `count` items that `deal` shared out, in their order."""
+        shares = self.gather(results)
+        return [shares[i % self.world][i // self.world] for i in range(count)]
+
+    def share(self, value: T) -> T:
+        """The value of process 0, in all of them; what the others pass is not used."""
+        if self.world == 1:
+            return value
+        values: list[Any] = [value]
+        with _all_there():
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def add_up(self, value: Tensor) -> None:
+        """Replace the tensor of every process by the sum of all, in place."""
+        if self.world > 1:
+            with _all_there():
+                dist.all_reduce(value)
+
+    def copy_from(self, rank: int, value: Tensor) -> None:
+        """Replace the tensor of every process by that of one, in place."""
+        if self.world > 1:
+            with _all_there():
+                dist.broadcast(value, src=rank)
+
+    def wait(self) -> None:
+        """Return when all processes have called it."""
+        self.gather(None)
+
+
+@contextmanager
+def join() -> Iterator[Ranks]:
+    """Join the processes that torchrun started, each on its own GPU; without it, there is one.
+
+    Enter it before a model is loaded, since the model goes to this process's GPU. No process leaves
+    before all have come to the end.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        yield Ranks()
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # gloo on the CPU and nccl on GPUs; one process may write data for days while others wait
+    dist.init_process_group(timeout=timedelta(days=7))
+    try:
+        ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        yield ranks
+        ranks.wait()
+    finally:
+        dist.destroy_process_group()
+
+
+def check_alone() -> None:
+    """Errors: `ConfigError` where torchrun started several processes of a command for one."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        script = Path(sys.argv[0]).name
+        raise ConfigError(
+            f"{script} runs in one process, and torchrun started {world}. They would all do the "
+            "same and overwrite each other's files. Start it without torchrun."
+        )
+
+
+@contextmanager
+def _all_there() -> Iterator[None]:
+    """Errors: `ProcessLost` where a process has ended while others wait for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(
+            "another process of this run has ended; its message is above or below this line. Fix "
+            "that, then start the same command again: it continues where it was stopped."
+        ) from error

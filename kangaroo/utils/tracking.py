@@ -1,0 +1,209 @@
+"""Where metrics and results go besides the files of a run: nowhere, or Weights & Biases.
+
+The only module that imports wandb, and only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import install
+from kangaroo.utils.provenance import flat
+
+ID, LAST_STEP = "wandb_id", "wandb_step"  # of a run, files in its folder
+NAME = 128  # characters that a run's name may have
+
+# A table's row: a name and numbers by column.
+Row = Mapping[str, str | float]
+
+
+class Tracker(Protocol):
+    """Takes metrics by name, results, and files."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Metrics of a step; steps ascend."""
+        ...
+
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
+        """What the run found: metrics that stand for the whole of it, tables and plots by name."""
+        ...
+
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
+        """Keep files as a version of what `name` names.
+
+        Args:
+            folder: what their names are relative to.
+            kind: such as "adapter".
+            about: what a reader wants to know before fetching it.
+        """
+        ...
+
+    def finish(self, failed: bool = False) -> None:
+        """The run has ended."""
+        ...
+
+
+@contextmanager
+def finished(tracker: Tracker) -> Iterator[Tracker]:
+    """Tell the tracker that the run has ended, and whether it failed: a search has to know."""
+    failed = True
+    try:
+        yield tracker
+        failed = False
+    finally:
+        tracker.finish(failed)
+
+
+def forget(output: Path) -> None:
+    """What `output` holds is measured anew: a run of its own in W&B, too."""
+    for name in (ID, LAST_STEP):
+        (output / name).unlink(missing_ok=True)
+
+
+class NoTracker:
+    """For runs whose files are enough."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        pass
+
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
+        pass
+
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
+        pass
+
+    def finish(self, failed: bool = False) -> None:
+        pass
+
+
+@dataclass
+class NoTrackerConfig:
+    """Tracks nothing."""
+
+    name: str = "none"
+
+    def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
+        """What takes metrics and keeps none."""
+        return NoTracker()
+
+
+# what wandb takes; it refuses another mode itself
+Mode = Literal["online", "offline", "disabled", "shared"]
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases.
+
+    Args:
+        project, entity: where it is kept; a run of a W&B sweep is kept where the sweep is.
+        group: runs of one sweep or comparison share it.
+        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`);
+            None takes `$WANDB_MODE`, or else "online".
+    """
+
+    name: str = "wandb"
+    project: str = "kangaroo"
+    entity: str | None = None
+    group: str | None = None
+    mode: str | None = None
+
+    def start(self, settings: dict[str, Any], output: Path) -> Wandb:
+        """Start a run, or go on with the one that `output` belongs to."""
+        return Wandb(self, settings, output)
+
+
+class Wandb:
+    """A run of Weights & Biases."""
+
+    def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
+            ) from error
+        output.mkdir(parents=True, exist_ok=True)
+        self.wandb = wandb
+        # A run on disk is not told how far its earlier parts came.
+        self.last = output / LAST_STEP
+        logged = int((self.last.exists() and self.last.read_text()) or -1)
+        self.run = wandb.init(
+            name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
+            **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
+            group=config.group,
+            mode=cast(Mode | None, config.mode),
+            dir=output,
+            config=flat(settings),
+            resume="allow",
+        )
+        self.first = max(self.run.starting_step, logged + 1)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Steps done again since the last checkpoint are known there, with the same values; W&B
+        would warn of each that it does not go back.
+        """
+        if step >= self.first:
+            self.run.log(metrics, step=step)
+            self.last.write_text(str(step))
+
+    def result(
+        self,
+        metrics: dict[str, float],
+        tables: Mapping[str, Sequence[Row]],
+        plots: Mapping[str, Path],
+    ) -> None:
+        shown: dict[str, Any] = {f"plots/{k}": self.wandb.Image(str(v)) for k, v in plots.items()}
+        shown |= {f"tables/{name}": self._table(rows) for name, rows in tables.items() if rows}
+        self.run.log(shown)
+        # after the last step has been written, or that would count as the run's result
+        self.run.summary.update(metrics)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        """Empty where a row has no such column."""
+        columns: list[Any] = list(dict.fromkeys(name for row in rows for name in row))
+        data: list[Any] = [[row.get(name) for name in columns] for row in rows]
+        return self.wandb.Table(columns, data)
+
+    def save(
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+    ) -> None:
+        # its names may hold letters, digits and these three
+        name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+        artifact = self.wandb.Artifact(name, kind, metadata=about)
+        for file in files:
+            artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
+        self.run.log_artifact(artifact)
+
+    def finish(self, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
+    """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
+    known = output / ID
+    if not known.exists():
+        known.write_text(secrets.token_hex(4))
+    return {"project": config.project, "entity": config.entity, "id": known.read_text()}
