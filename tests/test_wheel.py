@@ -83,10 +83,10 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     for part in (
-        "cpp/decode.cpp",
-        "cpp/tiles.h",
+        "cpu/cpp/decode.cpp",
+        "cpu/cpp/tiles.h",
         "serving/page.html",
-        "templates/vicuna.jinja",
+        "models/templates/vicuna.jinja",
         "evaluation/benches/demo.jsonl",
     ):
         assert f"kangaroo/{part}" in names
