@@ -127,9 +127,7 @@ class Graphs:
                 self._make(serials, whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             made = self.made[whole]
-            for mine, given in zip(made.inputs, inputs, strict=True):
-                if mine is not given:
-                    mine.copy_(given)
+            _renew(made.inputs, inputs)
             made.replay()
         return made.results
 
@@ -174,6 +172,18 @@ class Graphs:
         self.watched.discard(serial)
         for key in [key for key, made in self.made.items() if serial in made.serials]:
             del self.made[key]
+
+
+def _renew(places: Tensors, values: Tensors) -> None:
+    """Copy what does not lie there already: of each number format all at once."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, value in zip(places, values, strict=True):
+        if place is not value:
+            mine, given = pairs.setdefault(place.dtype, ([], []))
+            mine.append(place)
+            given.append(value)
+    for mine, given in pairs.values():
+        torch._foreach_copy_(mine, given)
 
 
 def _fill(places: Tensors, values: Tensors) -> None:
