@@ -23,7 +23,7 @@ from kangaroo.engine.cache import KVCache
 
 WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
 MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
-MOST_GRAPHS = 256  # of one model; the one used longest ago gives way
+MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
 
 Tensors = tuple[Tensor, ...]
 Key = tuple[Hashable, ...]
@@ -127,7 +127,13 @@ class Graphs:
                 self._make(serials, whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             made = self.made[whole]
-            _renew(made.inputs, inputs)
+            pairs = zip(made.inputs, inputs, strict=True)
+            stale = [(place, given) for place, given in pairs if place is not given]
+            for dtype in {given.dtype for _, given in stale}:  # of each all at once
+                places, values = zip(
+                    *(pair for pair in stale if pair[1].dtype == dtype), strict=True
+                )
+                torch._foreach_copy_(places, values)
             made.replay()
         return made.results
 
@@ -172,18 +178,6 @@ class Graphs:
         self.watched.discard(serial)
         for key in [key for key, made in self.made.items() if serial in made.serials]:
             del self.made[key]
-
-
-def _renew(places: Tensors, values: Tensors) -> None:
-    """Copy what does not lie there already: of each number format all at once."""
-    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for place, value in zip(places, values, strict=True):
-        if place is not value:
-            mine, given = pairs.setdefault(place.dtype, ([], []))
-            mine.append(place)
-            given.append(value)
-    for mine, given in pairs.values():
-        torch._foreach_copy_(mine, given)
 
 
 def _fill(places: Tensors, values: Tensors) -> None:

@@ -6,7 +6,9 @@ each, E occupied slots, W window, S levels, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ class Level(NamedTuple):
         score_BL: confidence.
         f_BLD: shallow states.
         hidden_BLE: true for the slots that they do not see.
+        slots_BL, positions_BL, bias_B1LE, cos_BLC, sin_BLC: of their block.
     """
 
     number_BL: Tensor
@@ -42,6 +45,14 @@ class Level(NamedTuple):
     score_BL: Tensor
     f_BLD: Tensor
     hidden_BLE: Tensor
+    slots_BL: Tensor
+    positions_BL: Tensor
+    bias_B1LE: Tensor
+    cos_BLC: Tensor
+    sin_BLC: Tensor
+
+
+FIELDS, LAYOUT = len(Level._fields), slice(6, None)  # of a level: all, and those of its block
 
 
 class LayerTree(EarlyExit):
@@ -86,15 +97,14 @@ class LayerTree(EarlyExit):
         block, draws = self.lm.acceleration.hold(
             self.caches(batch), ("round",), self.shallow_BWD, block, *batch.draws
         )
-        root, itself, first = self._root(batch, block)
-        levels, blocks, inputs = [root], [itself], (block, *first)
+        root, at, f_BND, *deep = self._root(batch, block)
+        levels = [root]
         # on the host, which reads one number a row and level where there is a threshold
         active = ~np.array(batch.done)
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
-            level, own, best_B, deep = self._level(batch, levels[-1], step, draws, *inputs)
+            level, best_B, *deep = self._level(batch, levels[-1], step, at, f_BND, *draws, *deep)
             levels.append(level)
-            blocks.append(itself.with_tensors(*own))
             valid.append(active)
             if step == self.steps:
                 break
@@ -103,165 +113,148 @@ class LayerTree(EarlyExit):
                 active = active & (best > np.float32(limit))
                 if not active.any():
                     break
-            inputs = (blocks[-1], level.f_BLD, *deep)
+            at, f_BND = block.with_tensors(*level[LAYOUT]), level.f_BLD
         worth = self.min_node_chances(budget, rows) if rows > 1 else []
-        return self._pruned(batch, levels, blocks, np.stack(valid, 1), worth)
+        return self._pruned(batch, block, levels, np.stack(valid, 1), worth)
 
-    def _root(self, batch: Batch, block: Block) -> tuple[Level, Block, tuple[Tensor, ...]]:
-        """The pending token, where it lies, and what the layer's first pass reads (`begun`).
+    def _root(self, batch: Batch, block: Block) -> tuple[Any, ...]:
+        """The pending token; its block and what the layer's first pass reads (`begun`).
 
         Args:
             block: of the window and this token.
         """
 
-        def work(
-            pending_B1: Tensor, block: Block, window_BWD: Tensor, length_B: Tensor
-        ) -> tuple[Tensor, ...]:
-            itself = block.narrow(self.window, 1)
+        def work(pending_B1: Tensor, block: Block, window_BWD: Tensor, length_B: Tensor) -> Tensors:
             f_B1D, *first = self.begun(batch, pending_B1, block, window_BWD)
             slots_E = torch.arange(block.extent, device=pending_B1.device)
-            none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1)
             hidden_B1E = (slots_E >= length_B[:, None])[:, None]
-            level = Level(none_B1, none_B1, pending_B1, sure_B1.float(), f_B1D, hidden_B1E)
-            return *level, *itself.tensors(), *first
+            none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
+            itself = block.narrow(self.window, 1).tensors()
+            level = Level(none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
+            return *level, *first
 
         inputs = batch.last(1), block, self.shallow_BWD, batch.length_B
         made = self.lm.acceleration.step(self.caches(batch), ("root",), work, *inputs)
-        level, made = Level(*made[: len(Level._fields)]), made[len(Level._fields) :]
-        count = len(block.tensors())
-        return level, block.with_tensors(*made[:count]), made[count:]
+        return Level(*made[:FIELDS]), block, *made[FIELDS:]
 
     def _level(
-        self,
-        batch: Batch,
-        last: Level,
-        step: int,
-        draws: Tensors,
-        block: Block,
-        f_BND: Tensor,
-        *deep: Tensor,
-    ) -> tuple[Level, Tensors, Tensor, Tensors]:
-        """The most confident children of the last level; the tensors of their block; the score of
-        the best `[B]`; and the layer's states of their parents, if it reads such.
+        self, batch: Batch, last: Level, step: int, block: Block, f_BND: Tensor, *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        """The most confident children of the last level; the score of the best `[B]`; and the
+        layer's states of their parents, if it reads such.
 
         Args:
-            draws: `Batch.draws`.
-            block, f_BND, deep: what the layer reads: the last level, the first time with a window.
+            block, f_BND: what the layer reads: the last level, the first time with a window.
+            tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> Tensors:
-            (length_B, seeds_B, settings_B3), tensors = tensors[:3], tensors[3:]
-            last, deep = Level(*tensors[: len(Level._fields)]), tensors[len(Level._fields) :]
-            at, width = block.to(f_BND.device), last.tokens_BL.shape[1]
+        def work(
+            f_BND: Tensor,
+            block: Block,
+            number_BL: Tensor,
+            score_BL: Tensor,
+            hidden_BLE: Tensor,
+            length_B: Tensor,
+            seeds_B: Tensor,
+            settings_B3: Tensor,
+            *deep: Tensor,
+        ) -> Tensors:
+            at, width, rows = block.to(f_BND.device), number_BL.shape[1], batch.size
             adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
             adapted_BLD = adapted_BND[:, -width:]  # without the window
-            logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
+            logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
             positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
             how = batch.sampling.reading(settings_B3)
             candidates_BLC = self.head.candidates(
                 logits_BLK, positions_BL, how, seeds_B, self.top_k
             )
             confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-            score_BLC = last.score_BL[..., None] * confidence_BLC
+            score_BLC = score_BL[..., None] * confidence_BLC
             score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
             of_parent_BL = index_BL // self.top_k
-            number_L = torch.arange(self.top_k, device=index_BL.device)
-            number_BL = (number_L + self._first(step)).expand(batch.size, -1)
+            parents_BL = number_BL.gather(1, of_parent_BL)
+            first = 1 + (step - 1) * self.top_k
+            number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
+            number_BL = number_BL.expand(rows, -1)
             slots_BL = length_B[:, None] - 1 + number_BL
-            hidden_BLE = take(last.hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
+            hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
             tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
             at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
             own = self.lm.block_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
-            parents_BL = last.number_BL.gather(1, of_parent_BL)
             f_BLD = self._shallow(tokens_BL, batch, own)
-            level = Level(number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE)
+            level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *own.tensors()
             further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
-            return *level, *own.tensors(), score_BL.amax(1), *further
+            return *level, score_BL.amax(1), *further
 
         # a graph a level, so that none overwrites what the round still reads of another
         key = ("level", step, batch.sampling.kind)
-        inputs = f_BND, block, *draws, *last, *deep
-        made = self.lm.acceleration.step(self.caches(batch), key, work, *inputs)
-        level, made = Level(*made[: len(Level._fields)]), made[len(Level._fields) :]
-        count = len(block.tensors())
-        return level, made[:count], made[count], made[count + 1 :]
-
-    def _first(self, step: int) -> int:
-        """The number of a level's first node."""
-        return 1 + (step - 1) * self.top_k
+        tensors = last.number_BL, last.score_BL, last.hidden_BLE, *tensors
+        made = self.lm.acceleration.step(self.caches(batch), key, work, f_BND, block, *tensors)
+        return Level(*made[:FIELDS]), *made[FIELDS:]
 
     def _pruned(
         self,
         batch: Batch,
+        block: Block,
         levels: list[Level],
-        blocks: list[Block],
         valid: np.ndarray,
         worth: list[float],
     ) -> Draft:
         """What is verified.
 
         Args:
+            block: of the same rows and extent.
             valid: of each row and level.
             worth: as of `best_count`; of one text alone the drafter's own rule decides.
         """
-        count = len(levels)
+        count, device = len(levels), batch.length_B.device
+        most = 1 + (count - 1) * self.top_k
+        _, parents, tokens, score, states, _, *layout = zip(*levels, strict=True)
 
         def ranked(valid_BS: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
-            score_BN, parents_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
-            valid_BN = torch.cat(
-                [valid_BS[:, i, None].expand_as(part) for i, part in enumerate(parts[:count])], 1
-            )
+            parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
+            levels_S = (torch.arange(most, device=device) + self.top_k - 1) // self.top_k
+            valid_BN = valid_BS[:, levels_S]
             keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
             if len(worth_W):
                 rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
                 keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth_W))
             # nodes that are kept, in their order; rows with fewer are filled up with others
             order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
-            return order_BN, keep_BN, parents_BN, keep_BN.sum(1).max()
+            return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
 
         def taken(order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, *parts: Tensor) -> Tensors:
             index_BN = order_BN[:, :size]
             new_number_BN = torch.zeros_like(parents_BN).scatter(
-                1, index_BN, torch.arange(size, device=index_BN.device).expand_as(index_BN)
+                1, index_BN, torch.arange(size, device=device).expand_as(index_BN)
             )
             keep_BN = keep_BN.gather(1, index_BN)
             parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-            tokens_BN = torch.cat(parts[:count], 1).gather(1, index_BN)
-            f_BND = take(torch.cat(parts[count : 2 * count], 1), index_BN)
-            each, tensors = len(blocks[0].tensors()), parts[2 * count :]
-            own = [
-                blocks[0].with_tensors(*tensors[i : i + each]) for i in range(0, len(tensors), each)
-            ]
-            return tokens_BN, parents_BN, keep_BN, f_BND, *Block.join(own).take(index_BN).tensors()
+            tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
+            tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
+            blocks = [block.with_tensors(*own) for own in zip(*layout, strict=True)]
+            whole = Block.join(blocks).take(index_BN).tensors()
+            return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
 
-        replay, device = self.lm.acceleration.replay, batch.length_B.device
-        caches, nodes = self.caches(batch), self._first(count)
+        def replay(key: tuple[Any, ...], work: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
+            nodes, caches = batch.size * most, self.caches(batch)
+            return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
+
         uploaded = torch.from_numpy(valid).to(device), torch.tensor(worth).to(device)
-        scores, parents = [level.score_BL for level in levels], [x.parents_BL for x in levels]
-        inputs = *uploaded, *scores, *parents
-        *order, most_kept = replay(
-            caches, ("rank", count), ranked, *inputs, tokens=batch.size * nodes
-        )
+        largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
         # one sync a round
-        size = self.lm.acceleration.width(int(most_kept), min(self.nodes + 1, nodes))
-        inputs = (
-            *order,
-            *(level.tokens_BL for level in levels),
-            *(level.f_BLD for level in levels),
-            *(tensor for block in blocks for tensor in block.tensors()),
-        )
-        tokens_BN, parents_BN, keep_BN, f_BND, *own = replay(
-            caches, ("prune", count, size), taken, *inputs, tokens=batch.size * nodes
-        )
-        chain = self.top_k == 1
+        size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
+        inputs = *order, *tokens, *states, *chain.from_iterable(layout)
+        tokens_BN, keep_BN, parents_BN, f_BND, *own = replay(("prune", count, size), taken, *inputs)
+        is_chain = self.top_k == 1
         depth = min(count, size) - 1
         self.proposed = Draft(
             tokens_BN=tokens_BN,
-            tree=Tree.chain(size, device) if chain else Tree(parents_BN, depth),
+            tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
             valid_BN=keep_BN,
             hidden_BND=f_BND,
             entry=self.exit_layer,
-            block=blocks[0].with_tensors(*own),
+            block=block.with_tensors(*own),
         )
         return self.proposed
 

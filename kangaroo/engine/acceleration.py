@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.cpu.native import Fusing, Head, LayerWeights, Sizes, Stack
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.cache import Block, KVCache, occupied, power_of_two
+from kangaroo.engine.cache import Block, KVCache, power_of_two
 
 Tensors = tuple[Tensor, ...]
 
@@ -41,10 +41,6 @@ class Acceleration:
 
     def __bool__(self) -> bool:
         return bool(self.library or self.graphs or self.kernels)
-
-    def extent(self, n_slots: int, used: int) -> int:
-        """How many slots attention reads so that `used` are covered."""
-        return occupied(n_slots, used, recorded=self.graphs is not None)
 
     def width(self, tokens: int, most: int) -> int:
         """How many tokens of a row a pass takes that needs so many: where each number is recorded,

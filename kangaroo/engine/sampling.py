@@ -91,34 +91,28 @@ class Sampling(Ranged):
         """As of `Mixed`."""
         return self.top_p < 1
 
-    def kth(self, likeliest_BNK: Tensor) -> Tensor:
-        """As of `Mixed`."""
-        return likeliest_BNK[..., -1:]
-
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
     """Texts that are decoded together, each by settings of its own, which the device reads: of
-    them a recording knows but what `kind` says.
+    them a recording knows but what `kind` says. Not all are greedy.
 
     Args:
         settings_B3: temperature, top_p (infinite where it keeps all) and top_k of each text.
         most_k: a power of two, and no text's top_k is larger; 0 where none has one.
         filters_p: whether any text's top_p removes tokens.
-        some_greedy: whether any is; not all are.
     """
 
     settings_B3: Tensor
     most_k: int
     filters_p: bool
-    some_greedy: bool
 
     greedy: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
         """All that is not in a tensor."""
-        return f"mixed {self.most_k} {self.filters_p} {self.some_greedy}"
+        return f"mixed {self.most_k} {self.filters_p}"
 
     def reading(self, settings_B3: Tensor) -> Mixed:
         """The same kind with settings that lie elsewhere, or of some rows."""
@@ -171,7 +165,6 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
         settings_B3,
         most_k and 1 << (most_k - 1).bit_length(),
         any(one.top_p < 1 for one in sampled),
-        len(sampled) < len(rows),
     )
 
 
@@ -183,8 +176,9 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     """
     logits_BNV = logits_BNV.float() / sampling.temperature
     if sampling.most_k:
-        likeliest_BNK = logits_BNV.topk(min(sampling.most_k, logits_BNV.shape[-1])).values
-        logits_BNV = logits_BNV.masked_fill(logits_BNV < sampling.kth(likeliest_BNK), -torch.inf)
+        likeliest = logits_BNV.topk(min(sampling.most_k, logits_BNV.shape[-1])).values
+        kth = likeliest[..., -1:] if isinstance(sampling, Sampling) else sampling.kth(likeliest)
+        logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
     if sampling.filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
@@ -238,7 +232,7 @@ def scores(
     if sampling.greedy:
         return logits_BNV
     drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
-    if isinstance(sampling, Mixed) and sampling.some_greedy:
+    if isinstance(sampling, Mixed):
         return torch.where(sampling.temperature == 0, logits_BNV.float(), drawn_BNV)
     return drawn_BNV
 
