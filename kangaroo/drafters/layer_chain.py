@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,14 +45,10 @@ class LayerChain(EarlyExit, Chain):
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
         self.read_prompts()
 
-        def work(pending_B1: Tensor, block: Block, window_BWD: Tensor) -> tuple[Tensor, ...]:
-            return self.begun(batch, pending_B1, block, window_BWD)
-
         acceleration, caches = self.lm.acceleration, self.caches(batch)
         block, draws = acceleration.hold(caches, ("round",), self.shallow_BWD, block, *batch.draws)
-        f_B1D, f_BND, *deep = acceleration.step(
-            caches, ("root",), work, batch.last(1), block, self.shallow_BWD
-        )
+        work, inputs = partial(self.begun, batch), (batch.last(1), block, self.shallow_BWD)
+        f_B1D, f_BND, *deep = acceleration.step(caches, ("root",), work, *inputs)
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             token_B1, logits_BK, reading, adapted_B1D, f_BND = self._draft(
@@ -77,14 +74,8 @@ class LayerChain(EarlyExit, Chain):
             tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(
-            f_BND: Tensor,
-            block: Block,
-            length_B: Tensor,
-            seeds_B: Tensor,
-            settings_B3: Tensor,
-            *deep: Tensor,
-        ) -> tuple[Tensor, ...]:
+        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
+            length_B, seeds_B, settings_B3, *deep = tensors
             after = self.window + step
             at = block.narrow(0, after) if step == 1 else block.narrow(after - 1, 1)
             at = at.to(f_BND.device)

@@ -148,17 +148,8 @@ class LayerTree(EarlyExit):
             tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(
-            f_BND: Tensor,
-            block: Block,
-            number_BL: Tensor,
-            score_BL: Tensor,
-            hidden_BLE: Tensor,
-            length_B: Tensor,
-            seeds_B: Tensor,
-            settings_B3: Tensor,
-            *deep: Tensor,
-        ) -> Tensors:
+        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> Tensors:
+            number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = tensors
             at, width, rows = block.to(f_BND.device), number_BL.shape[1], batch.size
             adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
             adapted_BLD = adapted_BND[:, -width:]  # without the window

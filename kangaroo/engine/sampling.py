@@ -81,16 +81,6 @@ class Sampling(Ranged):
         """Itself: these settings are the same for all texts, whatever the device has."""
         return self
 
-    @property
-    def most_k(self) -> int:
-        """As of `Mixed`."""
-        return self.top_k
-
-    @property
-    def filters_p(self) -> bool:
-        """As of `Mixed`."""
-        return self.top_p < 1
-
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
@@ -175,11 +165,15 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     k-th stay. Needs `temperature > 0`: a row without is rubbish.
     """
     logits_BNV = logits_BNV.float() / sampling.temperature
-    if sampling.most_k:
-        likeliest = logits_BNV.topk(min(sampling.most_k, logits_BNV.shape[-1])).values
-        kth = likeliest[..., -1:] if isinstance(sampling, Sampling) else sampling.kth(likeliest)
+    if isinstance(sampling, Mixed):
+        most_k, filters_p = sampling.most_k, sampling.filters_p
+    else:
+        most_k, filters_p = sampling.top_k, sampling.top_p < 1
+    if most_k:
+        likeliest = logits_BNV.topk(min(most_k, logits_BNV.shape[-1])).values
+        kth = sampling.kth(likeliest) if isinstance(sampling, Mixed) else likeliest[..., -1:]
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
-    if sampling.filters_p:
+    if filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
         removed = (probs.cumsum(-1) - probs) >= sampling.top_p

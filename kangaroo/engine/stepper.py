@@ -100,11 +100,15 @@ class TensorStepper:
         return Step(rows, kept, draft_seconds, verify_seconds)
 
     def _block(self, draft: Draft) -> Block:
-        """Where a draft will lie that lies nowhere yet."""
+        """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
+        shapes that are recorded."""
         batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
         size = width(tree.size, self.drafter.max_nodes + 1)
-        draft.widen(size, size - 1 if tree.is_chain else width(tree.max_depth, size - 1))
-        used, recorded = batch.used + size, ("verify", batch.cache)
+        depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
+        alone = draft.hidden_BND is None and draft.probs_BNV is None
+        if alone and (size, depth) != (tree.size, tree.max_depth):
+            draft.widen(size, depth)
+        used, recorded = batch.used + draft.tree.size, ("verify", batch.cache)
         return self.lm.block(draft.tree, batch.base_B, used, batch.n_slots, recorded=recorded)
 
     def _verify(

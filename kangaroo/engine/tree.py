@@ -99,20 +99,14 @@ class Draft:
         return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
 
     def widen(self, size: int, depth: int) -> None:
-        """Add nodes up to so many, none of which ever matches: few shapes are recorded.
+        """Add nodes up to so many, none of which ever matches. There are tokens alone.
 
         Args:
             depth: the largest that the tree is to be taken for.
         """
-        if (size, depth) == (self.tree.size, self.tree.max_depth):
-            return
         more = size - self.tree.size
         self.tokens_BN = F.pad(self.tokens_BN, (0, more))
         self.valid_BN = F.pad(self.valid_BN, (0, more))
-        if self.hidden_BND is not None:
-            self.hidden_BND = F.pad(self.hidden_BND, (0, 0, 0, more))
-        if self.probs_BNV is not None:
-            self.probs_BNV = F.pad(self.probs_BNV, (0, 0, 0, more))
         if self.tree.is_chain:
             self.tree = Tree.chain(size, self.tokens_BN.device)
         else:
