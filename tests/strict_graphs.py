@@ -35,6 +35,7 @@ start = launching.start
 # what CUDA refuses while it records, since the host would have to wait or its memory be read
 REFUSED = {
     "aten::_local_scalar_dense",
+    "aten::item",  # what that is called in inference mode
     "aten::is_nonzero",
     "aten::nonzero",
     "aten::masked_select",

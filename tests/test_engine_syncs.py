@@ -9,13 +9,12 @@ import engine_cases
 import pytest
 import torch
 from engine_cases import HOT, NEW_TOKENS, PROMPTS
-from helpers import (
-    random_prompts,
-)
+from helpers import adapter_for, graphed, random_prompts, tiny
 from test_conformance import DRAFTERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -29,6 +28,7 @@ class Syncs(TorchDispatchMode):
 
     NAMES = (
         "_local_scalar_dense",
+        "item",  # what that is called in inference mode
         "nonzero",
         "is_nonzero",
         "masked_select",
@@ -99,18 +99,15 @@ def test_the_counter_of_syncs_sees_them(monkeypatch, code):
 @pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
-    eager_case, monkeypatch, name, threshold, rows, sampling
+    eager_case, monkeypatch, recorded, name, threshold, rows, sampling
 ):
     """One copy of the new tokens, and one read of the confidences a drafted token, the last aside,
     for a threshold."""
-    steps = 4
-    drafter = (
-        Vanilla()
-        if name == "vanilla"
-        else Kangaroo(eager_case.lm, eager_case.adapter, steps=steps, threshold=threshold)
-    )
-    engine = Engine(eager_case.lm, drafter)
+    steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
+    drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
+    engine = Engine(lm, drafter)
     batch = engine.open(rows, 60, sampling)
     for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
         engine.admit(batch, row, Request(prompt, 30, seed=row))
@@ -121,6 +118,31 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
         drafted = max(record.drafted for record in records)
         asked = min(drafted, steps - 1) if threshold else 0
         assert syncs.seen["tolist"] == syncs.total == 1 + asked, syncs.seen
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("threshold", [0, 0.3])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_the_last(
+    monkeypatch, recorded, threshold, rows
+):
+    steps, levels = 3, []
+    lm = graphed(tiny()) if recorded else tiny()
+    drafter = KangarooTree(lm, adapter_for(lm), steps, threshold, None, 3, 8)
+    grown = drafter._level
+    monkeypatch.setattr(drafter, "_level", lambda *args: levels.append(1) or grown(*args))
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, HOT)
+    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
+        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    with monkeypatch.context() as patched:
+        for _ in range(5):
+            levels.clear()
+            with Syncs(patched) as syncs:
+                engine.step(batch)
+            patched.undo()
+            asked = min(len(levels), steps - 1) if threshold else 0
+            assert syncs.seen["tolist"] == 1 + asked and syncs.total == 2 + asked, syncs.seen
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,7 @@ def test_training_decodes_by_graphs_and_records_nothing_else(tmp_path):
         if lm.acceleration.graphs is not None:
             # what decodes alone: the pending token's shallow pass, drafts and verifications
             names = {key[0] for key in lm.acceleration.graphs.calls}
-            assert names == {"block", "layers", "round", "draft", "verify"}
-            passes = {key[1] for key in lm.acceleration.graphs.calls if key[0] == "layers"}
-            assert passes == {range(1)}
+            assert names == {"block", "root", "round", "draft", "verify", "observe"}
     eager, graphs = (
         [untimed(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
         for name in ("eager", "graphs")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import (
     Mixed,
+    Rule,
     Sampling,
     Stream,
     candidates,
     perturb,
     pick,
+    settings,
     together,
     uniform,
     warp,
@@ -295,8 +298,8 @@ def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     rows = [Sampling(), *SAMPLINGS]
-    mixed = together(rows)
-    assert isinstance(mixed, Mixed) and not mixed.greedy and Mixed((Sampling(),) * 2).greedy
+    mixed = together(rows, settings_of(rows))
+    assert isinstance(mixed, Mixed) and not mixed.greedy
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
     seeds_B = torch.arange(len(rows)) + 7
@@ -312,5 +315,24 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
         assert torch.equal(shared[one], alone)
 
 
-def test_settings_that_differ_in_their_seed_alone_are_alike():
-    assert together([Sampling(0.5, seed=1), Sampling(0.5, seed=2)]) == Sampling(0.5)
+def settings_of(rows) -> torch.Tensor:
+    return torch.tensor([settings(own) for own in rows])
+
+
+def test_settings_are_of_few_kinds():
+    """What a recording is told apart by."""
+
+    def kind(*rows):
+        return together(rows, settings_of(rows)).kind
+
+    warm, cold = Sampling(0.5, seed=1), Sampling(0.2, seed=2)
+    assert kind(warm, cold) == kind(cold, cold) == kind(Sampling(1.7), warm)
+    assert kind(replace(warm, top_k=5), cold) == kind(replace(cold, top_k=7))
+    assert kind(replace(warm, top_p=0.5), cold) == kind(replace(cold, top_p=0.9))
+    greedy = Sampling(top_p=0.5, seed=3)
+    assert kind(greedy, Sampling()) == kind(greedy) == Sampling().kind
+    assert kind(greedy, warm) == kind(warm)
+    kinds = kind(warm), kind(greedy), kind(replace(warm, top_p=0.5))
+    assert len({*kinds, kind(replace(warm, top_k=5)), kind(replace(warm, top_k=9))}) == 5
+    classic = Sampling(0.5, rule=Rule.rejection)
+    assert together([replace(classic, seed=4)], settings_of([classic])) == classic

@@ -23,7 +23,7 @@ from kangaroo.engine.cache import KVCache
 
 WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
 MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
-MOST_GRAPHS = 256  # of one model; the one used longest ago gives way
+MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
 
 Tensors = tuple[Tensor, ...]
 Key = tuple[Hashable, ...]
@@ -127,9 +127,13 @@ class Graphs:
                 self._make(serials, whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             made = self.made[whole]
-            for mine, given in zip(made.inputs, inputs, strict=True):
-                if mine is not given:
-                    mine.copy_(given)
+            pairs = zip(made.inputs, inputs, strict=True)
+            stale = [(place, given) for place, given in pairs if place is not given]
+            for dtype in {given.dtype for _, given in stale}:  # of each all at once
+                places, values = zip(
+                    *(pair for pair in stale if pair[1].dtype == dtype), strict=True
+                )
+                torch._foreach_copy_(places, values)
             made.replay()
         return made.results
 

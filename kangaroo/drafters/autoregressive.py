@@ -46,19 +46,19 @@ class Autoregressive(Chain):
         window, sampling = self.window, batch.sampling
 
         def work(
-            input_BN: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor
+            input_BN: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor, settings_B3: Tensor
         ) -> tuple[Tensor, ...]:
             at = block.narrow(0 if step == 1 else window + step - 1, input_BN.shape[1])
             logits_B1V = self.logits(self.run(batch, input_BN, at)[:, -1:])
             position_B1 = length_B[:, None] + step - 1
-            token_B1 = pick(logits_B1V, position_B1, sampling, seeds_B)
+            token_B1 = pick(logits_B1V, position_B1, sampling.reading(settings_B3), seeds_B)
             return token_B1, logits_B1V[:, 0], confidence(logits_B1V[:, 0])
 
         input_BN = batch.last(window + 1)
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key = ("draft", step, repr(sampling))
-            inputs = input_BN, block, batch.length_B, batch.seeds_B
+            key = ("draft", step, sampling.kind)
+            inputs = input_BN, block, *batch.draws
             token = Token(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
             input_BN = token.id_B1
             yield token

@@ -27,12 +27,13 @@ class Token:
     Args:
         id_B1: itself.
         logits_BK: what it was chosen by.
-        confidence_B: the top-1 probability, before temperature and filters.
+        reading: what the host reads of it, as `LayerChain.reading` says: the confidence `[B]`, if
+            nothing else.
     """
 
     id_B1: Tensor
     logits_BK: Tensor
-    confidence_B: Tensor
+    reading: Tensor
 
 
 class Chain(ABC):
@@ -98,11 +99,14 @@ class Chain(ABC):
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
             if limits.any() and len(ids) <= self.steps:
-                confidence = np.array(token.confidence_B.tolist(), np.float32)
+                confidence = np.array(token.reading.tolist(), np.float32)
                 chance *= confidence
                 active &= (confidence > limits[0]) & (chance > limits[len(ids)])
                 if not active.any():
                     break
+        padding = self.lm.acceleration.width(len(ids), self.steps + 1) - len(ids)
+        ids += ids[-1:] * padding
+        probs += probs[-1:] * padding
         lengths_B1 = torch.from_numpy(lengths[:, None]).to(batch.length_B.device)
         draft = Draft(
             tokens_BN=torch.cat(ids, 1),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import Block, KVCache
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter, adapter_files
@@ -187,25 +187,56 @@ class EarlyExit:
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
-        new_BPD = along(draft, verdict, taps[self.exit_layer])
-        if self.deep_tap is not None:
-            assert draft.block is not None
-            deep_BPD = along(draft, verdict, taps[self.deep_tap])
-            path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
-            slots_BP = draft.block.slots_RT[:, :1].to(deep_BPD.device) + path_P
-            self.keep_deep(slots_BP, deep_BPD)
+        path: Block | None = None  # where the adapter's keys are not yet
         if draft is not self.proposed or not draft.tree.is_chain:
-            self._follow(batch, draft, new_BPD)
+            self.read_prompts()
+            path = path_block(self.lm, batch, draft, self.window)
         self.proposed = None
-        past_B = verdict.count_B.to(new_BPD.device) + 1
-        self.shallow_BWD = slide(self.shallow_BWD, new_BPD, past_B)
+        is_chain = draft.tree.is_chain
 
-    def _follow(self, batch: Batch, draft: Draft, f_BPD: Tensor) -> None:
-        """Write the adapter's keys of the accepted path where its tokens now lie."""
-        self.read_prompts()
-        block = path_block(self.lm, batch, draft, self.window).to(f_BPD.device)
-        f_BPD = torch.cat([self.shallow_BWD, f_BPD], 1)
-        self.adapter.remember(f_BPD, self.deep_before(block), block, self.cache.at(block))
+        def work(
+            window_BWD: Tensor, path_BP: Tensor, count_B: Tensor, root_B1: Tensor, *others: Tensor
+        ) -> tuple[Tensor]:
+            states, others = others[: len(self.taps)], others[len(self.taps) :]
+            new_BPD, *deep = (x if is_chain else along(path_BP, x) for x in states)
+            for deep_BPD in deep:
+                path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
+                self.keep_deep(root_B1.to(deep_BPD.device) + path_P, deep_BPD)
+            if path is not None:
+                at = path.with_tensors(*others).to(new_BPD.device)
+                f_BND = torch.cat([window_BWD, new_BPD], 1)
+                self.adapter.remember(f_BND, self.deep_before(at), at, self.cache.at(at))
+            return (slide(window_BWD, new_BPD, count_B.to(new_BPD.device) + 1),)
+
+        assert draft.block is not None
+        (self.shallow_BWD,) = self.lm.acceleration.replay(
+            self.caches(batch),
+            ("observe", is_chain),
+            work,
+            *(self.shallow_BWD, verdict.path_BP, verdict.count_B, draft.block.slots_RT[:, :1]),
+            *(taps[tap] for tap in self.taps),
+            *(() if path is None else path.tensors()),
+            tokens=draft.tokens_BN.numel(),
+        )
+
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        """All that drafting reads or writes."""
+        return batch.cache, self.cache
+
+    def begun(
+        self, batch: Batch, pending_B1: Tensor, block: Block, window_BWD: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
+        the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
+        deep ones before those.
+
+        Args:
+            block: from the window on.
+        """
+        f_B1D = self._shallow(pending_B1, batch, block.narrow(self.window, 1))
+        deep_BND = self.deep_before(block.narrow(0, self.window + 1).to(f_B1D.device))
+        f_BND = torch.cat([window_BWD, f_B1D], 1)
+        return f_B1D, f_BND, *(() if deep_BND is None else (deep_BND,))
 
     def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]
@@ -227,11 +258,9 @@ class EarlyExit:
         return deep_RSD.gather(1, index_RND) * (block.positions_RT > 0)[..., None]
 
 
-def along(draft: Draft, verdict: Verdict, states_BND: Tensor) -> Tensor:
-    """States of the nodes on the accepted path, `[B, P, D]`; beyond its end, any."""
-    if draft.tree.is_chain:
-        return states_BND
-    path_BP1 = verdict.path_BP.to(states_BND.device)[..., None]
+def along(path_BP: Tensor, states_BND: Tensor) -> Tensor:
+    """States of the nodes on the accepted path of a tree, `[B, P, D]`; beyond its end, any."""
+    path_BP1 = path_BP.to(states_BND.device)[..., None]
     return states_BND.gather(1, path_BP1.expand(-1, -1, states_BND.shape[-1]))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters import datastore, odds
-from kangaroo.drafters.chain import Token, chain_block
+from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
@@ -25,6 +25,7 @@ from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
+from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
@@ -242,10 +243,10 @@ class Hybrid(LayerChain):
         if not growing:
             return
         block = chain_block(self.lm, batch, self.window, self.steps)
-        for step, token in enumerate(self.tokens(batch, block)):
-            told = self._choices(batch, token, batch.length_B + step)
+        for token in self.tokens(batch, block):
+            choices = token.reading.tolist()  # one sync
             for row, own in growing.items():
-                (best, confidence), *further = told[row]
+                (best, confidence), *further = [(int(one), chance) for one, chance in choices[row]]
                 own.chain.append(best)
                 own.confidence.append(confidence)
                 own.further.append(further)
@@ -262,19 +263,12 @@ class Hybrid(LayerChain):
         """Whether it does after the last one's confidence."""
         return sources.confidence[-1] > self.threshold and self.pays(sources)
 
-    def _choices(
-        self, batch: Batch, token: Token, position_B: Tensor
-    ) -> list[list[tuple[int, float]]]:
+    def reading(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
         """The best choices for each row's next token, and the probabilities of their ranks, which
-        know nothing of temperature and noise. One sync.
-
-        Args:
-            position_B: where the token will stand.
-        """
+        know nothing of temperature and noise: `[B, C, 2]`."""
         count = min(CHOICES, self.head.size)
-        probs_BC = token.logits_BK.float().softmax(-1).topk(count).values
-        ids_BC = self.head.candidates(
-            token.logits_BK[:, None], position_B[:, None], batch.sampling, batch.seeds_B, count
-        )[:, 0]
-        both = torch.stack([ids_BC.double(), probs_BC.double()], -1).tolist()
-        return [[(int(best), probability) for best, probability in row] for row in both]
+        probs_BC = logits_BK.float().softmax(-1).topk(count).values
+        ids_BC = self.head.candidates(logits_BK[:, None], positions_B1, sampling, seeds_B, count)
+        return torch.stack([ids_BC[:, 0].double(), probs_BC.double()], -1)

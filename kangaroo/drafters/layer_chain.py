@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,43 +44,38 @@ class LayerChain(EarlyExit, Chain):
 
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
         self.read_prompts()
-        window = self.window
-        f_B1D = self._shallow(batch.last(1), batch, block.narrow(window, 1))
+
+        acceleration, caches = self.lm.acceleration, self.caches(batch)
+        block, draws = acceleration.hold(caches, ("round",), self.shallow_BWD, block, *batch.draws)
+        work, inputs = partial(self.begun, batch), (batch.last(1), block, self.shallow_BWD)
+        f_B1D, f_BND, *deep = acceleration.step(caches, ("root",), work, *inputs)
         self.hidden = [f_B1D]
-        f_BND = torch.cat([self.shallow_BWD, f_B1D], 1)
-        first = block.narrow(0, window + 1).to(f_BND.device)
-        before_BND = self.deep_before(first)
-        deep = [] if before_BND is None else [before_BND]
-        key, caches = ("round",), (batch.cache, self.cache)
-        block, (length_B, seeds_B) = self.lm.acceleration.hold(
-            caches, key, self.shallow_BWD, block, batch.length_B, batch.seeds_B
-        )
         for step in range(1, self.steps + 1):
-            token_B1, logits_BK, confidence_B, adapted_B1D, f_BND = self._draft(
-                batch, step, f_BND, block, length_B, seeds_B, *deep
+            token_B1, logits_BK, reading, adapted_B1D, f_BND = self._draft(
+                batch, step, f_BND, block, *draws, *deep
             )
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
-            yield Token(token_B1, logits_BK, confidence_B)
+            yield Token(token_B1, logits_BK, reading)
 
     def finish(self, draft: Draft, block: Block) -> Draft:
-        hidden_BND, self.hidden = torch.cat(self.hidden, 1), []
+        padding = self.hidden[-1:] * (draft.tree.size - len(self.hidden))
+        hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
         self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, block=block)
         return self.proposed
 
     def _draft(
         self, batch: Batch, step: int, f_BND: Tensor, block: Block, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """One draft token `[B, 1]`, its logits `[B, K]` and confidence `[B]`, and the states that
-        the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
+        """One draft token `[B, 1]`, its logits `[B, K]`, what the host reads of it, and the states
+        that the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
 
         Args:
-            tensors: lengths and seeds of the rows, and the deep states if the layer reads them.
+            tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(
-            f_BND: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor, *deep: Tensor
-        ) -> tuple[Tensor, ...]:
+        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
+            length_B, seeds_B, settings_B3, *deep = tensors
             after = self.window + step
             at = block.narrow(0, after) if step == 1 else block.narrow(after - 1, 1)
             at = at.to(f_BND.device)
@@ -87,14 +83,21 @@ class LayerChain(EarlyExit, Chain):
             adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
             logits_BK = self.head(adapted_B1D[:, 0])
             positions_B1 = length_B[:, None] + step - 1
-            token_B1 = self._pick(logits_BK, batch.sampling, positions_B1, seeds_B)
+            how = batch.sampling.reading(settings_B3)
+            token_B1 = self._pick(logits_BK, how, positions_B1, seeds_B)
+            reading = self.reading(logits_BK, how, positions_B1, seeds_B)
             f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
-            return token_B1, logits_BK, confidence(logits_BK), adapted_B1D, f_B1D
+            return token_B1, logits_BK, reading, adapted_B1D, f_B1D
 
         # a graph a step, so that none overwrites what the round still reads of another
-        key = ("draft", step, repr(batch.sampling))
-        caches = (batch.cache, self.cache)
-        return self.lm.acceleration.step(caches, key, work, f_BND, block, *tensors)
+        key = ("draft", step, batch.sampling.kind)
+        return self.lm.acceleration.step(self.caches(batch), key, work, f_BND, block, *tensors)
+
+    def reading(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        """What the host reads of a token: the confidence `[B]`."""
+        return confidence(logits_BK)
 
     def _pick(
         self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor

@@ -1,19 +1,22 @@
 """A tree drafted by a layer on shallow states: the likeliest continuations, level by level.
 
 Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, E occupied slots, W window, D hidden size, K draft vocabulary.
+each, E occupied slots, W window, S levels, D hidden size, K draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import Block
@@ -24,8 +27,7 @@ from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 
 
-@dataclass
-class Level:
+class Level(NamedTuple):
     """Nodes of one depth, all of which have passed the shallow layers.
 
     Args:
@@ -34,16 +36,23 @@ class Level:
         score_BL: confidence.
         f_BLD: shallow states.
         hidden_BLE: true for the slots that they do not see.
+        slots_BL, positions_BL, bias_B1LE, cos_BLC, sin_BLC: of their block.
     """
 
     number_BL: Tensor
     parents_BL: Tensor
     tokens_BL: Tensor
     score_BL: Tensor
-    valid_BL: Tensor
     f_BLD: Tensor
     hidden_BLE: Tensor
-    block: Block
+    slots_BL: Tensor
+    positions_BL: Tensor
+    bias_B1LE: Tensor
+    cos_BLC: Tensor
+    sin_BLC: Tensor
+
+
+FIELDS, LAYOUT = len(Level._fields), slice(6, None)  # of a level: all, and those of its block
 
 
 class LayerTree(EarlyExit):
@@ -84,112 +93,159 @@ class LayerTree(EarlyExit):
         if least[0] >= 1:
             return Draft.nothing(batch.last(1))
         self.read_prompts()
-        active_B = ~batch.done_B
-        root, at, f_BND, deep_BND = self._root(batch)
+        block = chain_block(self.lm, batch, self.window, steps=0, room=self.max_nodes)
+        block, draws = self.lm.acceleration.hold(
+            self.caches(batch), ("round",), self.shallow_BWD, block, *batch.draws
+        )
+        root, at, f_BND, *deep = self._root(batch, block)
         levels = [root]
+        # on the host, which reads one number a row and level where there is a threshold
+        active = ~np.array(batch.done)
+        valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
-            adapted_BLD = self.adapter(f_BND, deep_BND, at, self.cache.at(at))
-            last = levels[-1]
-            adapted_BLD = adapted_BLD[:, -last.tokens_BL.shape[1] :]  # without the window
-            level, of_parent_BL = self._level(batch, levels, adapted_BLD, active_B)
+            level, best_B, *deep = self._level(batch, levels[-1], step, at, f_BND, *draws, *deep)
             levels.append(level)
+            valid.append(active)
             if step == self.steps:
                 break
             if (limit := max(self.threshold, least[step])) > 0:
-                active_B = active_B & (level.score_BL.amax(1) > limit)
-                if not active_B.any():  # the one sync a level that a threshold costs
+                best = np.array(best_B.tolist(), np.float32)
+                active = active & (best > np.float32(limit))
+                if not active.any():
                     break
-            f_BND, at = level.f_BLD, level.block.to(level.f_BLD.device)
-            deep_BND = take(adapted_BLD, of_parent_BL) if self.reads_deep else None
-        return self._pruned(levels, self.min_node_chances(budget, rows) if rows > 1 else [])
+            at, f_BND = block.with_tensors(*level[LAYOUT]), level.f_BLD
+        worth = self.min_node_chances(budget, rows) if rows > 1 else []
+        return self._pruned(batch, block, levels, np.stack(valid, 1), worth)
 
-    def _root(self, batch: Batch) -> tuple[Level, Block, Tensor, Tensor | None]:
-        """The pending token, and what the adapter's first pass reads: the window and this."""
-        window, device = self.window, batch.length_B.device
-        block = chain_block(self.lm, batch, window, steps=0, room=self.max_nodes)
-        pending_B1, itself = batch.last(1), block.narrow(window, 1)
-        f_B1D = self._shallow(pending_B1, batch, itself)
-        slots_E = torch.arange(block.extent, device=device)
-        zeros_B1 = torch.zeros_like(pending_B1)
-        root = Level(
-            number_BL=zeros_B1,
-            parents_BL=zeros_B1,
-            tokens_BL=pending_B1,
-            score_BL=torch.ones_like(pending_B1, dtype=torch.float32),
-            valid_BL=torch.ones_like(pending_B1, dtype=torch.bool),
-            f_BLD=f_B1D,
-            hidden_BLE=(slots_E > batch.base_B[:, None])[:, None],
-            block=itself,
-        )
-        at = block.to(f_B1D.device)
-        return root, at, torch.cat([self.shallow_BWD, f_B1D], 1), self.deep_before(at)
+    def _root(self, batch: Batch, block: Block) -> tuple[Any, ...]:
+        """The pending token; its block and what the layer's first pass reads (`begun`).
+
+        Args:
+            block: of the window and this token.
+        """
+
+        def work(pending_B1: Tensor, block: Block, window_BWD: Tensor, length_B: Tensor) -> Tensors:
+            f_B1D, *first = self.begun(batch, pending_B1, block, window_BWD)
+            slots_E = torch.arange(block.extent, device=pending_B1.device)
+            hidden_B1E = (slots_E >= length_B[:, None])[:, None]
+            none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
+            itself = block.narrow(self.window, 1).tensors()
+            level = Level(none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
+            return *level, *first
+
+        inputs = batch.last(1), block, self.shallow_BWD, batch.length_B
+        made = self.lm.acceleration.step(self.caches(batch), ("root",), work, *inputs)
+        return Level(*made[:FIELDS]), block, *made[FIELDS:]
 
     def _level(
-        self, batch: Batch, levels: list[Level], adapted_BLD: Tensor, active_B: Tensor
-    ) -> tuple[Level, Tensor]:
-        """The most confident children of the last level, and their parents' places in it."""
-        last, step = levels[-1], len(levels)
-        width = last.tokens_BL.shape[1]
-        logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
-        positions_BL = (batch.length_B[:, None] + step - 1).expand(-1, width)
-        candidates_BLC = self.head.candidates(
-            logits_BLK, positions_BL, batch.sampling, batch.seeds_B, self.top_k
-        )
-        confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-        score_BLC = last.score_BL[..., None] * confidence_BLC
-        score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
-        of_parent_BL = index_BL // self.top_k
-        first = sum(level.tokens_BL.shape[1] for level in levels)
-        number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
-        number_BL = number_BL.expand(batch.size, -1)
-        slots_BL = batch.base_B[:, None] + number_BL
-        hidden_BLE = take(last.hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
-        tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
-        at_BL = (batch.base_B[:, None] + step).expand(-1, self.top_k)
-        block = self.lm.block_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
-        level = Level(
-            number_BL=number_BL,
-            parents_BL=last.number_BL.gather(1, of_parent_BL),
-            tokens_BL=tokens_BL,
-            score_BL=score_BL,
-            valid_BL=active_B[:, None].expand(-1, self.top_k),
-            f_BLD=self._shallow(tokens_BL, batch, block),
-            hidden_BLE=hidden_BLE,
-            block=block,
-        )
-        return level, of_parent_BL
+        self, batch: Batch, last: Level, step: int, block: Block, f_BND: Tensor, *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        """The most confident children of the last level; the score of the best `[B]`; and the
+        layer's states of their parents, if it reads such.
 
-    def _pruned(self, levels: list[Level], worth: list[float]) -> Draft:
+        Args:
+            block, f_BND: what the layer reads: the last level, the first time with a window.
+            tensors: `Batch.draws`, and the deep states if the layer reads them.
+        """
+
+        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> Tensors:
+            number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = tensors
+            at, width, rows = block.to(f_BND.device), number_BL.shape[1], batch.size
+            adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
+            adapted_BLD = adapted_BND[:, -width:]  # without the window
+            logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
+            positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
+            how = batch.sampling.reading(settings_B3)
+            candidates_BLC = self.head.candidates(
+                logits_BLK, positions_BL, how, seeds_B, self.top_k
+            )
+            confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
+            score_BLC = score_BL[..., None] * confidence_BLC
+            score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
+            of_parent_BL = index_BL // self.top_k
+            parents_BL = number_BL.gather(1, of_parent_BL)
+            first = 1 + (step - 1) * self.top_k
+            number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
+            number_BL = number_BL.expand(rows, -1)
+            slots_BL = length_B[:, None] - 1 + number_BL
+            hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
+            tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
+            at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
+            own = self.lm.block_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
+            f_BLD = self._shallow(tokens_BL, batch, own)
+            level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *own.tensors()
+            further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
+            return *level, score_BL.amax(1), *further
+
+        # a graph a level, so that none overwrites what the round still reads of another
+        key = ("level", step, batch.sampling.kind)
+        tensors = last.number_BL, last.score_BL, last.hidden_BLE, *tensors
+        made = self.lm.acceleration.step(self.caches(batch), key, work, f_BND, block, *tensors)
+        return Level(*made[:FIELDS]), *made[FIELDS:]
+
+    def _pruned(
+        self,
+        batch: Batch,
+        block: Block,
+        levels: list[Level],
+        valid: np.ndarray,
+        worth: list[float],
+    ) -> Draft:
         """What is verified.
 
         Args:
+            block: of the same rows and extent.
+            valid: of each row and level.
             worth: as of `best_count`; of one text alone the drafter's own rule decides.
         """
-        parents_BN = torch.cat([level.parents_BL for level in levels], 1)
-        valid_BN = torch.cat([level.valid_BL for level in levels], 1)
-        score_BN = torch.cat([level.score_BL for level in levels], 1)
-        keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
-        if worth:
-            rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
-            keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth))
-        size = int(keep_BN.sum(1).max())  # one sync a round
-        # nodes that are kept, in their order; rows with fewer are filled up with others
-        index_BN = (~keep_BN).int().argsort(dim=1, stable=True)[:, :size]
-        new_number_BN = torch.zeros_like(parents_BN).scatter(
-            1, index_BN, torch.arange(size, device=index_BN.device).expand_as(index_BN)
-        )
-        keep_BN = keep_BN.gather(1, index_BN)
-        parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-        depth = min(len(levels), size) - 1
-        chain = self.top_k == 1
-        tree = Tree.chain(size, parents_BN.device) if chain else Tree(parents_BN, depth)
+        count, device = len(levels), batch.length_B.device
+        most = 1 + (count - 1) * self.top_k
+        _, parents, tokens, score, states, _, *layout = zip(*levels, strict=True)
+
+        def ranked(valid_BS: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
+            parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
+            levels_S = (torch.arange(most, device=device) + self.top_k - 1) // self.top_k
+            valid_BN = valid_BS[:, levels_S]
+            keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
+            if len(worth_W):
+                rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
+                keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth_W))
+            # nodes that are kept, in their order; rows with fewer are filled up with others
+            order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
+            return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
+
+        def taken(order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, *parts: Tensor) -> Tensors:
+            index_BN = order_BN[:, :size]
+            new_number_BN = torch.zeros_like(parents_BN).scatter(
+                1, index_BN, torch.arange(size, device=device).expand_as(index_BN)
+            )
+            keep_BN = keep_BN.gather(1, index_BN)
+            parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
+            tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
+            tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
+            blocks = [block.with_tensors(*own) for own in zip(*layout, strict=True)]
+            whole = Block.join(blocks).take(index_BN).tensors()
+            return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
+
+        def replay(key: tuple[Any, ...], work: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
+            nodes, caches = batch.size * most, self.caches(batch)
+            return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
+
+        uploaded = torch.from_numpy(valid).to(device), torch.tensor(worth).to(device)
+        largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
+        # one sync a round
+        size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
+        inputs = *order, *tokens, *states, *chain.from_iterable(layout)
+        tokens_BN, keep_BN, parents_BN, f_BND, *own = replay(("prune", count, size), taken, *inputs)
+        is_chain = self.top_k == 1
+        depth = min(count, size) - 1
         self.proposed = Draft(
-            tokens_BN=torch.cat([level.tokens_BL for level in levels], 1).gather(1, index_BN),
-            tree=tree,
+            tokens_BN=tokens_BN,
+            tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
             valid_BN=keep_BN,
-            hidden_BND=take(torch.cat([level.f_BLD for level in levels], 1), index_BN),
+            hidden_BND=f_BND,
             entry=self.exit_layer,
-            block=Block.join([level.block for level in levels]).take(index_BN),
+            block=block.with_tensors(*own),
         )
         return self.proposed
 
@@ -216,14 +272,14 @@ def kept(
     return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
 
 
-def best_count(score_BN: Tensor, keep_BN: Tensor, worth: Sequence[float]) -> Tensor:
+def best_count(score_BN: Tensor, keep_BN: Tensor, worth_W: Tensor) -> Tensor:
     """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`.
 
     Args:
-        worth: of the nodes that are kept, the likeliest first, what each has to exceed.
+        worth_W: of the nodes that are kept, the likeliest first, what each has to exceed.
     """
     gains_BN = torch.where(keep_BN, score_BN, -1.0).sort(descending=True).values[:, 1:]
-    gains_BN = gains_BN[:, : len(worth)] - gains_BN.new_tensor(worth[: gains_BN.shape[1]])
+    gains_BN = gains_BN[:, : len(worth_W)] - worth_W[: gains_BN.shape[1]]
     sums_BN = torch.nn.functional.pad(gains_BN.cumsum(1), (1, 0))
     return sums_BN.argmax(1, keepdim=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.cpu.native import Fusing, Head, LayerWeights, Sizes, Stack
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.cache import BUCKET, GRAPH_BUCKET, Block, KVCache
+from kangaroo.engine.cache import Block, KVCache, power_of_two
 
 Tensors = tuple[Tensor, ...]
 
@@ -42,10 +42,10 @@ class Acceleration:
     def __bool__(self) -> bool:
         return bool(self.library or self.graphs or self.kernels)
 
-    @property
-    def bucket(self) -> int:
-        """Attention reads the occupied slots rounded up to a multiple of this."""
-        return BUCKET if self.graphs is None else GRAPH_BUCKET
+    def width(self, tokens: int, most: int) -> int:
+        """How many tokens of a row a pass takes that needs so many: where each number is recorded,
+        a power of two, or the most that there may be."""
+        return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
     def stack(self, layers: Sequence[LayerWeights]) -> Any:
         """A `Stack` of these layers, which reads the weights where they lie."""

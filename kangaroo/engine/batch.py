@@ -15,7 +15,7 @@ from torch import Tensor
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import AnySampling, Mixed, Rule, Sampling, together
+from kangaroo.engine.sampling import AnySampling, Rule, Sampling, settings, together
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.utils.errors import ConfigError
@@ -29,6 +29,7 @@ class RowTensors(NamedTuple):
         seeds_B: of the sampling noise.
         done_B: whether a row's text has ended.
         heeds_eos_B, eos_ids_E: whether an EOS ends it, and which tokens are one.
+        settings_B3: how tokens are chosen, as of `Mixed`.
     """
 
     length_B: Tensor
@@ -37,6 +38,7 @@ class RowTensors(NamedTuple):
     done_B: Tensor
     heeds_eos_B: Tensor
     eos_ids_E: Tensor
+    settings_B3: Tensor
 
 
 class Emitted(NamedTuple):
@@ -101,14 +103,20 @@ class Batch:
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
         self.whole = [False] * size  # whether a row's prompt was read to its end
         self.default = replace(sampling, seed=0)
-        self.samplings = [self.default] * size
-        self.sampling: AnySampling = self.default  # of all rows
+        self.samplings, self.alike = [self.default] * size, True
+        self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
+        self.sampling: AnySampling = together([self.default], self.settings_B3)  # of all rows
 
     @property
     def rows(self) -> RowTensors:
         """What the device knows of all rows."""
         row = self.length_B, self.limit_B, self.seeds_B, self.done_B
-        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E)
+        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E, self.settings_B3)
+
+    @property
+    def draws(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the device needs to draw tokens: lengths, seeds, settings."""
+        return self.length_B, self.seeds_B, self.settings_B3
 
     @property
     def size(self) -> int:
@@ -176,12 +184,12 @@ class Batch:
         self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
         self.done_B[row] = self.done[row] = False
         self.samplings[row] = own or self.default
-        if own is None and self.sampling == self.default:  # as in a batch of thousands
+        if own is None and self.alike:  # as in a batch of thousands
             return
+        self.alike = False
+        self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
         active = [one for one, done in zip(self.samplings, self.done, strict=True) if not done]
-        self.sampling = together(active)
-        if isinstance(self.sampling, Mixed):  # a place for each row, also for those that are done
-            self.sampling = together(self.samplings)
+        self.sampling = together(active, self.settings_B3)
 
     def first(self, row: int, token: int) -> None:
         """Append the token that the prefill of a row's prompt gave; it is pending."""

@@ -21,7 +21,7 @@ from torch.nn.attention.bias import CausalBias
 from kangaroo.cpu.huge_pages import zeros
 
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
-GRAPH_BUCKET = 256  # where each shape is recorded as a graph: fewer shapes
+LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
 
 
 @dataclass
@@ -226,6 +226,18 @@ class BlockCache:
         return by_row[self.block.rows, : self.block.extent].transpose(1, 2)
 
 
-def occupied(n_slots: int, used: int, bucket: int = BUCKET) -> int:
-    """The number of slots to read so that `used` are covered: rounded up to `bucket`."""
-    return min(math.ceil(used / bucket) * bucket, n_slots)
+def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
+    """The number of slots to read so that `used` are covered.
+
+    Args:
+        recorded: whether each number is recorded as a graph; then they are powers of two, of which
+            a text that grows meets few.
+    """
+    if recorded:
+        return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
+    return min(math.ceil(used / BUCKET) * BUCKET, n_slots)
+
+
+def power_of_two(least: int) -> int:
+    """The smallest one that is no less."""
+    return 1 << max(least - 1, 0).bit_length()

@@ -155,7 +155,8 @@ class Engine:
             self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(last_11D)
-        token = int(pick(logits_11V, at_11, batch.samplings[row], seed_1))
+        how = batch.sampling.reading(batch.settings_B3[row : row + 1])
+        token = int(pick(logits_11V, at_11, how, seed_1))
         batch.first(row, token)
         kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun

@@ -4,15 +4,16 @@ The noise does not depend on how a token came to be considered. So a target and 
 the same distribution choose the same token, and a text depends on its seed, not on the drafter, the
 batch or the step (drafter-invariant speculative decoding, arXiv 2408.07978).
 
-Shapes: B rows, N nodes, V vocabulary.
+Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -71,55 +72,108 @@ class Sampling(Ranged):
         """Whether the likeliest token is taken, without noise."""
         return self.temperature == 0
 
+    @property
+    def kind(self) -> str:
+        """All that a recording of one of these has to be told apart by."""
+        return repr(self)
 
-@dataclass(frozen=True)
+    def reading(self, settings_B3: Tensor) -> Sampling:
+        """Itself: these settings are the same for all texts, whatever the device has."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
 class Mixed:
-    """Texts that are decoded together, each by settings of its own.
+    """Texts that are decoded together, each by settings of its own, which the device reads: of
+    them a recording knows but what `kind` says. Not all are greedy.
 
     Args:
-        rows: of each text.
+        settings_B3: temperature, top_p (infinite where it keeps all) and top_k of each text.
+        most_k: a power of two, and no text's top_k is larger; 0 where none has one.
+        filters_p: whether any text's top_p removes tokens.
     """
 
-    rows: tuple[Sampling, ...]
+    settings_B3: Tensor
+    most_k: int
+    filters_p: bool
+
+    greedy: ClassVar[bool] = False
 
     @property
-    def greedy(self) -> bool:
-        """Whether all are."""
-        return all(one.greedy for one in self.rows)
+    def kind(self) -> str:
+        """All that is not in a tensor."""
+        return f"mixed {self.most_k} {self.filters_p}"
 
-    def apart(self, choose: Callable[..., Tensor], seeds_B: Tensor, *tensors: Tensor) -> Tensor:
-        """What `choose(*tensors, sampling, seeds)` makes of each row alone, together again.
+    def reading(self, settings_B3: Tensor) -> Mixed:
+        """The same kind with settings that lie elsewhere, or of some rows."""
+        return replace(self, settings_B3=settings_B3)
+
+    @property
+    def temperature(self) -> Tensor:
+        """`[B, 1, 1]`; 0 is greedy."""
+        return self.settings_B3[:, 0, None, None]
+
+    @property
+    def top_p(self) -> Tensor:
+        """`[B, 1, 1]`."""
+        return self.settings_B3[:, 1, None, None]
+
+    def kth(self, likeliest_BNK: Tensor) -> Tensor:
+        """What no token may be below that is kept, `[B, N, 1]`.
 
         Args:
-            tensors: `[B, ...]`, or one row for all.
+            likeliest_BNK: the `most_k` largest logits in their order, or all.
         """
-        parts = []
-        for row, own in enumerate(self.rows):
-            mine = (x[row if len(x) > 1 else 0][None] for x in tensors)
-            parts.append(choose(*mine, own, seeds_B[row : row + 1]))
-        return torch.cat(parts)
+        top_k_B11 = self.settings_B3[:, 2, None, None]
+        index_B11 = (top_k_B11.long() - 1).clamp(0, likeliest_BNK.shape[-1] - 1)
+        index_BN1 = index_B11.expand(len(likeliest_BNK), likeliest_BNK.shape[1], -1)
+        return likeliest_BNK.gather(-1, index_BN1).masked_fill(top_k_B11 == 0, -torch.inf)
 
 
 AnySampling = Sampling | Mixed
 
 
-def together(rows: Sequence[Sampling]) -> AnySampling:
-    """Settings of several texts as one, whose seeds do not count; there must be a text."""
-    known = [replace(one, seed=0) for one in rows]
-    return known[0] if all(one == known[0] for one in known) else Mixed(tuple(known))
+def settings(sampling: Sampling) -> list[float]:
+    """As a row of `Mixed`."""
+    top_p = sampling.top_p if sampling.top_p < 1 else math.inf
+    return [sampling.temperature, top_p, min(sampling.top_k, 1 << 24)]  # whole in float32
 
 
-def warp(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
+    """Settings of several texts as one, whose seeds do not count; there must be a text.
+
+    Args:
+        settings_B3: of all texts on the device, also of some that `rows` leaves out.
+    """
+    sampled = [one for one in rows if not one.greedy]
+    if not sampled:
+        return Sampling()
+    if rows[0].rule is Rule.rejection:  # then all are alike
+        return replace(rows[0], seed=0)
+    most_k = max(one.top_k for one in sampled)
+    return Mixed(
+        settings_B3,
+        most_k and 1 << (most_k - 1).bit_length(),
+        any(one.top_p < 1 for one in sampled),
+    )
+
+
+def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     """Tempered and filtered logits in float32, -inf where a filter removed the token.
 
     Temperature, then top-k, then top-p: the order of transformers' `generate`. Tokens tied with the
-    k-th stay. Needs `temperature > 0`.
+    k-th stay. Needs `temperature > 0`: a row without is rubbish.
     """
     logits_BNV = logits_BNV.float() / sampling.temperature
-    if 0 < sampling.top_k < logits_BNV.shape[-1]:
-        kth = logits_BNV.topk(sampling.top_k).values[..., -1:]
+    if isinstance(sampling, Mixed):
+        most_k, filters_p = sampling.most_k, sampling.filters_p
+    else:
+        most_k, filters_p = sampling.top_k, sampling.top_p < 1
+    if most_k:
+        likeliest = logits_BNV.topk(min(most_k, logits_BNV.shape[-1])).values
+        kth = sampling.kth(likeliest) if isinstance(sampling, Mixed) else likeliest[..., -1:]
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
-    if sampling.top_p < 1:
+    if filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
         removed = (probs.cumsum(-1) - probs) >= sampling.top_p
@@ -165,6 +219,18 @@ def perturb(
     return log_weights_BNV - race.log_()
 
 
+def scores(
+    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """Numbers `[B, N, V]` in whose order a target with these logits would choose; see `pick`."""
+    if sampling.greedy:
+        return logits_BNV
+    drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
+    if isinstance(sampling, Mixed):
+        return torch.where(sampling.temperature == 0, logits_BNV.float(), drawn_BNV)
+    return drawn_BNV
+
+
 def pick(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
@@ -173,11 +239,7 @@ def pick(
     Args:
         positions_BN: absolute position of the token to be chosen, one after its node's.
     """
-    if sampling.greedy:
-        return logits_BNV.argmax(-1)
-    if isinstance(sampling, Mixed):
-        return sampling.apart(pick, seeds_B, logits_BNV, positions_BN)
-    return perturb(warp(logits_BNV, sampling), seeds_B, positions_BN).argmax(-1)
+    return scores(logits_BNV, positions_BN, sampling, seeds_B).argmax(-1)
 
 
 def candidates(
@@ -187,9 +249,4 @@ def candidates(
 
     The first is the token of `pick`. Under noise the others are those with the next best scores.
     """
-    if isinstance(sampling, Mixed):
-        several = functools.partial(candidates, count=count)
-        return sampling.apart(several, seeds_B, logits_BNV, positions_BN)
-    if not sampling.greedy:
-        logits_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
-    return logits_BNV.topk(count).indices
+    return scores(logits_BNV, positions_BN, sampling, seeds_B).topk(count).indices

@@ -75,17 +75,11 @@ class TensorStepper:
         return []
 
     def step(self, drafts: bool) -> Step:
-        lm, drafter, batch, clock = self.lm, self.drafter, self.batch, self.clock
+        drafter, batch, clock = self.drafter, self.batch, self.clock
         started = clock.mark()
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = clock.mark()
-        draft.block = draft.block or lm.block(
-            draft.tree,
-            batch.base_B,
-            batch.used + draft.tree.size,
-            batch.n_slots,
-            recorded=("verify", batch.cache),
-        )
+        draft.block = draft.block or self._block(draft)
         verdict, written, logits_BNV, taps = self._verify(draft, draft.block)
         if not draft.tree.is_chain:
             self._keep_path(draft.block, verdict)
@@ -105,6 +99,18 @@ class TensorStepper:
         )
         return Step(rows, kept, draft_seconds, verify_seconds)
 
+    def _block(self, draft: Draft) -> Block:
+        """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
+        shapes that are recorded."""
+        batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
+        size = width(tree.size, self.drafter.max_nodes + 1)
+        depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
+        alone = draft.hidden_BND is None and draft.probs_BNV is None
+        if alone and (size, depth) != (tree.size, tree.max_depth):
+            draft.widen(size, depth)
+        used, recorded = batch.used + draft.tree.size, ("verify", batch.cache)
+        return self.lm.block(draft.tree, batch.base_B, used, batch.n_slots, recorded=recorded)
+
     def _verify(
         self, draft: Draft, block: Block
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
@@ -119,7 +125,8 @@ class TensorStepper:
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
             logits_BNV = lm.logits(x_BND)
-            verdict = decide(draft, logits_BNV, block.positions_RT + 1, sampling, rows.seeds_B)
+            how = sampling.reading(rows.settings_B3)
+            verdict = decide(draft, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
             kept = (logits_BNV,) if keeps else ()
             return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
 
@@ -151,7 +158,7 @@ class TensorStepper:
             here, tensors = block.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
             return work(own, here, RowTensors(*tensors))
 
-        key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, repr(batch.sampling))
+        key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, batch.sampling.kind)
         tokens = draft.tokens_BN.numel()
         inputs = *parts, *layout, *rows
         return self.lm.acceleration.replay((batch.cache,), key, flat, *inputs, tokens=tokens)

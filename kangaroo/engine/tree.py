@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.engine.cache import Block
@@ -96,6 +97,20 @@ class Draft:
         hidden_BND = None if self.hidden_BND is None else left.pop(0)
         probs_BNV = None if self.probs_BNV is None else left.pop(0)
         return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
+
+    def widen(self, size: int, depth: int) -> None:
+        """Add nodes up to so many, none of which ever matches. There are tokens alone.
+
+        Args:
+            depth: the largest that the tree is to be taken for.
+        """
+        more = size - self.tree.size
+        self.tokens_BN = F.pad(self.tokens_BN, (0, more))
+        self.valid_BN = F.pad(self.valid_BN, (0, more))
+        if self.tree.is_chain:
+            self.tree = Tree.chain(size, self.tokens_BN.device)
+        else:
+            self.tree = Tree(F.pad(self.tree.parents_BN, (0, more)), depth)
 
     @staticmethod
     def nothing(pending_B1: Tensor) -> Draft:

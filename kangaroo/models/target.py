@@ -194,7 +194,7 @@ class LM(nn.Module):
 
     def extent(self, n_slots: int, used: int) -> int:
         """How many slots attention reads so that `used` are covered."""
-        return occupied(n_slots, used, self.acceleration.bucket)
+        return occupied(n_slots, used, recorded=self.acceleration.graphs is not None)
 
     def block(
         self,

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.warm_up import warm_up
 from kangaroo.estimate.devices import Devices, found
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
@@ -53,6 +54,7 @@ def _loaded(
     longest = min(config.longest or lm.context, lm.context)
     check_memory(lm, config.rows, longest, found(model))
     engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
+    warm_up(engine, config.rows, longest)
     return engine, tokenizer, longest
 
 
@@ -65,7 +67,8 @@ def serve(
     """Answer requests until the process is told to stop; then finish what runs.
 
     Args:
-        ready: is told the port once everything is loaded; who came before that is answered now.
+        ready: is told the port once everything is loaded, and on a GPU recorded; who came before
+            that is answered now.
 
     Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the rows take more memory
     than there is; what loading raises.

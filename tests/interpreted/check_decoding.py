@@ -64,7 +64,11 @@ def test_graphs_record_the_kernels():
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
 @pytest.mark.parametrize(
-    "name", ["vanilla", *(pytest.param(x, marks=slow) for x in ("kangaroo-stops", "eagle"))]
+    "name",
+    [
+        "vanilla",
+        *(pytest.param(x, marks=slow) for x in ("kangaroo-stops", "eagle", "kangaroo-tree")),
+    ],
 )
 def test_replayed_graphs_write_the_same_text(name):
     texts = []

@@ -24,7 +24,7 @@ from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, occupied
+from kangaroo.engine.cache import Block
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
@@ -192,7 +192,7 @@ def chains(
     """
     count, steps, length = len(states_PD), drafter.steps, batch.lengths[0]
     base_P = first + torch.arange(count, device=lm.device)
-    extent = occupied(batch.n_slots, length + count * steps, lm.acceleration.bucket)
+    extent = lm.extent(batch.n_slots, length + count * steps)
     hidden_PE = torch.arange(extent, device=lm.device) > base_P[:, None]
     own_P = length + steps * torch.arange(count, device=lm.device)  # where each chain begins
     choices, probabilities = [], []

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kangaroo.drafters.layer_tree import LayerTree, kept, take
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import occupied
 from kangaroo.evaluation.tune.replay import Chains, check_steps, coming
 from kangaroo.evaluation.tune.trace import Grown, Turn
 from kangaroo.models.target import LM
@@ -35,7 +34,7 @@ def grow(
     count, steps, width, length = len(states_PD), drafter.steps, drafter.top_k, batch.lengths[0]
     base_P = first + torch.arange(count, device=lm.device)
     room = steps * width
-    extent = occupied(batch.n_slots, length + count * room, lm.acceleration.bucket)
+    extent = lm.extent(batch.n_slots, length + count * room)
     hidden_PLE = (torch.arange(extent, device=lm.device) > base_P[:, None])[:, None]
     slots_PL = length + torch.arange(count * room, device=lm.device).view(count, room)
     score_PL, adapted_PLD = torch.ones(count, 1, device=lm.device), states_PD[:, None]

@@ -1,0 +1,61 @@
+"""Record what decoding will replay before anybody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import product
+
+import torch
+
+from kangaroo.engine.cache import LEAST_RECORDED
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+
+LONGEST = 1 << 14  # tokens of a prompt that is read for this alone
+SHORT = 128  # tokens of other texts, and of what is written
+STEPS = 6  # of each kind: drafts are of several lengths
+HOW = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)
+
+log = logging.getLogger(__name__)
+
+
+def warm_up(engine: Engine, rows: int, longest: int) -> None:
+    """Decode a few steps of random texts as batches of so many rows will, and stop: one text and
+    all, short ones and for each extent a longer one, greedy and sampled. What no such step needed,
+    a draft of another length for instance, is recorded when it first comes.
+
+    The cache is kept for the batch that follows, and the graphs with it. Where nothing is recorded,
+    as on a CPU, nothing is done.
+
+    Args:
+        longest: tokens of the longest text.
+    """
+    graphs = engine.lm.acceleration.graphs
+    if graphs is None or longest < 2:
+        return
+    began, most = time.perf_counter(), min(longest, LONGEST) - 1
+    generator = torch.Generator().manual_seed(0)
+
+    def text(tokens: int) -> list[int]:
+        vocabulary = engine.lm.config.vocab_size
+        return torch.randint(vocabulary, (tokens,), generator=generator).tolist()
+
+    texts = [text(most), *(text(min(most, SHORT)) for _ in range(rows - 1))]
+    extents = [LEAST_RECORDED << i for i in range(most.bit_length())]
+    lengths = [1, *(extent for extent in extents if extent < most)]
+    batch = engine.open(rows, longest, Sampling())
+    for length, how, active in product(lengths, HOW, sorted({1, rows})):
+        for row in range(active):
+            prompt = texts[row][:length]
+            new_tokens = min(longest - len(prompt), SHORT)
+            request = Request(prompt, new_tokens, sampling=how, ignore_eos=True)
+            engine.admit(batch, row, request)
+        for number in range(STEPS + 1):
+            if not all(batch.done):
+                engine.step(batch, drafts=number < STEPS)
+        for row in range(active):
+            batch.stop(row)
+    seconds = time.perf_counter() - began
+    log.info("%d graphs for %d rows recorded in %.0f s", len(graphs.made), rows, seconds)
