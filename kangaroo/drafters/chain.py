@@ -26,13 +26,13 @@ class Token:
 
     Args:
         id_B1: itself.
-        logits_BK: what it was chosen by.
         confidence_B: the top-1 probability, before temperature and filters.
+        logits_BK: what it was chosen by; greedy drafting by kernels writes none.
     """
 
     id_B1: Tensor
-    logits_BK: Tensor
     confidence_B: Tensor
+    logits_BK: Tensor | None = None
 
 
 class Chain(ABC):
@@ -47,6 +47,7 @@ class Chain(ABC):
         threshold: 0 never stops early.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
+        reads_logits: whether it wants more of them than their likeliest token.
     """
 
     lm: LM
@@ -54,6 +55,7 @@ class Chain(ABC):
     threshold: float
     draft_cost: float
     window: int
+    reads_logits = False
 
     @abstractmethod
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
@@ -95,6 +97,7 @@ class Chain(ABC):
             ids.append(token.id_B1)
             lengths += active
             if rejection:
+                assert token.logits_BK is not None
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
             if limits.any() and len(ids) <= self.steps:

@@ -176,6 +176,8 @@ class Hybrid(LayerChain):
         nodes: at most this many, the root aside.
     """
 
+    reads_logits = True  # for the next best choices
+
     def __init__(
         self,
         lm: LM,
@@ -271,6 +273,7 @@ class Hybrid(LayerChain):
         Args:
             position_B: where the token will stand.
         """
+        assert token.logits_BK is not None
         count = min(CHOICES, self.head.size)
         probs_BC = token.logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(

@@ -64,7 +64,7 @@ class LM(nn.Module):
     def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
         in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
-        where PyTorch reads them faster.
+        on a CPU where PyTorch reads them faster.
 
         Args:
             settled: native code first moves the weights, to where it reads them fastest.
@@ -141,7 +141,7 @@ class LM(nn.Module):
         layers = self.native_layers
         if layers and length <= layers.longest_prompt:
             return layers.prompt_chunk
-        return PROMPT_CHUNK
+        return self.cuda_layers.prompt_chunk(length) if self.cuda_layers else PROMPT_CHUNK
 
     @property
     def context(self) -> int:
@@ -262,11 +262,12 @@ class LM(nn.Module):
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
         positions_RT = torch.arange(start, stop, device=self.device)[None]
-        rope = self.rope(positions_RT)
+        by_kernels = self.cuda_layers is not None  # to which rotation is the same as in decoding
+        rope = self.rope_within(n_slots, positions_RT) if by_kernels else self.rope(positions_RT)
         rows = slice(row, row + 1)
         if start == 0:
             return Block(positions_RT, positions_RT, None, stop, rows, rope)
-        if has_flash(self.device, self.dtype):
+        if by_kernels or has_flash(self.device, self.dtype):
             last = causal_lower_right(stop - start, stop)
             return Block(positions_RT, positions_RT, last, stop, rows, rope)
         extent = occupied(n_slots, stop)
@@ -293,7 +294,10 @@ class LM(nn.Module):
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
-        return self.hf.model.embed_tokens(tokens_BN)
+        kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
+        if kernels is None or torch.is_grad_enabled():
+            return table(tokens_BN)
+        return kernels.embed(tokens_BN.flatten(), table.weight).unflatten(0, tokens_BN.shape)
 
     def run(
         self,
@@ -327,12 +331,12 @@ class LM(nn.Module):
         """A chunk of a prompt, at the positions from `start` on of one row.
 
         Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
-        the tapped states. For the other tokens native code makes only keys and values in the last
-        layer, unless that is tapped: what comes out of it is read nowhere.
+        the tapped states. For the other tokens native code and kernels make only keys and values in
+        the last layer, unless that is tapped: what comes out of it is read nowhere.
         """
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
         block, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
-        layers = self.native_layers
+        layers = self.native_layers or self.cuda_layers
         if layers is None or self.n_layers in taps or not layers.takes(x_1TD, block):
             x_1TD, tapped = self.run(x_1TD, cache, block, range(self.n_layers), taps)
             return x_1TD[:, -1:], block, tapped
@@ -383,6 +387,15 @@ class LM(nn.Module):
             logits_MV = head(x_MD, self.hf.model.norm.weight)
             return logits_MV.unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
+
+    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The likeliest token after each and its chance, both `[B, N]`, from the output of the last
+        layer: what logits say, by kernels that write none; None without kernels."""
+        if self.cuda_head is None:
+            return None
+        choice = self.cuda_head.choose(x_BND.flatten(0, 1), self.hf.model.norm.weight)
+        ids_BN, chances_BN = (x_M2[:, 0].unflatten(0, x_BND.shape[:2]) for x_M2 in choice)
+        return ids_BN, chances_BN
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the output of the last layer."""

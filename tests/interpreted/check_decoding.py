@@ -15,6 +15,7 @@ from kangaroo.cuda import layers as kernels
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import LM
 
 slow = pytest.mark.slow
@@ -36,9 +37,30 @@ def assert_equal_to_vanilla(
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
 
 
-def test_kangaroo_in_bfloat16_writes_vanillas_text():
-    lm = by_kernels("llama", torch.bfloat16, layers=3)
+def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
+    lm, logits, logits_of = by_kernels("llama", torch.bfloat16, layers=3), [], LM.logits
+    monkeypatch.setattr(LM, "logits", lambda self, x: logits.append(1) or logits_of(self, x))
     assert_equal_to_vanilla(lm, "kangaroo-fused-layer", new_tokens=3)
+    assert len(logits) == 2 * len(PROMPTS)  # each read once for vanilla and once for Kangaroo
+
+
+@slow
+@pytest.mark.parametrize(
+    "name", ["kangaroo-vocabulary", "kangaroo-stops", "draft-model", "draft_verify"]
+)
+def test_what_is_chosen_without_logits_is_what_they_say(name, monkeypatch):
+    lm, rounds, logits = by_kernels("llama", torch.float16, layers=2), [], []
+    logits_of = LM.logits
+    monkeypatch.setattr(LM, "logits", lambda self, x: logits.append(1) or logits_of(self, x))
+    for chooses in (True, False):
+        if not chooses:
+            monkeypatch.setattr(LM, "choose", lambda self, x_BND: None)
+            monkeypatch.setattr(DraftHead, "choose", lambda self, x_MD: None)
+        drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
+        (done,) = Engine(lm, drafter).generate(PROMPTS[:1], 4)
+        rounds.append([(step.tokens, step.drafted, step.accepted) for step in done.steps])
+        assert (len(logits) == 1) == chooses  # the prompt's
+    assert rounds[0] == rounds[1]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
