@@ -83,13 +83,13 @@ def paths(block: Block) -> Paths:
     return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
-def embed(tokens_N: Tensor, table_VD: Tensor) -> Tensor:
-    """Rows of the table, `[N, D]`."""
-    size = table_VD.shape[1]
-    x_ND, tokens_N = table_VD.new_empty(len(tokens_N), size), tokens_N.contiguous()
-    grid, width = (len(tokens_N),), power_of_two(size)
-    launch(kernels.embed_kernel, grid, tokens_N, table_VD, x_ND, K=size, BK=width)
-    return x_ND
+def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
+    """Rows of the table, `[R, T, D]`."""
+    size, tokens_RT = table_VD.shape[1], tokens_RT.contiguous()
+    x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
+    grid, width = (tokens_RT.numel(),), power_of_two(size)
+    launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=width)
+    return x_RTD
 
 
 def add_and_norm(
@@ -298,6 +298,10 @@ class Choice(NamedTuple):
 
     ids_M2: Tensor
     chances_M2: Tensor
+
+    def first(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The likeliest token and its chance, of tokens in this shape."""
+        return self.ids_M2[:, 0].unflatten(0, shape), self.chances_M2[:, 0].unflatten(0, shape)
 
 
 class Head:

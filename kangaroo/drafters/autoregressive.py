@@ -56,11 +56,11 @@ class Autoregressive(Chain):
             x_B1D = self.run(batch, input_BN, at)[:, -1:]
             chosen = self.choose(x_B1D) if sampling.greedy else None
             if chosen is not None:
-                return chosen[0], chosen[1][:, 0]
+                return chosen[0], x_B1D.new_empty(0), chosen[1][:, 0]
             logits_B1V = self.logits(x_B1D)
             position_B1 = length_B[:, None] + step - 1
             token_B1 = pick(logits_B1V, position_B1, sampling, seeds_B)
-            return token_B1, confidence(logits_B1V[:, 0]), logits_B1V[:, 0]
+            return token_B1, logits_B1V[:, 0], confidence(logits_B1V[:, 0])
 
         input_BN = batch.last(window + 1)
         for step in range(1, self.steps + 1):

@@ -26,13 +26,13 @@ class Token:
 
     Args:
         id_B1: itself.
+        logits_BK: what it was chosen by; no number where kernels chose it and write none.
         confidence_B: the top-1 probability, before temperature and filters.
-        logits_BK: what it was chosen by; greedy drafting by kernels writes none.
     """
 
     id_B1: Tensor
+    logits_BK: Tensor
     confidence_B: Tensor
-    logits_BK: Tensor | None = None
 
 
 class Chain(ABC):
@@ -47,7 +47,7 @@ class Chain(ABC):
         threshold: 0 never stops early.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
-        reads_logits: whether it wants more of them than their likeliest token.
+        reads_logits: whether greedy decoding takes more from them than the likeliest token.
     """
 
     lm: LM
@@ -97,7 +97,6 @@ class Chain(ABC):
             ids.append(token.id_B1)
             lengths += active
             if rejection:
-                assert token.logits_BK is not None
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
             if limits.any() and len(ids) <= self.steps:

@@ -273,7 +273,6 @@ class Hybrid(LayerChain):
         Args:
             position_B: where the token will stand.
         """
-        assert token.logits_BK is not None
         count = min(CHOICES, self.head.size)
         probs_BC = token.logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(

@@ -55,12 +55,12 @@ class LayerChain(EarlyExit, Chain):
             caches, key, self.shallow_BWD, block, batch.length_B, batch.seeds_B
         )
         for step in range(1, self.steps + 1):
-            adapted_B1D, f_BND, *token = self._draft(
+            token_B1, logits_BK, confidence_B, adapted_B1D, f_BND = self._draft(
                 batch, step, f_BND, block, length_B, seeds_B, *deep
             )
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
-            yield Token(*token)
+            yield Token(token_B1, logits_BK, confidence_B)
 
     def finish(self, draft: Draft, block: Block) -> Draft:
         hidden_BND, self.hidden = torch.cat(self.hidden, 1), []
@@ -70,8 +70,8 @@ class LayerChain(EarlyExit, Chain):
     def _draft(
         self, batch: Batch, step: int, f_BND: Tensor, block: Block, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """The states that the next draft token starts from, `[B, 1, D]` each: the layer's, and the
-        shallow one; then the parts of this `Token`.
+        """One draft token `[B, 1]`, its logits `[B, K]` and confidence `[B]`, and the states that
+        the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
 
         Args:
             tensors: lengths and seeds of the rows, and the deep states if the layer reads them.
@@ -86,14 +86,17 @@ class LayerChain(EarlyExit, Chain):
             deep_BND = deep[0] if deep else None
             adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
             likeliest = batch.sampling.greedy and not self.reads_logits
-            token = self.head.choose(adapted_B1D[:, 0]) if likeliest else None
-            if token is None:
+            chosen = self.head.choose(adapted_B1D[:, 0]) if likeliest else None
+            if chosen is not None:
+                token_B1, confidence_B = chosen[0], chosen[1][:, 0]
+                logits_BK = adapted_B1D.new_empty(0)
+            else:
                 logits_BK = self.head(adapted_B1D[:, 0])
                 positions_B1 = length_B[:, None] + step - 1
                 token_B1 = self._pick(logits_BK, batch.sampling, positions_B1, seeds_B)
-                token = token_B1, confidence(logits_BK), logits_BK
-            f_B1D = self._shallow(token[0], batch, block.narrow(after, 1))
-            return adapted_B1D, f_B1D, *token
+                confidence_B = confidence(logits_BK)
+            f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
+            return token_B1, logits_BK, confidence_B, adapted_B1D, f_B1D
 
         # a graph a step, so that none overwrites what the round still reads of another
         key = ("draft", step, repr(batch.sampling))

@@ -59,11 +59,11 @@ class DraftHead:
         return logits_MK.to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token of each, `[M, 1]`, and its chance, `[M]`; see `LM.choose`."""
+        """The likeliest token of each and its chance, both `[M, 1]`; see `LM.choose`."""
         if not self.chooses:
             return None
-        ids_M2, chances_M2 = self.native.choose(adapted_MD, None, self.vocabulary_K)
-        return ids_M2[:, :1], chances_M2[:, 0]
+        choice = self.native.choose(adapted_MD, None, self.vocabulary_K)
+        return choice.first((len(adapted_MD), 1))
 
     def token_of(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""

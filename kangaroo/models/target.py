@@ -179,8 +179,7 @@ class LM(nn.Module):
 
     def new_norm(self) -> nn.Module:
         """A norm of the target's own class."""
-        norm = type(self.hf.model.norm)
-        return norm(self.config.hidden_size, self.config.rms_norm_eps)
+        return type(self.hf.model.norm)(self.config.hidden_size, self.config.rms_norm_eps)
 
     def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
         """A cache for all layers, each on its layer's device."""
@@ -188,9 +187,8 @@ class LM(nn.Module):
 
     def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
         """A cache for layers of this model's shape, one a device given: an adapter needs one."""
-        attn = self.layers[0].self_attn
-        n_heads = self.config.num_key_value_heads
-        return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
+        shape = self.sizes().kv_heads, self.sizes().head_size
+        return KVCache(batch_size, n_slots, *shape, self.dtype, devices)
 
     def extent(self, n_slots: int, used: int) -> int:
         """How many slots attention reads so that `used` are covered."""
@@ -297,7 +295,7 @@ class LM(nn.Module):
         kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
         if kernels is None or torch.is_grad_enabled():
             return table(tokens_BN)
-        return kernels.embed(tokens_BN.flatten(), table.weight).unflatten(0, tokens_BN.shape)
+        return kernels.embed(tokens_BN, table.weight)
 
     def run(
         self,
@@ -348,13 +346,9 @@ class LM(nn.Module):
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
-        if cache is None and self.cuda_layers:
-            from kangaroo.cuda import texts  # it needs the package triton
-
-            if texts.takes(x_BND, block):
-                return texts.run(self.cuda_layers, x_BND, block, layers)
         if cache is None:
-            return self._eager(x_BND, None, block, layers)
+            by_kernels = cuda.run_text(self.cuda_layers, x_BND, block, layers)
+            return self._eager(x_BND, None, block, layers) if by_kernels is None else by_kernels
 
         def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
             if self.cuda_layers and self.cuda_layers.takes(x_BND, block):
@@ -384,8 +378,7 @@ class LM(nn.Module):
         """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
         x_MD, head = x_BND.flatten(0, 1), self.native_head or self.cuda_head
         if head and head.takes(x_MD):
-            logits_MV = head(x_MD, self.hf.model.norm.weight)
-            return logits_MV.unflatten(0, x_BND.shape[:2])
+            return head(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
     def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -394,8 +387,7 @@ class LM(nn.Module):
         if self.cuda_head is None:
             return None
         choice = self.cuda_head.choose(x_BND.flatten(0, 1), self.hf.model.norm.weight)
-        ids_BN, chances_BN = (x_M2[:, 0].unflatten(0, x_BND.shape[:2]) for x_M2 in choice)
-        return ids_BN, chances_BN
+        return choice.first(x_BND.shape[:2])
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the output of the last layer."""
