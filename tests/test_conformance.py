@@ -47,6 +47,7 @@ from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.budget import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
@@ -82,7 +83,9 @@ def kangaroo(lm: LM, **parts: int) -> Kangaroo:
 
 
 def draft_lm(case: Case) -> LM:
-    draft = LM(draft_model(case.lm, case.adapter))
+    draft, kernels = LM(draft_model(case.lm, case.adapter)), case.lm.acceleration.kernels
+    if kernels is not None:
+        return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))
     return draft.compile_for_decoding() if case.lm.acceleration.library else draft
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
 from safetensors.torch import load_file, save_file
 from test_conformance import case_of
 from test_hybrid import choices_without_cache
@@ -25,6 +26,7 @@ from kangaroo.engine.budget import Budget, VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.adapter import Architecture
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import LM
 
@@ -67,6 +69,20 @@ def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
     file.write_text("{")
     with pytest.raises(AssertionError, match="measured again"):
         costs.measured(tiny().compile_for_decoding())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
+    lm = graphed(tiny())
+    monkeypatch.setitem(costs._known, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
+    drafter = Kangaroo(lm, adapter_for(lm, architecture=Architecture(fused=fused)))
+    share, measured = drafter.draft_cost, costs.drafting(lm, drafter)
+    assert measured == costs.drafting(lm, drafter) > share  # which a millionth of a second is not
+    batch = Engine(lm, drafter).open(2, 60, Sampling())
+    assert drafter.draft_cost == share  # it is no GPU
+    batch.budget.drafting = functools.partial(costs.drafting, lm)
+    drafter.begin(batch)
+    assert drafter.draft_cost == measured
 
 
 def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:

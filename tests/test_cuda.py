@@ -138,7 +138,7 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
         head = layers.Head(empty(vocabulary, hidden), sizes)
         head(empty(tokens, hidden))
         head.choose(empty(tokens, hidden))
-        layers.embed(places[0], empty(vocabulary, hidden))
+        layers.embed(places, empty(vocabulary, hidden))
     return launched
 
 

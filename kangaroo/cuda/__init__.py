@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kangaroo.cpu.native import Sizes
+from kangaroo.engine.cache import Block
 
 log = logging.getLogger(__name__)
 
@@ -65,3 +68,13 @@ def reason_against(
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return "the GPU's compute capability is below {}.{}".format(*LEAST_CAPABILITY)
     return None
+
+
+def run_text(stack: Any, x_RTD: Tensor, block: Block, layers: range) -> Tensor | None:
+    """Some layers of a `kangaroo.cuda.layers.Stack` over whole texts; None where there is none, or
+    it cannot run them."""
+    if stack is None:
+        return None
+    from kangaroo.cuda import texts
+
+    return texts.run(stack, x_RTD, block, layers) if texts.takes(x_RTD, block) else None

@@ -66,7 +66,7 @@ def path_kernel(
     tl.store(lead_ptr + n, lead)
 
 
-@triton.jit(do_not_specialize=["T", "E", "S", "ROW", "P", "B", "COLUMNS"])
+@triton.jit(do_not_specialize=["T", "S", "ROW", "P", "B", "COLUMNS"])
 def attend_kernel(
     q_ptr,
     keys_ptr,
@@ -77,7 +77,6 @@ def attend_kernel(
     sum_ptr,
     weight_ptr,
     T,
-    E,
     S,
     ROW,
     P,
@@ -123,7 +122,7 @@ def attend_kernel(
         on_path = place < tl.where(is_path, path_end, 0)
         slot = tl.load(path_ptr + whose.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
         slot = tl.where(is_path, slot, place)
-        is_key = place < tl.where(is_path, path_end, E)
+        is_key = place < tl.max(tl.where(is_live, count, 0))
         head = token.to(tl.int64) * H + h * GROUP + j
         inside = is_live[:, None] & (d < D)[None, :]
         q = read(q_ptr + head[:, None] * D + d[None, :], inside)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
@@ -23,7 +24,9 @@ from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
 from kangaroo.engine.cache import Block, KVCache
 
 LONGEST_PATH = 128  # nodes of a draft from its root on
-MOST_TOKENS = 512  # that a head reads in decoding; more are a text that is judged
+MOST_TOKENS = 512  # of a pass; more are a text that is learnt or judged
+PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
+SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has more than 16 tokens
 
 
 def power_of_two(least: int) -> int:
@@ -43,7 +46,8 @@ class Paths:
     Args:
         count_N: slots that a token sees; 0 for what is no token.
         lead_N: how many of them are the slots 0, 1, ..., in whole blocks of 64.
-        path_NP: the slots after those, in the order of positions.
+        path_NP: the slots after those, in the order of positions; none of a prompt, whose last
+            block is shared by the tokens that see a part of it.
         slots_N: where the tokens' own keys and values go.
         rope: cosine and sine, each `[N, head size]`.
     """
@@ -57,10 +61,14 @@ class Paths:
 
 def paths(block: Block) -> Paths:
     """Read a block's mask: of the slots after the first one that is hidden from a token it may show
-    `LONGEST_PATH`, or as many as the row has tokens."""
+    `LONGEST_PATH`, or as many as the row has tokens. A part of a prompt has no mask of numbers."""
     rows, tokens = block.slots_RT.shape
-    bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)  # type: ignore[index]
     slots_N = flat(block.slots_RT[..., None])[:, 0]
+    cos, sin = (flat(x.expand(rows, -1, -1)) for x in block.rope)
+    if block.bias_R1TE is None or isinstance(block.bias_R1TE, CausalBias):
+        count_N = flat(block.positions_RT[..., None])[:, 0].int() + 1
+        return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
+    bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)
     places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
     integers = {"dtype": torch.int32, "device": slots_N.device}
     count_N, lead_N = torch.empty(2, len(slots_N), **integers)  # type: ignore[call-overload]
@@ -72,17 +80,16 @@ def paths(block: Block) -> Paths:
         *bias_RTE.stride()[:2],
         BE=1024,
     )
-    cos, sin = (flat(x.expand(rows, -1, -1)) for x in block.rope)
     return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
-def embed(tokens_N: Tensor, table_VD: Tensor) -> Tensor:
-    """Rows of the table, `[N, D]`."""
-    size = table_VD.shape[1]
-    x_ND, tokens_N = table_VD.new_empty(len(tokens_N), size), tokens_N.contiguous()
-    grid, width = (len(tokens_N),), power_of_two(size)
-    launch(kernels.embed_kernel, grid, tokens_N, table_VD, x_ND, K=size, BK=width)
-    return x_ND
+def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
+    """Rows of the table, `[R, T, D]`."""
+    size, tokens_RT = table_VD.shape[1], tokens_RT.contiguous()
+    x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
+    grid, width = (tokens_RT.numel(),), power_of_two(size)
+    launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=width)
+    return x_RTD
 
 
 def add_and_norm(
@@ -158,14 +165,20 @@ class Stack:
         layers: weights of one dtype on one device; they are not copied.
     """
 
-    longest_prompt = 0  # prompts are read by PyTorch
-
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
 
     def takes(self, x_RTD: Tensor, block: Block) -> bool:
-        """Whether this is a step of decoding, whose mask `paths` can read."""
-        return block.recordable and not torch.is_grad_enabled()
+        """Whether these are few tokens with a mask that `paths` can read, and no gradients are
+        wanted: a step of decoding, or a part of a prompt."""
+        few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
+        return few and (block.bias_R1TE is None or block.bias_R1TE.dtype != torch.bool)
+
+    def prompt_chunk(self, length: int) -> int:
+        """How many tokens of a prompt of this length enter in a pass. That changes no token's bits:
+        a prompt may go on from any text, however it was read and written."""
+        of_token = self.sizes.heads * self.sizes.head_size * cdiv(length, 64)
+        return min(PROMPT_CHUNK, max(16, SUMS // of_token // 16 * 16))
 
     def __call__(
         self,
@@ -222,7 +235,7 @@ class Stack:
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
             *(q_NO, cache.keys[index], cache.values[index]),
             *(seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
-            *(tokens, block.extent, cache.n_slots, block.rows.start, places, blocks, columns),
+            *(tokens, cache.n_slots, block.rows.start, places, blocks, columns),
             sizes.scaling,
             H=heads,
             G=sizes.kv_heads,
@@ -285,6 +298,10 @@ class Choice(NamedTuple):
 
     ids_M2: Tensor
     chances_M2: Tensor
+
+    def first(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The likeliest token and its chance, of tokens in this shape."""
+        return self.ids_M2[:, 0].unflatten(0, shape), self.chances_M2[:, 0].unflatten(0, shape)
 
 
 class Head:

@@ -42,6 +42,10 @@ class Autoregressive(Chain):
         """Over the target's vocabulary, `[B, N, V]`."""
         return self.lm.logits(x_BND)
 
+    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `LM.choose`."""
+        return self.lm.choose(x_BND)
+
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
         window, sampling = self.window, batch.sampling
 
@@ -49,7 +53,11 @@ class Autoregressive(Chain):
             input_BN: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor, settings_B3: Tensor
         ) -> tuple[Tensor, ...]:
             at = block.narrow(0 if step == 1 else window + step - 1, input_BN.shape[1])
-            logits_B1V = self.logits(self.run(batch, input_BN, at)[:, -1:])
+            x_B1D = self.run(batch, input_BN, at)[:, -1:]
+            chosen = self.choose(x_B1D) if sampling.greedy else None
+            if chosen is not None:
+                return chosen[0], x_B1D.new_empty(0), chosen[1][:, 0]
+            logits_B1V = self.logits(x_B1D)
             position_B1 = length_B[:, None] + step - 1
             token_B1 = pick(logits_B1V, position_B1, sampling.reading(settings_B3), seeds_B)
             return token_B1, logits_B1V[:, 0], confidence(logits_B1V[:, 0])

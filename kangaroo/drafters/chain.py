@@ -26,7 +26,7 @@ class Token:
 
     Args:
         id_B1: itself.
-        logits_BK: what it was chosen by.
+        logits_BK: what it was chosen by; no number where kernels chose it and write none.
         reading: what the host reads of it, as `LayerChain.reading` says: the confidence `[B]`, if
             nothing else.
     """
@@ -48,6 +48,7 @@ class Chain(ABC):
         threshold: 0 never stops early.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
+        reads_logits: whether greedy decoding takes more from them than the likeliest token.
     """
 
     lm: LM
@@ -55,6 +56,7 @@ class Chain(ABC):
     threshold: float
     draft_cost: float
     window: int
+    reads_logits = False
 
     @abstractmethod
     def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:

@@ -178,6 +178,9 @@ class DraftModel(Autoregressive):
             F.pad(logits_BNV, (0, self.padding), value=-torch.inf) if self.padding else logits_BNV
         )
 
+    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
+        return super().choose(x_BND) if self.padding >= 0 else None
+
     def _embed(self, tokens_BN: Tensor) -> Tensor:
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
             tokens_BN = tokens_BN.clamp(max=self.vocab_size - 1)

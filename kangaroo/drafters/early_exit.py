@@ -116,8 +116,8 @@ class EarlyExit:
         if self.deep_tap is not None:
             self.taps += (self.deep_tap,)
         self.max_nodes = steps
-        # of a token of the chain, in vanilla steps: the share of the target's weights that is read
-        # for it, by the layers below the exit and by all
+        # of a token of the chain, in vanilla steps, where it is not measured: the share of the
+        # target's weights that is read for it, by the layers below the exit and by all
         whole = weights(*lm.layers, lm.head)
         head_share = self.head.size / len(lm.head.weight)
         self.shallow_cost = weights(*lm.layers[: self.exit_layer]) / whole
@@ -134,6 +134,8 @@ class EarlyExit:
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
         self.prompts.clear()
+        if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
+            self.draft_cost = batch.budget.drafting(self)
         device, hidden_size = self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory

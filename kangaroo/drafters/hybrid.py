@@ -177,6 +177,8 @@ class Hybrid(LayerChain):
         nodes: at most this many, the root aside.
     """
 
+    reads_logits = True  # for the next best choices
+
     def __init__(
         self,
         lm: LM,

@@ -81,11 +81,17 @@ class LayerChain(EarlyExit, Chain):
             at = at.to(f_BND.device)
             deep_BND = deep[0] if deep else None
             adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
-            logits_BK = self.head(adapted_B1D[:, 0])
-            positions_B1 = length_B[:, None] + step - 1
-            how = batch.sampling.reading(settings_B3)
-            token_B1 = self._pick(logits_BK, how, positions_B1, seeds_B)
-            reading = self.reading(logits_BK, how, positions_B1, seeds_B)
+            likeliest = batch.sampling.greedy and not self.reads_logits
+            chosen = self.head.choose(adapted_B1D[:, 0]) if likeliest else None
+            if chosen is not None:
+                token_B1, reading = chosen[0], chosen[1][:, 0]
+                logits_BK = adapted_B1D.new_empty(0)
+            else:
+                logits_BK = self.head(adapted_B1D[:, 0])
+                positions_B1 = length_B[:, None] + step - 1
+                how = batch.sampling.reading(settings_B3)
+                token_B1 = self._pick(logits_BK, how, positions_B1, seeds_B)
+                reading = self.reading(logits_BK, how, positions_B1, seeds_B)
             f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
             return token_B1, logits_BK, reading, adapted_B1D, f_B1D
 

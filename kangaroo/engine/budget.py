@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
 PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
@@ -56,10 +57,17 @@ class Budget:
     Args:
         costs: measures what a verification takes, or remembers it; called when it is first needed.
         always: every row drafts as a text alone does.
+        drafting: measures a token of a drafter's chain, in vanilla steps; None leaves it to what
+            the drafter takes it for.
     """
 
-    def __init__(self, costs: Callable[[], VerifyCosts], always: bool = False):
-        self._costs, self._always = costs, always
+    def __init__(
+        self,
+        costs: Callable[[], VerifyCosts],
+        always: bool = False,
+        drafting: Callable[[Any], float] | None = None,
+    ):
+        self._costs, self._always, self.drafting = costs, always, drafting
         self._curves: dict[tuple[int, int], list[float]] = {}
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
 

@@ -1,4 +1,5 @@
-"""What a verification takes by its number of tokens, measured once on the machine that decodes.
+"""What a verification takes by its number of tokens, measured once on the machine that decodes; and
+on a GPU what drafting takes beside it.
 
 A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free;
 from some width on arithmetic takes the time. Where that is depends on the processor, and on a
@@ -13,14 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from kangaroo.cpu.native import build_name
 from kangaroo.engine.budget import VerifyCosts
-from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.cache import BUCKET, Block, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import LM
@@ -54,7 +58,8 @@ def measured(lm: LM) -> VerifyCosts:
 def machine(lm: LM) -> list[str | int]:
     """What computes a pass of this target."""
     if lm.device.type == "cuda":
-        return [torch.cuda.get_device_name(lm.device), "graphs" if lm.acceleration else "eager"]
+        by = "eager" if not lm.acceleration else "kernels" if lm.acceleration.kernels else "graphs"
+        return [torch.cuda.get_device_name(lm.device), by]
     native = lm.native_layers is not None
     return [torch.get_num_threads(), build_name() if native else "torch " + torch.__version__]
 
@@ -62,9 +67,57 @@ def machine(lm: LM) -> list[str | int]:
 @torch.inference_mode()
 def measure(lm: LM) -> VerifyCosts:
     """The fastest pass of each width, the widths in turn."""
-    start = min(CONTEXT, lm.context // 2)
-    widths = [width for width in WIDTHS if start + width <= lm.context]
-    cache = lm.new_cache(1, start + widths[-1] + BUCKET)
+    widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
+    cache = lm.new_cache(1, context(lm) + widths[-1] + BUCKET)
+
+    def verify(x_1ND: Tensor, block: Block) -> tuple[Tensor]:
+        x_1ND, _ = lm.run(x_1ND, cache, block, range(lm.n_layers))
+        chosen = lm.choose(x_1ND)
+        return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
+
+    best = fastest(lm, widths, (cache,), verify)
+    seconds = [best[width] for width in widths]
+    return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])
+
+
+_drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def drafting(lm: LM, drafter: Any) -> float:
+    """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
+    if drafter not in _drafting:
+        cache = lm.new_cache(1, context(lm) + BUCKET)
+        own = lm.cache_like(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
+
+        def draft(f_11D: Tensor, block: Block) -> tuple[Tensor]:
+            deep_11D = f_11D if drafter.reads_deep else None
+            adapted_1D = drafter.adapter(f_11D, deep_11D, block, own.at(block))[:, 0]
+            chosen = drafter.head.choose(adapted_1D)
+            if chosen is None:
+                token_11 = drafter.head.token_of(drafter.head(adapted_1D).argmax(-1, True))
+            else:
+                token_11, _ = chosen
+            return (lm.run(lm.embed(token_11), cache, block, drafter.shallow)[0],)
+
+        seconds = fastest(lm, [1], (cache, own), draft)[1]
+        _drafting[drafter] = seconds / measured(lm).seconds[0]
+    return _drafting[drafter]
+
+
+def context(lm: LM) -> int:
+    """The tokens that a pass that is measured comes after."""
+    return min(CONTEXT, lm.context // 2)
+
+
+def fastest(
+    lm: LM,
+    widths: list[int],
+    caches: tuple[KVCache, ...],
+    work: Callable[[Tensor, Block], tuple[Tensor]],
+) -> dict[int, float]:
+    """Seconds of the fastest `work(x, block)` of each width, the widths in turn; a graph each where
+    steps are recorded."""
     best = dict.fromkeys(widths, float("inf"))
     spent = dict.fromkeys(widths, 0.0)
     for _ in range(REPEATS):
@@ -72,12 +125,10 @@ def measure(lm: LM) -> VerifyCosts:
             if spent[width] > MOST_SECONDS:
                 continue
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
-            tree, end = Tree.chain(width, lm.device), start + width
-            block = lm.block(tree, torch.tensor([start], device=lm.device), end, cache.n_slots)
+            tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + context(lm)
+            block = lm.block(tree, start_1, context(lm) + width, caches[0].n_slots)
             began = now(lm.device)
-            x_1ND, _ = lm.run(lm.embed(tokens_1N), cache, block, range(lm.n_layers))
-            lm.logits(x_1ND).argmax(-1)
+            lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), block)
             took = now(lm.device) - began
             best[width], spent[width] = min(best[width], took), spent[width] + took
-    seconds = [best[width] for width in widths]
-    return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])
+    return best

@@ -21,7 +21,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now, running
-from kangaroo.engine.costs import measured
+from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.engine.stepper import Stepper, TensorStepper
@@ -84,7 +84,10 @@ class Engine:
             # their memory may be needed for the new ones
             self.batch = self.cache = self.stepper = None
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        budget = Budget(partial(measured, self.lm), self.always_drafts)
+        # native rounds draft otherwise than what would be measured, and take what the weights say
+        by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
+        of_drafts = partial(drafting, self.lm) if by_graphs else None
+        budget = Budget(partial(measured, self.lm), self.always_drafts, of_drafts)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
         self.drafter.begin(batch)
         drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts

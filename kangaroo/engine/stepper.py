@@ -20,7 +20,7 @@ from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
 from kangaroo.engine.cache import Block
 from kangaroo.engine.clock import Clock
 from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict, decide
+from kangaroo.engine.verify import Verdict, accept, decide
 from kangaroo.models.target import LM
 
 Chunk = tuple[Tensor, Block, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
@@ -124,10 +124,15 @@ class TensorStepper:
         def work(draft: Draft, block: Block, rows: RowTensors) -> tuple[Tensor, ...]:
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
-            logits_BNV = lm.logits(x_BND)
-            how = sampling.reading(rows.settings_B3)
-            verdict = decide(draft, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
-            kept = (logits_BNV,) if keeps else ()
+            chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
+            kept: tuple[Tensor, ...] = ()
+            if chosen is not None:
+                verdict = accept(draft, chosen[0])
+            else:
+                logits_BNV = lm.logits(x_BND)
+                how = sampling.reading(rows.settings_B3)
+                verdict = decide(draft, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
+                kept = (logits_BNV,) if keeps else ()
             return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         results = self._replayed(work, draft, block, ("verify", *taps, keeps))

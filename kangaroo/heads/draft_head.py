@@ -6,11 +6,12 @@ C candidates.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kangaroo.cpu import native
 from kangaroo.engine.sampling import AnySampling, candidates
 from kangaroo.models.target import LM
 
@@ -35,7 +36,8 @@ class DraftHead:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone
             self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
-        self.native: native.Head | None = None
+        self.native: Any = None  # `native.Head`, or that of `kangaroo.cuda.layers`
+        self.chooses = False
 
     @property
     def size(self) -> int:
@@ -43,8 +45,9 @@ class DraftHead:
         return len(self.weight_KD)
 
     def accelerate(self, lm: LM) -> DraftHead:
-        """Draft in native code if the target decodes in it."""
+        """Draft in native code, or in kernels, if the target decodes in it."""
         self.native = lm.acceleration.head(self.weight_KD)
+        self.chooses = lm.acceleration.kernels is not None
         return self
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
@@ -54,6 +57,13 @@ class DraftHead:
         weight_KD = self.weight_KD
         logits_MK = F.linear(adapted_MD.to(weight_KD.device, weight_KD.dtype), weight_KD)
         return logits_MK.to(self.device)
+
+    def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The likeliest token of each and its chance, both `[M, 1]`; see `LM.choose`."""
+        if not self.chooses:
+            return None
+        choice = self.native.choose(adapted_MD, None, self.vocabulary_K)
+        return choice.first((len(adapted_MD), 1))
 
     def token_of(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""

@@ -64,7 +64,7 @@ class LM(nn.Module):
     def compile_for_decoding(self, settled: bool = True) -> LM:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
         in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
-        where PyTorch reads them faster.
+        on a CPU where PyTorch reads them faster.
 
         Args:
             settled: native code first moves the weights, to where it reads them fastest.
@@ -141,7 +141,7 @@ class LM(nn.Module):
         layers = self.native_layers
         if layers and length <= layers.longest_prompt:
             return layers.prompt_chunk
-        return PROMPT_CHUNK
+        return self.cuda_layers.prompt_chunk(length) if self.cuda_layers else PROMPT_CHUNK
 
     @property
     def context(self) -> int:
@@ -179,8 +179,7 @@ class LM(nn.Module):
 
     def new_norm(self) -> nn.Module:
         """A norm of the target's own class."""
-        norm = type(self.hf.model.norm)
-        return norm(self.config.hidden_size, self.config.rms_norm_eps)
+        return type(self.hf.model.norm)(self.config.hidden_size, self.config.rms_norm_eps)
 
     def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
         """A cache for all layers, each on its layer's device."""
@@ -188,9 +187,8 @@ class LM(nn.Module):
 
     def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
         """A cache for layers of this model's shape, one a device given: an adapter needs one."""
-        attn = self.layers[0].self_attn
-        n_heads = self.config.num_key_value_heads
-        return KVCache(batch_size, n_slots, n_heads, attn.head_dim, self.dtype, devices)
+        shape = self.sizes().kv_heads, self.sizes().head_size
+        return KVCache(batch_size, n_slots, *shape, self.dtype, devices)
 
     def extent(self, n_slots: int, used: int) -> int:
         """How many slots attention reads so that `used` are covered."""
@@ -262,11 +260,12 @@ class LM(nn.Module):
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
         positions_RT = torch.arange(start, stop, device=self.device)[None]
-        rope = self.rope(positions_RT)
+        by_kernels = self.cuda_layers is not None  # to which rotation is the same as in decoding
+        rope = self.rope_within(n_slots, positions_RT) if by_kernels else self.rope(positions_RT)
         rows = slice(row, row + 1)
         if start == 0:
             return Block(positions_RT, positions_RT, None, stop, rows, rope)
-        if has_flash(self.device, self.dtype):
+        if by_kernels or has_flash(self.device, self.dtype):
             last = causal_lower_right(stop - start, stop)
             return Block(positions_RT, positions_RT, last, stop, rows, rope)
         extent = occupied(n_slots, stop)
@@ -293,7 +292,10 @@ class LM(nn.Module):
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
-        return self.hf.model.embed_tokens(tokens_BN)
+        kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
+        if kernels is None or torch.is_grad_enabled():
+            return table(tokens_BN)
+        return kernels.embed(tokens_BN, table.weight)
 
     def run(
         self,
@@ -327,12 +329,12 @@ class LM(nn.Module):
         """A chunk of a prompt, at the positions from `start` on of one row.
 
         Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
-        the tapped states. For the other tokens native code makes only keys and values in the last
-        layer, unless that is tapped: what comes out of it is read nowhere.
+        the tapped states. For the other tokens native code and kernels make only keys and values in
+        the last layer, unless that is tapped: what comes out of it is read nowhere.
         """
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
         block, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
-        layers = self.native_layers
+        layers = self.native_layers or self.cuda_layers
         if layers is None or self.n_layers in taps or not layers.takes(x_1TD, block):
             x_1TD, tapped = self.run(x_1TD, cache, block, range(self.n_layers), taps)
             return x_1TD[:, -1:], block, tapped
@@ -344,13 +346,9 @@ class LM(nn.Module):
     def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
         if self.native_layers and cache and self.native_layers.takes(x_BND, block):
             return self.native_layers(x_BND, cache, block, layers)
-        if cache is None and self.cuda_layers:
-            from kangaroo.cuda import texts  # it needs the package triton
-
-            if texts.takes(x_BND, block):
-                return texts.run(self.cuda_layers, x_BND, block, layers)
         if cache is None:
-            return self._eager(x_BND, None, block, layers)
+            by_kernels = cuda.run_text(self.cuda_layers, x_BND, block, layers)
+            return self._eager(x_BND, None, block, layers) if by_kernels is None else by_kernels
 
         def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
             if self.cuda_layers and self.cuda_layers.takes(x_BND, block):
@@ -380,9 +378,16 @@ class LM(nn.Module):
         """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
         x_MD, head = x_BND.flatten(0, 1), self.native_head or self.cuda_head
         if head and head.takes(x_MD):
-            logits_MV = head(x_MD, self.hf.model.norm.weight)
-            return logits_MV.unflatten(0, x_BND.shape[:2])
+            return head(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
+
+    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The likeliest token after each and its chance, both `[B, N]`, from the output of the last
+        layer: what logits say, by kernels that write none; None without kernels."""
+        if self.cuda_head is None:
+            return None
+        choice = self.cuda_head.choose(x_BND.flatten(0, 1), self.hf.model.norm.weight)
+        return choice.first(x_BND.shape[:2])
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the output of the last layer."""
