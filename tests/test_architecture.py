@@ -92,7 +92,7 @@ def test_the_package_is_where_it_is_looked_for():
     assert {"kangaroo.engine.tree", "kangaroo.engine.engine", "kangaroo.drafters.kangaroo"} <= set(
         MODULES
     )
-    assert "kangaroo.drafters.layer_chain" in inside("kangaroo.drafters.kangaroo")
+    assert "kangaroo.drafters.early_exit" in inside("kangaroo.drafters.kangaroo")
     assert "torch" in outside("kangaroo.engine.tree")
 
 
@@ -116,7 +116,7 @@ def test_the_core_imports_torch_alone(name):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "drafters"])
 def test_drafters_import_neither_the_engine_nor_each_other(name):
-    in_common = {"base", "chain", "autoregressive", "early_exit", "layer_chain", "layer_tree"}
+    in_common = {"base", "chain", "autoregressive", "early_exit", "kangaroo", "kangaroo_tree"}
     made_from = {"datastore", "layer_subset", "suffix", "odds", "expected_gain"}
     shared = in_common | made_from  # and what some are made from
     allowed = {f"kangaroo.drafters.{other}" for other in shared} | {name}

@@ -39,8 +39,6 @@ from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.odds import assumed
@@ -165,9 +163,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
-    "eagle": lambda case: LayerChain(case.lm, eagle_for(case.lm), 4, threshold=0),
-    "eagle-stops": lambda case: LayerChain(case.lm, eagle_for(case.lm), 4, threshold=0.2),
-    "eagle-tree": lambda case: LayerTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
+    "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
+    "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
+    "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),

@@ -13,9 +13,8 @@ from helpers import eagle_for, random_prompts, tiny, vanilla_texts
 from test_observability import run, sample
 
 from kangaroo.drafters.eagle import EagleConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
 from kangaroo.heads.eagle_head import Architecture, EagleHead
@@ -89,9 +88,9 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     config = adapter_files.read_config(str(folder))
     assert (config.exit_layer, config.architecture) == (0, Architecture(regression=1.0))
     chain = EagleConfig(adapter=str(folder), steps=4).build(lm)
-    assert isinstance(chain, LayerChain)
+    assert isinstance(chain, Kangaroo)
     tree = EagleConfig(adapter=str(folder), steps=3, top_k=3, nodes=8).build(lm)
-    assert isinstance(tree, LayerTree)
+    assert isinstance(tree, KangarooTree)
     for drafter in (chain, tree):
         done = Engine(lm, drafter).generate([text[:6] for text in texts], 40)
         assert [text[:6] + g.tokens for text, g in zip(texts, done, strict=True)] == texts

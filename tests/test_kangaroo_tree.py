@@ -10,8 +10,7 @@ import torch
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
-from kangaroo.drafters.layer_tree import kept
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.utils.errors import ConfigError

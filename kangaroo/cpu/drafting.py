@@ -20,8 +20,8 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.hybrid import Hybrid
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.rest import Rest
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
@@ -72,12 +72,12 @@ def _(drafter: Rest) -> NativeDrafting:
 
 
 @native_drafting.register
-def _(drafter: LayerChain) -> NativeDrafting | None:
+def _(drafter: Kangaroo) -> NativeDrafting | None:
     return ChainDrafting(drafter) if is_native(drafter) else None
 
 
 @native_drafting.register
-def _(drafter: LayerTree) -> NativeDrafting | None:
+def _(drafter: KangarooTree) -> NativeDrafting | None:
     fits = drafter.top_k <= native.MOST_CHOICES
     return TreeDrafting(drafter) if fits and is_native(drafter) else None
 
@@ -162,7 +162,7 @@ class LayerDrafting(NativeDrafting):
 class ChainDrafting(LayerDrafting):
     """Kangaroo's chain, and EAGLE's."""
 
-    drafter: LayerChain
+    drafter: Kangaroo
 
     def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
@@ -176,7 +176,7 @@ class ChainDrafting(LayerDrafting):
 class TreeDrafting(LayerDrafting):
     """Their trees."""
 
-    drafter: LayerTree
+    drafter: KangarooTree
 
     def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter, budget = self.drafter, batch.budget

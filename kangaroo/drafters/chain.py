@@ -27,7 +27,7 @@ class Token:
     Args:
         id_B1: itself.
         logits_BK: what it was chosen by; no number where kernels chose it and write none.
-        reading: what the host reads of it, as `LayerChain.reading` says: the confidence `[B]`, if
+        reading: what the host reads of it, as `Kangaroo.reading` says: the confidence `[B]`, if
             nothing else.
     """
 

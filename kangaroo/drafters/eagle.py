@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.early_exit import EarlyExitConfig
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import Architecture, EagleHead
 from kangaroo.models.target import LM
@@ -44,6 +44,6 @@ class EagleConfig(EarlyExitConfig):
     def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
         """Errors: `ConfigError`."""
         if self.top_k == 1:
-            return LayerChain(lm, trained, self.steps, self.threshold, heads[0])
+            return Kangaroo(lm, trained, self.steps, self.threshold, heads[0])
         limits = self.steps, self.threshold, heads[0], self.top_k, self.nodes
-        return LayerTree(lm, trained, *limits)
+        return KangarooTree(lm, trained, *limits)

@@ -20,7 +20,7 @@ from kangaroo.drafters.chain import chain_block
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
-from kangaroo.drafters.layer_chain import LayerChain
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.engine.batch import Batch
@@ -165,7 +165,7 @@ class Lookup:
         return length, self.automaton.continuation(count)
 
 
-class Hybrid(LayerChain):
+class Hybrid(Kangaroo):
     """Verifies what the lookup found, the chain from the same root, and the next best choices for
     its tokens, as far as they are worth their place.
 

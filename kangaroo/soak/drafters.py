@@ -19,8 +19,6 @@ from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa, sparse_tree
 from kangaroo.drafters.odds import assumed
@@ -147,8 +145,8 @@ def eagle(setting: Setting, draw: Draw) -> Drafter:
     head = head.to(lm.device, lm.dtype).requires_grad_(False)
     steps, threshold = draw.of("steps", 1, 3, 5), draw.of("eta", *THRESHOLDS)
     if draw.of("tree", True, False):
-        return LayerTree(lm, head, steps, threshold, None, 3, draw.of("nodes", 3, 9))
-    return LayerChain(lm, head, steps, threshold)
+        return KangarooTree(lm, head, steps, threshold, None, 3, draw.of("nodes", 3, 9))
+    return Kangaroo(lm, head, steps, threshold)
 
 
 def prompt_lookup(setting: Setting, draw: Draw) -> Drafter:

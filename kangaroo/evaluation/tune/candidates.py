@@ -13,10 +13,8 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.hybrid import HybridConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Architecture
@@ -81,13 +79,13 @@ class Source:
 
     name: str
     config: KangarooConfig
-    drafter: LayerChain
-    tree: LayerTree | None = None
+    drafter: Kangaroo
+    tree: KangarooTree | None = None
 
     @property
-    def traced(self) -> dict[str, LayerChain | LayerTree]:
+    def traced(self) -> dict[str, Kangaroo | KangarooTree]:
         """What is traced, by its name in the trace."""
-        own: dict[str, LayerChain | LayerTree] = {self.name: self.drafter}
+        own: dict[str, Kangaroo | KangarooTree] = {self.name: self.drafter}
         return own if self.tree is None else own | {self.tree_name: self.tree}
 
     @property

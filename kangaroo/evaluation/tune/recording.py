@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kangaroo.cpu.stepper import runs_natively
 from kangaroo.drafters.base import Stateless
-from kangaroo.drafters.layer_chain import LayerChain
-from kangaroo.drafters.layer_tree import LayerTree
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Block
@@ -81,7 +81,7 @@ class Recorder:
     def __init__(
         self,
         lm: LM,
-        drafters: Mapping[str, LayerChain | LayerTree],
+        drafters: Mapping[str, Kangaroo | KangarooTree],
         prefill_chunk: int | None = None,
     ):
         self.lm, self.drafters = lm, drafters
@@ -99,14 +99,14 @@ class Recorder:
         (generation,) = self.engine.generate([prompt], max_new_tokens)
         turn = Turn(list(prompt), generation.tokens, {})
         for name, drafter in self.drafters.items():
-            if isinstance(drafter, LayerTree):
+            if isinstance(drafter, KangarooTree):
                 turn.grown[name] = Grown(*self._everywhere(drafter))
             else:
                 turn.drafted[name] = Drafted(*self._everywhere(drafter))
         return turn
 
     @torch.inference_mode()
-    def _everywhere(self, drafter: LayerChain | LayerTree) -> list[np.ndarray]:
+    def _everywhere(self, drafter: Kangaroo | KangarooTree) -> list[np.ndarray]:
         """The arrays of what it drafts from every position."""
         batch, watcher = self.engine.batch, self.watcher
         assert batch is not None
@@ -122,14 +122,16 @@ class Recorder:
         for at in range(0, len(states_PD), size):
             place = self.lm, batch, first + at, states_PD[at : at + size]
             parts.append(
-                grow(drafter, *place) if isinstance(drafter, LayerTree) else chains(drafter, *place)
+                grow(drafter, *place)
+                if isinstance(drafter, KangarooTree)
+                else chains(drafter, *place)
             )
         return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
-def no_positions(drafter: LayerChain | LayerTree) -> list[np.ndarray]:
+def no_positions(drafter: Kangaroo | KangarooTree) -> list[np.ndarray]:
     """The arrays of a text in which no round begins."""
-    if isinstance(drafter, LayerTree):
+    if isinstance(drafter, KangarooTree):
         grown = (0, drafter.steps, drafter.top_k)
         return [np.zeros(grown, kind) for kind in (np.int32, np.int32, np.float32)]
     chain = (0, drafter.steps)
@@ -137,18 +139,18 @@ def no_positions(drafter: LayerChain | LayerTree) -> list[np.ndarray]:
     return [np.zeros(shape, kind) for shape in shapes for kind in (np.int32, np.float32)]
 
 
-def side_by_side(drafter: LayerChain | LayerTree) -> int:
+def side_by_side(drafter: Kangaroo | KangarooTree) -> int:
     """From how many positions it drafts together."""
-    return max(1, POSITIONS // drafter.top_k) if isinstance(drafter, LayerTree) else POSITIONS
+    return max(1, POSITIONS // drafter.top_k) if isinstance(drafter, KangarooTree) else POSITIONS
 
 
-def further_choices(drafter: LayerChain) -> int:
+def further_choices(drafter: Kangaroo) -> int:
     """How many choices are kept beside the drafted one, for each token of a chain."""
     return min(CHOICES, drafter.head.size) - 1
 
 
 def read_text(
-    lm: LM, drafter: LayerChain | LayerTree, batch: Batch, pending: Sequence[dict[int, Tensor]]
+    lm: LM, drafter: Kangaroo | KangarooTree, batch: Batch, pending: Sequence[dict[int, Tensor]]
 ) -> Tensor:
     """What a drafter has at each position of a text that it has read up to there, `[P, D]`.
 
@@ -182,7 +184,7 @@ def read_text(
 
 
 def chains(
-    drafter: LayerChain, lm: LM, batch: Batch, first: int, states_PD: Tensor
+    drafter: Kangaroo, lm: LM, batch: Batch, first: int, states_PD: Tensor
 ) -> tuple[np.ndarray, ...]:
     """What a drafter drafts from neighbouring positions: the arrays of `Drafted`.
 

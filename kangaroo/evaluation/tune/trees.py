@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.layer_tree import LayerTree, kept, take
+from kangaroo.drafters.kangaroo_tree import KangarooTree, kept, take
 from kangaroo.engine.batch import Batch
 from kangaroo.evaluation.tune.replay import Chains, check_steps, coming
 from kangaroo.evaluation.tune.trace import Grown, Turn
@@ -23,7 +23,7 @@ from kangaroo.models.target import LM
 
 
 def grow(
-    drafter: LayerTree, lm: LM, batch: Batch, first: int, states_PD: Tensor
+    drafter: KangarooTree, lm: LM, batch: Batch, first: int, states_PD: Tensor
 ) -> tuple[np.ndarray, ...]:
     """The trees of neighbouring positions: the arrays of `Grown`.
 
