@@ -29,7 +29,7 @@ from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed.cost_parts import CostConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
-from kangaroo.evaluation.tune.tune import TuneConfig
+from kangaroo.evaluation.tune.search import TuneConfig
 from kangaroo.heads.base import Architecture
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import ModelConfig
