@@ -43,8 +43,8 @@ SPEED = (
     "speed.bandwidth_megabytes=16"
 )
 TUNED = (
-    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 measure_turns=1 "
-    "measure_tokens=8 search.thresholds=[0.0,0.6] search.steps=[1,6]"
+    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
+    "search.thresholds=[0.0,0.6] search.steps=[1,6]"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"

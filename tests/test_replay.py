@@ -23,7 +23,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.tune import replay, trace
-from kangaroo.evaluation.tune.candidates import tree_of
+from kangaroo.evaluation.tune.candidates import TREES
 from kangaroo.evaluation.tune.recording import Recorder
 from kangaroo.evaluation.tune.replay import Player, Replay
 from kangaroo.evaluation.tune.trace import Drafts, TracedQuestion, Turn
@@ -35,7 +35,7 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
 SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps
 # threshold, steps, nodes, the least confidence
-TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20), (0.0, LONGEST, 20, 0.05)]
+TOP_K, SHAPES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20), (0.0, LONGEST, 20, 0.05)]
 # the second prompt is shorter than the window of a fused adapter; the third repeats itself
 PROMPTS = [*random_prompts(7, 3), [5, 9, 5, 9, 5, 9, 5]]
 NODES = 6
@@ -59,7 +59,7 @@ class Case:
         fused = adapter_for(self.lm, architecture=parts)
         self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
         drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}
-        drafters |= {tree_of(name): self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
+        drafters |= {name + TREES: self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
         recorder = Recorder(self.lm, drafters, prefill_chunk=CHUNK)
         self.turns = [recorder.turn(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
@@ -123,8 +123,8 @@ def test_replayed_rounds_of_kangaroo_are_those_of_decoding(case, adapter):
 def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
     right = chains = 0
     for turn in case.turns:
-        grown = turn.drafts[tree_of(adapter)]
-        for settings in TREES:
+        grown = turn.drafts[adapter + TREES]
+        for settings in SHAPES:
             drafter = case.tree(adapter, *settings)
             replayed = replay.rounds(turn, replay.trees(turn, grown, *settings))
             assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))

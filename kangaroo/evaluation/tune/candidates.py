@@ -16,7 +16,6 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
-from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Architecture
 from kangaroo.heads.draft_head import DraftHead
@@ -36,6 +35,7 @@ SETTINGS = {
 }
 KINDS = list(SETTINGS)
 TAKEN = "adapter", "vocabulary"  # options that a source fixes
+TREES = "-tree"  # ends the name of a source's trees in a trace
 
 
 @dataclass
@@ -72,11 +72,11 @@ class SearchSpace(Ranged):
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
-        for name in self.drafters:
-            if name not in KINDS:
-                raise ConfigError(
-                    f"search.drafters has '{name}'; what a trace can replay is {', '.join(KINDS)}."
-                )
+        if others := set(self.drafters) - set(KINDS):
+            raise ConfigError(
+                f"search.drafters has '{min(others)}'; what a trace can replay is "
+                f"{', '.join(KINDS)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,6 @@ class Source:
     traced: dict[str, LayerChain | LayerTree]
 
 
-def tree_of(source: str) -> str:
-    """What a source's trees are called in a trace."""
-    return f"{source}-tree"
-
-
 @dataclass(frozen=True)
 class Candidate:
     """Settings of a drafter.
@@ -114,22 +109,14 @@ class Candidate:
     source: str | None = None
 
     @property
-    def kind(self) -> str:
-        """Which drafter it is."""
-        return self.config.name
-
-    @property
     def name(self) -> str:
         """What results call it."""
-        config, words = self.config, [self.kind, *([self.source] if self.source else [])]
+        config, words = self.config, [self.config.name, *filter(None, [self.source])]
         parts = [config.first, config.second] if isinstance(config, CascadeConfig) else [config]
         for part in parts:
             values = {option: getattr(part, option) for option in SETTINGS.get(part.name, [])}
             words += [f"{k}={value:g}" for k, value in values.items() if value is not None]
         return ",".join(words)
-
-
-VANILLA = Candidate(VanillaConfig("vanilla"))
 
 
 def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
@@ -154,7 +141,7 @@ def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
             traced: dict[str, LayerChain | LayerTree] = {name: drafter}
             if "kangaroo_tree" in space.drafters:
                 trees = KangarooTreeConfig(**about, steps=max(space.steps), top_k=space.top_k)
-                traced[tree_of(name)] = trees.of(lm, *trained)
+                traced[name + TREES] = trees.of(lm, *trained)
             by_name[name] = Source(name, config, trained, drafter, traced)
         elif by_name[name].config.adapter != path:
             raise ConfigError(
@@ -177,8 +164,7 @@ def shipped(model_name: str) -> list[str]:
         if (folder / adapter_files.CONFIG).is_file()
     }
     paths = [str(SHIPPED / name) for name in [model_name, *sorted(beside)]]
-    configs = {path: adapter_files.read_config(path) for path in paths}
-    return [path for path in paths if isinstance(configs[path].architecture, Architecture)]
+    return [x for x in paths if isinstance(adapter_files.read_config(x).architecture, Architecture)]
 
 
 def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candidate]:
@@ -207,4 +193,4 @@ def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candid
             for pace, nodes in itertools.product(space.paces, space.nodes)
         ]
         every += [Candidate(one, name) for one in (*chains, *trees, *cascades, *hybrids)]
-    return [candidate for candidate in every if candidate.kind in space.drafters]
+    return [candidate for candidate in every if candidate.config.name in space.drafters]

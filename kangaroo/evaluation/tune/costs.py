@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kangaroo.evaluation.speedup import interval, speedup
+from kangaroo.evaluation.speedup import speedup
 from kangaroo.evaluation.tune.candidates import Candidate, Source
 from kangaroo.evaluation.tune.replay import Player, Replay
 from kangaroo.evaluation.tune.trace import TracedQuestion
@@ -53,11 +53,6 @@ class Score:
     def speedup(self) -> float:
         """Of decoding, prompts not included."""
         return speedup(self.pairs_Q2)
-
-    @property
-    def interval(self) -> list[float] | None:
-        """95% interval of the speedup over questions that have rounds; one question has none."""
-        return interval(self.pairs_Q2[self.pairs_Q2[:, 0] > 0])
 
     @property
     def compression_rate(self) -> float:

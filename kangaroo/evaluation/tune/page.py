@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.conclusion import sentences
-from kangaroo.evaluation.metrics import Place, ends
+from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import write_json
 from kangaroo.evaluation.tune.costs import Score
 from kangaroo.evaluation.tune.search import TuneConfig, Tuned, best_by
@@ -35,12 +35,9 @@ def write(tuned: Tuned, config: TuneConfig, about: str, use: str) -> None:
         "best": best,
         "tuning": [question.question_id for question in tuned.tuning],
         "reporting": [question.question_id for question in tuned.reporting],
-        "confirmed": {one["name"]: one["overall"] for one in tuned.confirmed["methods"]},
-        "report": {one["name"]: one["overall"] for one in tuned.report["methods"]},
         "predicted": {name: as_numbers(one) for name, one in tuned.predicted.items()},
         "scores": [as_numbers(one) for one in tuned.scores],
-        "settings": {name: vars(config)[name] for name in ("seed", "max_new_tokens")}
-        | asdict(config.search),
+        "settings": {part.name: asdict(config)[part.name] for part in fields(TuneConfig)},
         "provenance": provenance(),
     }
     write_json(output / NUMBERS, numbers)
@@ -66,7 +63,11 @@ def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
 def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
     """Everything, in Markdown; what was decoded, by evaluate's tables and plots."""
     best, counts = tuned.best[0], (len(tuned.tuning), len(tuned.reporting))
-    groups = best_by(tuned.scores, lambda one: (one.kind, one.source))
+    searched = [
+        {"setting": one.candidate.name, "speedup": number(one.speedup)}
+        | {"CR": number(one.compression_rate)}
+        for one in best_by(tuned.scores, lambda one: (one.config.name, one.source))
+    ]
     parts = [
         f"# Tuning {about}",
         f"The fastest is **`{best}`**. Use it: `{use}`. Settings are chosen by {counts[0]} "
@@ -74,8 +75,7 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
         "## On questions that nothing was chosen by",
         *sentences(tuned.report),
         markdown(comparison.methods(tuned.report, Place.methods)),
-        "![speedup](report/speedup.png)",
-        "All of it is in [report/report.md](report/report.md).",
+        "![speedup](report/speedup.png)\n\n[All of it](report/report.md)",
         "## Prediction and decoding",
         "On a part of the questions for tuning ([all of it](confirm/report.md)), prompts not "
         "included. Where both compression rates are the same, replay had the rounds of decoding, "
@@ -84,7 +84,7 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
         "## The search",
         f"{len(tuned.scores)} settings were replayed. The best of each drafter and adapter, their "
         "speedups (prompts not included) predicted on the questions for tuning:",
-        markdown([score_row(one, tuned) for one in groups]),
+        markdown(searched),
         made_by(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -105,24 +105,7 @@ def predictions(tuned: Tuned) -> list[Row]:
     ]
 
 
-def score_row(one: Score, tuned: Tuned) -> Row:
-    """A setting as replay foresees it, with its exit layer."""
-    source = tuned.sources.get(one.candidate.source or "")
-    return {
-        "setting": one.candidate.name,
-        "speedup": number(one.speedup),
-        "95%": ends(one.interval),
-        "CR": number(one.compression_rate),
-        "exit layer": "-" if source is None else str(source.drafter.exit_layer),
-    }
-
-
 def as_numbers(one: Score) -> dict[str, Any]:
     """A setting as replay foresees it."""
-    return {
-        "name": one.candidate.name,
-        "drafter": one.candidate.kind,
-        "source": one.candidate.source,
-        "speedup": one.speedup,
-        "compression_rate": one.compression_rate,
-    }
+    name, rate = one.candidate.name, one.compression_rate
+    return {"name": name, "speedup": one.speedup, "compression_rate": rate}

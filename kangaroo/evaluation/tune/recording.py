@@ -1,12 +1,9 @@
 """Record a trace: the target writes, and every drafter drafts from each position of its text.
 
-All exits and adapters read the same pass of the target. What is drafted from a position lies in
-free slots behind the text, and sees the text up to there and itself alone. So many positions draft
-side by side on one cache, and where decoding is native each draft has the bits that it would have
-in decoding.
-
-A tree's levels follow from the one before, whatever the threshold; how many there are, and what is
-left of them after pruning, follows from the scores. So one record serves every setting but `top_k`.
+All adapters read the same pass of the target. What is drafted from a position lies in free slots
+behind the text, and sees the text up to there and itself alone. So many positions draft side by
+side on one cache, and where decoding is native each draft has the bits of decoding. Levels of trees
+do not depend on threshold and pruning, so one record serves every setting but `top_k`.
 
 Shapes: P positions where a round can begin, S draft steps, L nodes of a level (1 of a chain), M all
 nodes of a draft, C choices for a token, T tokens of a text, W window, D hidden size, K draft
@@ -188,8 +185,8 @@ def draft_from(
     score_PL, states_PLD = torch.ones(count, 1, device=lm.device), states_PD[:, None]
     levels: list[tuple[Tensor, ...]] = []
     for step in range(drafter.steps):
-        logits_MK = drafter.head(states_PLD.flatten(0, 1)).float()
-        logits_PLK = logits_MK.unflatten(0, states_PLD.shape[:2])
+        shape = states_PLD.shape[:2]
+        logits_PLK = drafter.head(states_PLD.flatten(0, 1)).float().unflatten(0, shape)
         index_PLC = logits_PLK.topk(choices).indices
         token_PLC = drafter.head.token_of(index_PLC)
         chance_PLC = logits_PLK.softmax(-1).gather(-1, index_PLC)
@@ -206,15 +203,9 @@ def draft_from(
         slots_PL = slots_PM[:, step * width : (step + 1) * width]
         hidden_PLE = take(hidden_PLE, parent_PL).scatter(2, slots_PL[..., None], False)
         at_PL = (base_P + 1 + step)[:, None].expand_as(slots_PL)
-        block = lm.block_of(
-            slots_PL.reshape(1, -1),
-            at_PL.reshape(1, -1),
-            hidden_PLE.flatten(0, 1)[None],
-            batch.n_slots,
-        )
-        block = replace(block, recordable=False)
-        x_1MD = lm.embed(token_PL.reshape(1, -1))
-        f_1MD, _ = lm.run(x_1MD, batch.cache, block, drafter.shallow)
+        places = slots_PL.reshape(1, -1), at_PL.reshape(1, -1), hidden_PLE.flatten(0, 1)[None]
+        block = replace(lm.block_of(*places, batch.n_slots), recordable=False)
+        f_1MD, _ = lm.run(lm.embed(token_PL.reshape(1, -1)), batch.cache, block, drafter.shallow)
         at, deep_1MD = block.to(f_1MD.device), None
         if drafter.reads_deep:
             deep_1MD = take(states_PLD, parent_PL).flatten(0, 1)[None]

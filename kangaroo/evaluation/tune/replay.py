@@ -26,14 +26,13 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.layer_tree import kept
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.suffix import shared
-from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget, free
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.costs import measured
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.tune.candidates import Candidate, Source, tree_of
+from kangaroo.evaluation.tune.candidates import TREES, Candidate, Source
 from kangaroo.evaluation.tune.trace import Drafts, Turn
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
@@ -54,12 +53,7 @@ class Replay:
     chain: list[int] = field(default_factory=lambda: [0])
 
     def add(self, right: int, left: int, drafted: int, chain: int) -> None:
-        """A round.
-
-        Args:
-            right: how many drafted tokens the text follows.
-            left: how many tokens the text has from there on.
-        """
+        """A round: the text, which has so many tokens left, follows so many drafted ones."""
         self.emitted.append(min(right + 1, left))
         self.accepted.append(right)
         self.drafted.append(drafted)
@@ -93,15 +87,15 @@ class Player:
         drafter = config.of(self.lm, *self.sources[name].trained)
         shared_states = runs_natively(self.lm, drafter, Sampling())
         drafter.take_costs(Budget(lambda: measured(self.lm)), 1, shared_states)
-        return lambda turn: hybrid(turn, name, drafter, self.ends)
+        return lambda turn: hybrid(turn, name, drafter, self.ends) if turn.drafts else Replay()
 
     def drafted(self, config: DrafterConfig, source: str, turn: Turn) -> np.ndarray:
         """`[P, 3]`: of what is drafted from each position all that rounds depend on: the number of
         tokens, how many of them the text follows, and how many (or a tree's levels) an adapter
         drafted.
         """
-        if len(turn.text) == 1 or isinstance(config, VanillaConfig):
-            return np.zeros((len(turn.text) - 1, 3), int)
+        if len(turn.text) == 1:
+            return np.zeros((0, 3), int)
         if isinstance(config, CascadeConfig):
             parts = config.first, config.second
             first_P3, second_P3 = (self.drafted(part, source, turn) for part in parts)
@@ -110,7 +104,7 @@ class Player:
             return chains(turn, turn.drafts[source], config.threshold, config.steps)
         if isinstance(config, KangarooTreeConfig):
             limits = config.threshold, config.steps, config.nodes, config.least
-            return trees(turn, turn.drafts[tree_of(source)], *limits)
+            return trees(turn, turn.drafts[source + TREES], *limits)
         assert isinstance(config, PromptLookupConfig)
         key = id(turn), repr(config)
         if key not in self.lookups:  # cascades ask again and again
@@ -234,10 +228,7 @@ def hybrid(turn: Turn, source: str, drafter: Hybrid, ends: Collection[int]) -> R
 
     Errors: `ConfigError` where the trace has no chain of so many steps.
     """
-    replay, text = Replay(), [*turn.prompt, *turn.text[:1]]
-    if len(turn.text) == 1:
-        return replay
-    drafts = turn.drafts[source]
+    drafts, replay, text = turn.drafts[source], Replay(), [*turn.prompt, *turn.text[:1]]
     check_steps(drafts, drafter.steps)
     lookup = Lookup(text, drafter.reference)
     while (at := len(text) - len(turn.prompt)) < len(turn.text):

@@ -82,7 +82,6 @@ class Tuned:
 
     tuning: list[Question]
     reporting: list[Question]
-    sources: dict[str, Source]
     scores: list[Score]
     predicted: dict[str, Score]
     confirmed: dict[str, Any]
@@ -121,9 +120,8 @@ def tune(
     tried = tqdm(candidates(config.search, by_name), unit="setting", desc="replaying")
     scores = [score(one, player, traced, verify_N) for one in tried]
     scores.sort(key=lambda one: -one.speedup)
-    best_of_each = best_by(scores, lambda one: one.kind)[: config.confirm]
-    few = {one.candidate.name: one.candidate for one in best_of_each}
-    few = {name: one for name, one in few.items() if one.config != today}
+    of_each = [one.candidate for one in best_by(scores, lambda one: one.config.name)]
+    few = {one.name: one for one in of_each[: config.confirm] if one.config != today}
     drafters = {TODAY: today} | {name: one.config for name, one in few.items()}
     count = min(config.confirm_questions, len(traced))
     places = np.unique(np.linspace(0, len(traced) - 1, count).round().astype(int)).tolist()
@@ -134,8 +132,7 @@ def tune(
     best = next(one["name"] for one in confirmed["methods"] if one["name"] in drafters)
     both = {name: drafters[name] for name in (TODAY, best)}
     report = decode(*asked, output / REPORT, both, reporting)
-    chosen = best, drafters[best]
-    return Tuned(tuning, reporting, by_name, scores, predicted, confirmed, chosen, report)
+    return Tuned(tuning, reporting, scores, predicted, confirmed, (best, drafters[best]), report)
 
 
 def best_by(scores: Iterable[Score], group: Callable[[Candidate], Hashable]) -> list[Score]:
