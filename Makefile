@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve load train curve tune speed soak estimate paper test test-slow test-vllm check \
+.PHONY: help setup demo chat serve load train tune speed soak estimate paper test test-slow test-vllm check \
   format clean
 
 help:  ## list the targets
@@ -42,14 +42,6 @@ load: setup  ## measure servers of four drafters by how many ask at the same tim
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
-
-# Questions that the target answers: a file in ShareGPT or chat form, or an id on the hub (docs/data.md).
-QUESTIONS ?= questions.jsonl
-curve: setup  ## train on more and more answers to QUESTIONS=, and say what still more would bring
-	$(BIN)/python scripts/split.py $(QUESTIONS) outputs/questions
-	$(BIN)/python train.py experiment=learning_curve data.source=outputs/questions/training.jsonl $(ARGS)
-	$(BIN)/python scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m \
-	  bench.path=outputs/questions/held_out.jsonl bench.name=held_out
 
 tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
 	$(BIN)/python scripts/tune.py $(ARGS)

@@ -38,7 +38,6 @@ ORDER = [
     {"estimate"},
     {"evaluation.speed"},
     {"evaluation.tune"},
-    {"learning_curve"},
     {"api", "chat", "evaluation.race", "hub", "serving"},
     {"under_load"},
     {"cli"},

@@ -47,7 +47,7 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     talks = f"data.source={sharegpt(tmp_path / 'ShareGPT.json')}"
     if asked.startswith("recipe"):
         settings.append(talks)
-    elif asked in ("experiment=questions", "experiment=learning_curve"):
+    elif asked == "experiment=questions":
         settings += [talks, "data.max_answer_tokens=16", "data.filters.max_repetition=1"]
         settings += ["data.filters.near_duplicate=1"]
     else:

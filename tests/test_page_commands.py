@@ -43,8 +43,8 @@ SPEED = (
     "speed.bandwidth_megabytes=16"
 )
 TUNED = (
-    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 measure_turns=1 "
-    "measure_tokens=8 search.thresholds=[0.0,0.6] search.steps=[1,6]"
+    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
+    "search.thresholds=[0.0,0.6] search.steps=[1,6]"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"
@@ -111,13 +111,6 @@ APPENDED = {
     "evaluate.py bench.path=outputs/questions/held_out.jsonl bench.name=held_out": (
         f"model=tiny {FEW}"
     ),
-    "train.py experiment=learning_curve data.source=outputs/questions/training.jsonl": (
-        "model=tiny data.source=ShareGPT.json trainer.tokens=40,80 trainer.epochs=1 "
-        "trainer.holdout=4 more.layer.exit_layers=[2] data.max_answer_tokens=16 "
-        "data.filters.max_repetition=1 data.filters.near_duplicate=1"
-    ),
-    "scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m "
-    "bench.path=outputs/questions/held_out.jsonl": None,  # tests/test_learning_curve.py
     "scripts/serve.py port=8000": None,  # test_serving.py starts servers
     "scripts/serve.py model=vicuna-7b drafter=kangaroo rows=8": None,
     "scripts/load.py": None,  # test_under_load.py runs it

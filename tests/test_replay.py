@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +11,22 @@ import torch
 from helpers import adapter_for, random_prompts, tiny, vanilla_texts
 
 from kangaroo.api import load_target, model_config
-from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.cascade import Cascade, CascadeConfig
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.odds import assumed
-from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.tune import replay, trace
+from kangaroo.evaluation.tune.candidates import TREES
 from kangaroo.evaluation.tune.recording import Recorder
-from kangaroo.evaluation.tune.replay import HybridSettings, Replay
-from kangaroo.evaluation.tune.trace import Drafted, TracedQuestion, Turn
-from kangaroo.evaluation.tune.trees import trees
+from kangaroo.evaluation.tune.replay import Player, Replay
+from kangaroo.evaluation.tune.trace import Drafts, TracedQuestion, Turn
 from kangaroo.heads.adapter import Architecture
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Message, prompt_ids
@@ -35,7 +35,7 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 LONGEST, NEW_TOKENS, CHUNK = 5, 16, 4
 SETTINGS = [(0.0, LONGEST), (0.3, 3), (0.6, LONGEST), (0.9, 1)]  # threshold, steps
 # threshold, steps, nodes, the least confidence
-TOP_K, TREES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20), (0.0, LONGEST, 20, 0.05)]
+TOP_K, SHAPES = 3, [(0.0, LONGEST, 8), (0.2, 3, 4), (0.5, LONGEST, 20), (0.0, LONGEST, 20, 0.05)]
 # the second prompt is shorter than the window of a fused adapter; the third repeats itself
 PROMPTS = [*random_prompts(7, 3), [5, 9, 5, 9, 5, 9, 5]]
 NODES = 6
@@ -59,7 +59,7 @@ class Case:
         fused = adapter_for(self.lm, architecture=parts)
         self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
         drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}
-        drafters |= {f"{name}-tree": self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
+        drafters |= {name + TREES: self.tree(name, 0.0, LONGEST, 1) for name in self.parts}
         recorder = Recorder(self.lm, drafters, prefill_chunk=CHUNK)
         self.turns = [recorder.turn(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
@@ -73,11 +73,10 @@ class Case:
         adapter, head = self.parts[name]
         return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes, least)
 
-    def hybrid(self, name: str, settings: HybridSettings) -> Hybrid:
+    def hybrid(self, name: str, threshold: float, steps: int) -> Hybrid:
         adapter, head = self.parts[name]
-        limits = settings.steps, settings.threshold
-        chosen = {"odds": settings.odds, "costs": settings.costs, "nodes": settings.nodes}
-        return Hybrid(self.lm, adapter, *limits, head, **chosen)
+        chosen = {"odds": assumed(), "costs": COSTS, "nodes": NODES}
+        return Hybrid(self.lm, adapter, steps, threshold, head, **chosen)
 
     def decoded(self, drafter, turn: Turn) -> Generation:
         engine = Engine(self.lm, drafter, prefill_chunk=CHUNK)
@@ -92,6 +91,10 @@ def rounds_of(decoded: Generation) -> tuple[list[int], list[int], list[int]]:
 
 def rounds(replayed: Replay) -> tuple[list[int], list[int], list[int]]:
     return replayed.emitted, replayed.accepted, replayed.drafted
+
+
+def chain(turn: Turn, name: str, threshold: float, steps: int) -> Replay:
+    return replay.rounds(turn, replay.chains(turn, turn.drafts[name], threshold, steps))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tensors", "native"])
@@ -110,7 +113,7 @@ def test_replayed_rounds_of_kangaroo_are_those_of_decoding(case, adapter):
     for turn in case.turns:
         for threshold, steps in SETTINGS:
             drafter = case.drafter(adapter, threshold, steps)
-            replayed = replay.chain(turn, turn.drafted[adapter], threshold, steps)
+            replayed = chain(turn, adapter, threshold, steps)
             assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
             right, drafted = right + sum(replayed.accepted), drafted + sum(replayed.drafted)
     assert 0 < right < drafted  # otherwise right drafts alone were compared, or wrong ones
@@ -120,13 +123,13 @@ def test_replayed_rounds_of_kangaroo_are_those_of_decoding(case, adapter):
 def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
     right = chains = 0
     for turn in case.turns:
-        grown = turn.grown[f"{adapter}-tree"]
-        for settings in TREES:
+        grown = turn.drafts[adapter + TREES]
+        for settings in SHAPES:
             drafter = case.tree(adapter, *settings)
-            replayed = trees(turn, grown, *settings).replay(turn)
+            replayed = replay.rounds(turn, replay.trees(turn, grown, *settings))
             assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
             right += sum(replayed.accepted)
-        chains += sum(replay.chain(turn, turn.drafted[adapter], 0.0, LONGEST).accepted)
+        chains += sum(chain(turn, adapter, 0.0, LONGEST).accepted)
     assert 0 < chains < right  # not chains alone were compared
 
 
@@ -134,23 +137,22 @@ def test_replayed_rounds_of_trees_are_those_of_decoding(case, adapter):
 def test_replayed_rounds_of_the_hybrid_are_those_of_decoding(case, adapter):
     for turn in case.turns:
         for threshold, steps in SETTINGS:
-            settings = HybridSettings(assumed(), COSTS, threshold, steps, NODES)
-            replayed = replay.hybrid(turn, turn.drafted[adapter], settings, NO_EOS)
-            decoded = case.decoded(case.hybrid(adapter, settings), turn)
-            assert rounds(replayed) == rounds_of(decoded)
+            drafter = case.hybrid(adapter, threshold, steps)
+            replayed = replay.hybrid(turn, adapter, drafter, NO_EOS)
+            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
 
 
 def test_replayed_rounds_of_prompt_lookup_and_of_a_cascade_are_those_of_decoding(case):
+    lookup, player = PromptLookupConfig("prompt_lookup", 2, 4), Player(case.lm, {})
     for turn in case.turns:
-        looked_up = replay.text_chains(turn, PromptLookup(2, 4), NO_EOS)
-        assert rounds(looked_up.replay(turn)) == rounds_of(case.decoded(PromptLookup(2, 4), turn))
+        replayed = replay.rounds(turn, player.drafted(lookup, "", turn))
+        assert rounds(replayed) == rounds_of(case.decoded(PromptLookup(2, 4), turn))
         for threshold, steps in SETTINGS:
-            chains = replay.chains(turn, turn.drafted["plain"], threshold, steps)
-            second = case.drafter("plain", threshold, steps)
-            drafter = Cascade(case.lm, PromptLookup(2, 4), second)
-            assert rounds(looked_up.where_none(chains).replay(turn)) == rounds_of(
-                case.decoded(drafter, turn)
-            )
+            second = KangarooConfig(adapter="plain", threshold=threshold, steps=steps)
+            cascade = CascadeConfig(first=lookup, second=second)
+            drafter = Cascade(case.lm, PromptLookup(2, 4), case.drafter("plain", threshold, steps))
+            replayed = replay.rounds(turn, player.drafted(cascade, "plain", turn))
+            assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
 
 
 def test_a_text_that_ends_early_ends_its_rounds():
@@ -158,85 +160,66 @@ def test_a_text_that_ends_early_ends_its_rounds():
     eos = generation.tokens[NEW_TOKENS // 2]
     case = Case(native=True, eos=eos)
     assert any(len(turn.text) < NEW_TOKENS for turn in case.turns)
-    settings = HybridSettings(assumed(), COSTS, 0.0, LONGEST, NODES)
     for turn in case.turns:
-        drafted = turn.drafted["plain"]
         decoded = case.decoded(case.drafter("plain", 0.0, LONGEST), turn)
-        assert rounds(replay.chain(turn, drafted, 0.0, LONGEST)) == rounds_of(decoded)
-        decoded = case.decoded(case.hybrid("plain", settings), turn)
-        assert rounds(replay.hybrid(turn, drafted, settings, {eos})) == rounds_of(decoded)
+        assert rounds(chain(turn, "plain", 0.0, LONGEST)) == rounds_of(decoded)
+        drafter = case.hybrid("plain", 0.0, LONGEST)
+        replayed = replay.hybrid(turn, "plain", drafter, {eos})
+        assert rounds(replayed) == rounds_of(case.decoded(drafter, turn))
 
 
-def made_up(tokens: list[list[int]], chances: list[list[float]]) -> Drafted:
-    nothing = np.zeros((len(tokens), 0))
-    return Drafted(np.array(tokens), np.array(chances, np.float32), nothing, nothing)
+def made_up(text: list[int], tokens: list[list[int]], chances: list[list[float]]) -> Turn:
+    choices = np.array(tokens)[..., None], np.array(chances, np.float32)[..., None]
+    return Turn([1], text, {"a": Drafts(*choices)})
 
 
 def test_the_token_that_stops_a_draft_is_verified():
-    turn = Turn([1], [5, 6, 7, 8], {})
-    drafted = made_up([[6, 7]] * 3, [[0.6, 0.9]] * 3)
-    assert rounds(replay.chain(turn, drafted, 0.6, 2)) == ([1, 2, 1], [0, 1, 0], [0, 1, 1])
-    assert rounds(replay.chain(turn, drafted, 0.5, 2)) == ([1, 3], [0, 2], [0, 2])
+    turn = made_up([5, 6, 7, 8], [[6, 7]] * 3, [[0.6, 0.9]] * 3)
+    assert rounds(chain(turn, "a", 0.6, 2)) == ([1, 2, 1], [0, 1, 0], [0, 1, 1])
+    assert rounds(chain(turn, "a", 0.5, 2)) == ([1, 3], [0, 2], [0, 2])
 
 
 def test_drafts_beyond_the_end_of_a_text_count_as_drafted_alone():
-    turn = Turn([1], [5, 6], {})
-    drafted = made_up([[6, 7, 8]], [[0.9] * 3])
-    assert rounds(replay.chain(turn, drafted, 0.0, 3)) == ([1, 1], [0, 1], [0, 3])
-
-
-def test_a_text_of_one_token_has_no_round(case):
-    some = {"plain": case.drafter("plain", 0.0, LONGEST), "tree": case.tree("plain", 0.0, 2, 4)}
-    turn = Recorder(case.lm, some).turn(PROMPTS[0], 1)
-    assert rounds(replay.chain(turn, turn.drafted["plain"], 0.6, 3)) == ([1], [0], [0])
-    assert rounds(trees(turn, turn.grown["tree"], 0.6, 2, 4).replay(turn)) == ([1], [0], [0])
+    turn = made_up([5, 6], [[6, 7, 8]], [[0.9] * 3])
+    assert rounds(chain(turn, "a", 0.0, 3)) == ([1, 1], [0, 1], [0, 3])
 
 
 def test_longer_chains_than_were_traced_are_refused(case):
-    turn = case.turns[0]
     for steps in (0, LONGEST + 1):
         with pytest.raises(ConfigError, match=f"steps={steps} cannot be replayed"):
-            replay.chain(turn, turn.drafted["plain"], 0.6, steps)
+            chain(case.turns[0], "plain", 0.6, steps)
 
 
-SAVED = {"model": "tiny", "drafters": {"plain": {"weights": "a"}}}
+SAVED = {"model": "tiny", "drafters": {"plain": {"weights": "a"}}, "question": "a"}
 
 
 def test_a_trace_is_read_as_it_was_written(case, tmp_path: Path):
-    key = trace.enter(tmp_path, SAVED)
-    question = TracedQuestion(7, "qa", case.turns)
-    assert trace.load(7, key, tmp_path) is None
-    trace.save(question, key, tmp_path)
-    found = trace.load(7, key, tmp_path)
-    assert found is not None and (found.question_id, found.task) == (7, "qa")
-    for turn, again in zip(case.turns, found.turns, strict=True):
-        assert (again.prompt, again.text) == (turn.prompt, turn.text)
-        for found_parts, parts in ((again.drafted, turn.drafted), (again.grown, turn.grown)):
-            assert found_parts.keys() == parts.keys()
-            for name, known in parts.items():
-                for field, part in asdict(known).items():
-                    np.testing.assert_array_equal(getattr(found_parts[name], field), part)
+    assert trace.load(7, SAVED, tmp_path) is None
+    trace.save(TracedQuestion(7, "qa", case.turns), SAVED, tmp_path)
+    again = trace.load(7, SAVED, tmp_path)
+    assert (again.question_id, again.task) == (7, "qa")
+    for turn, other in zip(case.turns, again.turns, strict=True):
+        assert (other.prompt, other.text) == (turn.prompt, turn.text)
+        assert other.drafts.keys() == turn.drafts.keys()
+        for name, drafts in turn.drafts.items():
+            for part, array in vars(drafts).items():
+                np.testing.assert_array_equal(vars(other.drafts[name])[part], array)
 
 
-def test_a_trace_of_other_weights_is_refused(case, tmp_path: Path):
-    key = trace.enter(tmp_path, SAVED)
-    trace.save(TracedQuestion(7, "qa", case.turns), key, tmp_path)
-    with pytest.raises(ConfigError, match=r"drafters=.*'b'.* now"):
-        trace.enter(tmp_path, SAVED | {"drafters": {"plain": {"weights": "b"}}})
-    with pytest.raises(ConfigError, match="question-7"):
-        trace.load(7, "another", tmp_path)
+def test_a_trace_of_other_weights_or_another_question_is_refused(case, tmp_path: Path):
+    trace.save(TracedQuestion(7, "qa", case.turns), SAVED, tmp_path)
+    with pytest.raises(ConfigError, match=r"question-7.*drafters=.*'b'.* now"):
+        trace.load(7, SAVED | {"drafters": {"plain": {"weights": "b"}}}, tmp_path)
+    with pytest.raises(ConfigError, match=r"question-7.*question='a' there, 'b' now"):
+        trace.load(7, SAVED | {"question": "b"}, tmp_path)
 
 
 def test_a_trace_that_was_cut_short_is_told(case, tmp_path: Path):
-    key = trace.enter(tmp_path, SAVED)
-    trace.save(TracedQuestion(7, "qa", case.turns), key, tmp_path)
+    trace.save(TracedQuestion(7, "qa", case.turns), SAVED, tmp_path)
     file = trace.file_of(tmp_path, 7)
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(CorruptFile, match=r"question-7.*Delete it"):
-        trace.load(7, key, tmp_path)
-    (tmp_path / trace.ABOUT).write_text("{")
-    with pytest.raises(CorruptFile, match="Delete the folder"):
-        trace.enter(tmp_path, SAVED)
+        trace.load(7, SAVED, tmp_path)
 
 
 FIVE = [(0.0, 6), (0.3, 8), (0.6, 6), (0.6, 3), (0.8, 4)]
@@ -255,5 +238,5 @@ def test_replay_of_the_shipped_adapters_is_decoding_on_the_demo_bench(adapter):
         for threshold, steps in FIVE:
             drafter = replace(config, threshold=threshold, steps=steps).build(lm)
             (decoded,) = Engine(lm, drafter).generate([prompt], 32)
-            replayed = replay.chain(turn, turn.drafted["kangaroo"], threshold, steps)
+            replayed = chain(turn, "kangaroo", threshold, steps)
             assert (decoded.tokens, rounds_of(decoded)) == (turn.text, rounds(replayed))

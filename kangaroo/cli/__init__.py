@@ -16,7 +16,7 @@ from kangaroo.cli.making import (
 )
 from kangaroo.cli.serving import load, serve
 from kangaroo.cli.training import cost, estimate, make_data, train
-from kangaroo.cli.tuning import learning_curve, tune
+from kangaroo.cli.tuning import tune
 
 __all__ = [
     "CONFIGS",
@@ -29,7 +29,6 @@ __all__ = [
     "evaluate",
     "export",
     "import_adapter",
-    "learning_curve",
     "load",
     "make_data",
     "pull",

@@ -29,10 +29,9 @@ from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed.cost_parts import CostConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
-from kangaroo.evaluation.tune.tune import TuneConfig
+from kangaroo.evaluation.tune.search import TuneConfig
 from kangaroo.heads.base import Architecture
 from kangaroo.hub.transfer import PullConfig, PushConfig
-from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
 from kangaroo.soak.run import SoakConfig
@@ -132,15 +131,6 @@ class TuneCommand(TuneConfig):
     model: ModelConfig = MISSING
     drafter: Any = MISSING  # today's
     hardware: Sizes = field(default_factory=dict)
-
-
-@dataclass
-class LearningCurveCommand(LearningCurveConfig):
-    """`python scripts/learning_curve.py`: adapters that differ in how much they have read."""
-
-    runs: str = MISSING
-    output: str = MISSING
-    model: ModelConfig = MISSING
 
 
 @dataclass
@@ -293,7 +283,6 @@ def register() -> None:
     cs.store(name="serve_schema", node=ServeCommand)
     cs.store(name="load_schema", node=LoadCommand)
     cs.store(name="tune_schema", node=TuneCommand)
-    cs.store(name="learning_curve_schema", node=LearningCurveCommand)
     cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)

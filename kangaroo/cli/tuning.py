@@ -1,4 +1,4 @@
-"""Commands that measure from traces: tune a drafter, draw a learning curve."""
+"""The command that tunes a drafter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, plain
-from kangaroo.cli.schema import LearningCurveCommand, TuneCommand
-from kangaroo.evaluation.tune import report
-from kangaroo.evaluation.tune.tune import tune as find_best
-from kangaroo.learning_curve import measuring
-from kangaroo.learning_curve import report as curve_report
+from kangaroo.cli.schema import TuneCommand
+from kangaroo.evaluation import comparison
+from kangaroo.evaluation.tune import page
+from kangaroo.evaluation.tune.search import tune as find_best
 from kangaroo.models.loading import options_of
 from kangaroo.utils.folders import command_line
 
@@ -25,25 +24,12 @@ def tune(config: TuneCommand) -> None:
     """Search, confirm and report; write the drafter's settings."""
     lm, tokenizer = load_target(config.model)
     model = plain(config)["model"]
-    found = find_best(lm, tokenizer, config.drafter, config, model=model)
+    tuned = find_best(lm, tokenizer, config.drafter, config, model=model)
     bench, dtype = config.bench.name, str(lm.dtype).removeprefix("torch.")
     about = f"{config.model.name} on {bench}, {dtype}, {lm.device.type}"
     target = options_of(config.model.path, config.model.name)
     use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
-    report.write(found, config, about, use)
-    report.show(found, Console())
-    log.info("%s, %s and plots are in %s", report.PAGE, report.SETTINGS, Path(config.output))
+    page.write(tuned, config, about, use)
+    comparison.show(tuned.report, Console())
+    log.info("%s and %s are in %s", page.PAGE, page.SETTINGS, Path(config.output))
     log.info("use it: %s", use)
-
-
-@command("learning_curve", goes_on=True)
-def learning_curve(config: LearningCurveCommand) -> None:
-    """Measure adapters that have read more and less text, and say what still more would bring."""
-    found = measuring.readers(Path(config.runs))
-    lm, tokenizer = load_target(config.model)
-    model = plain(config)["model"]
-    results = measuring.measure(lm, tokenizer, found, config, model)
-    dtype = str(lm.dtype).removeprefix("torch.")
-    page = curve_report.write(results, config, f"{config.model.name}, {dtype}, {lm.device.type}")
-    Console().print(page, highlight=False, soft_wrap=True)
-    log.info("%s.md, .png and .json are in %s", curve_report.NAME, Path(config.output))

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from safetensors import safe_open
+from typing import Any
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import LM
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import AdapterNotFound, ConfigError
 from kangaroo.utils.folders import SHIPPED, of_project
 from kangaroo.utils.ranges import Count, DraftSize, Filled, Positive, Ranged, Threshold
 
-KINDS = ("kangaroo", "hybrid", "cascade", "prompt_lookup", "kangaroo_tree")
+# What a trace can replay, and the settings that tell two candidates apart.
+SETTINGS = {
+    "kangaroo": ["threshold", "steps"],
+    "hybrid": ["pace", "nodes", "steps"],
+    "cascade": [],  # those of its parts
+    "prompt_lookup": ["num_pred_tokens"],
+    "kangaroo_tree": ["threshold", "steps", "nodes", "least"],
+}
+KINDS = list(SETTINGS)
+TAKEN = "adapter", "vocabulary"  # options that a source fixes
+TREES = "-tree"  # ends the name of a source's trees in a trace
 
 
 @dataclass
@@ -44,7 +54,7 @@ class SearchSpace(Ranged):
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
 
-    drafters: Filled[str] = field(default_factory=lambda: list(KINDS[:4]))
+    drafters: Filled[str] = field(default_factory=lambda: KINDS[:4])
     adapters: list[str] | None = None
     vocabularies: list[Count] = field(default_factory=lambda: [1024, 4096])
     thresholds: Filled[Threshold] = field(
@@ -60,11 +70,11 @@ class SearchSpace(Ranged):
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
-        for name in self.drafters:
-            if name not in KINDS:
-                raise ConfigError(
-                    f"search.drafters has '{name}'; what a trace can replay is {', '.join(KINDS)}."
-                )
+        if others := set(self.drafters) - set(KINDS):
+            raise ConfigError(
+                f"search.drafters has '{min(others)}'; what a trace can replay is "
+                f"{', '.join(KINDS)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -73,25 +83,16 @@ class Source:
 
     Args:
         config: of Kangaroo with it, with the longest chain that is searched.
-        drafter: built from this.
-        tree: the same for trees, where these are searched.
+        trained: the adapter and its heads.
+        drafter: built of these.
+        traced: this, and trees as deep where they are searched, by their names in a trace.
     """
 
     name: str
     config: KangarooConfig
+    trained: tuple[Layer, list[DraftHead]]
     drafter: Kangaroo
-    tree: KangarooTree | None = None
-
-    @property
-    def traced(self) -> dict[str, Kangaroo | KangarooTree]:
-        """What is traced, by its name in the trace."""
-        own: dict[str, Kangaroo | KangarooTree] = {self.name: self.drafter}
-        return own if self.tree is None else own | {self.tree_name: self.tree}
-
-    @property
-    def tree_name(self) -> str:
-        """Of its trees, in a trace."""
-        return f"{self.name}-tree"
+    traced: dict[str, Kangaroo | KangarooTree]
 
 
 @dataclass(frozen=True)
@@ -106,61 +107,46 @@ class Candidate:
     source: str | None = None
 
     @property
-    def kind(self) -> str:
-        """Which drafter it is."""
-        return self.config.name
-
-    @property
     def name(self) -> str:
         """What results call it."""
-        told = [self.kind, *([self.source] if self.source else []), *_settings(self.config)]
-        return ",".join(told)
-
-
-def parts(config: DrafterConfig) -> list[DrafterConfig]:
-    """Of a cascade both drafters; of another drafter itself."""
-    return [config.first, config.second] if isinstance(config, CascadeConfig) else [config]
-
-
-def _settings(config: DrafterConfig) -> list[str]:
-    if isinstance(config, CascadeConfig):
-        return [told for part in parts(config) for told in _settings(part)]
-    if isinstance(config, PromptLookupConfig):
-        return [f"num_pred_tokens={config.num_pred_tokens}"]
-    if isinstance(config, HybridConfig):
-        return [f"pace={config.pace:g}", f"nodes={config.nodes}", f"steps={config.steps}"]
-    if not isinstance(config, EarlyExitConfig):
-        return []
-    told = [f"threshold={config.threshold:g}", f"steps={config.steps}"]
-    if isinstance(config, KangarooTreeConfig):
-        told.append(f"nodes={config.nodes}")
-        told += [] if config.least is None else [f"least={config.least:g}"]
-    return told
+        config, words = self.config, [self.config.name, *filter(None, [self.source])]
+        parts = [config.first, config.second] if isinstance(config, CascadeConfig) else [config]
+        for part in parts:
+            values = {option: getattr(part, option) for option in SETTINGS.get(part.name, [])}
+            words += [f"{k}={value:g}" for k, value in values.items() if value is not None]
+        return ",".join(words)
 
 
 def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
-    """Every adapter with every draft vocabulary, by name; the adapter's own first.
+    """Every adapter with every draft vocabulary that it has, by name; the adapter's own first.
 
     Errors: those of `KangarooConfig.build`; `ConfigError` where two adapters have one name.
     """
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     paths = space.adapters if space.adapters is not None else shipped(model_name)
-    for path in paths:
-        for vocabulary in [None, *_vocabularies(path, space.vocabularies)]:
-            config = KangarooConfig(adapter=path, steps=max(space.steps), vocabulary=vocabulary)
+    for path, vocabulary in itertools.product(paths, [None, *space.vocabularies]):
+        about: dict[str, Any] = {"adapter": path, "vocabulary": vocabulary}
+        config = KangarooConfig(**about, steps=max(space.steps))
+        try:
             trained = config.load(lm)
-            drafter = config.of(lm, *trained)
-            name = f"{Path(path).name.replace(':', '')}-{drafter.head.size}"
-            if name not in found:
-                trees = "kangaroo_tree" in space.drafters
-                tree = tree_config(config, space, 0.0, 1, None).of(lm, *trained) if trees else None
-                found[name] = Source(name, config, drafter, tree)
-            elif found[name].config.adapter != path:
-                raise ConfigError(
-                    f"search.adapters has '{found[name].config.adapter}' and '{path}', which "
-                    "results cannot tell apart; rename one of the folders, or give one of them."
-                )
-    return found
+        except (AdapterNotFound, ConfigError):
+            if vocabulary is None:
+                raise
+            continue  # it has fewer tokens to draft from, or a head of its own
+        drafter = config.of(lm, *trained)
+        name = f"{Path(path).name.replace(':', '')}-{drafter.head.size}"
+        if name not in by_name:
+            traced: dict[str, Kangaroo | KangarooTree] = {name: drafter}
+            if "kangaroo_tree" in space.drafters:
+                trees = KangarooTreeConfig(**about, steps=max(space.steps), top_k=space.top_k)
+                traced[name + TREES] = trees.of(lm, *trained)
+            by_name[name] = Source(name, config, trained, drafter, traced)
+        elif by_name[name].config.adapter != path:
+            raise ConfigError(
+                f"search.adapters has '{by_name[name].config.adapter}' and '{path}', which "
+                "results cannot tell apart; rename one of the folders, or give one of them."
+            )
+    return by_name
 
 
 def shipped(model_name: str) -> list[str]:
@@ -168,93 +154,41 @@ def shipped(model_name: str) -> list[str]:
 
     Errors: `AdapterNotFound` where there is none.
     """
-    first = SHIPPED / model_name
-    adapter_files.find(str(first))  # its error says what to do
+    adapter_files.find(str(SHIPPED / model_name))  # its error says what to do
     beside = {
         folder.name
         for place in (SHIPPED, of_project("adapters"))
         for folder in place.glob(f"{model_name}-*")
         if (folder / adapter_files.CONFIG).is_file()
     }
-    names = [model_name, *sorted(beside)]
-    known = {name: adapter_files.read_config(str(SHIPPED / name)) for name in names}
-    own = [name for name in names if isinstance(known[name].architecture, Architecture)]
-    return [str(SHIPPED / name) for name in own]
+    paths = [str(SHIPPED / name) for name in [model_name, *sorted(beside)]]
+    return [x for x in paths if isinstance(adapter_files.read_config(x).architecture, Architecture)]
 
 
-def _vocabularies(path: str, wanted: Sequence[int]) -> list[int]:
-    """Those of the wanted sizes that an adapter can draft from."""
-    if path.startswith("untrained:"):
-        return []
-    folder, config = adapter_files.find(path), adapter_files.read_config(path)
-    has_own_head = bool(getattr(config.architecture, "own_head", False))
-    if has_own_head or not (folder / adapter_files.VOCABULARY).is_file():
-        return []
-    with safe_open(folder / adapter_files.VOCABULARY, "np") as opened:
-        (known,) = opened.get_slice("frequent").get_shape()
-    return [size for size in wanted if size <= known]
-
-
-def candidates(space: SearchSpace, found: Sequence[Source]) -> list[Candidate]:
+def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candidate]:
     """All settings of the space."""
-    made: list[Candidate] = []
     lookups = [PromptLookupConfig(num_pred_tokens=count) for count in space.lookups]
-    if "prompt_lookup" in space.drafters:
-        made += [Candidate(lookup) for lookup in lookups]
-    for source in found:
-        chains = [
-            replace(source.config, threshold=threshold, steps=steps)
-            for threshold, steps in itertools.product(space.thresholds, space.steps)
-            if steps > 1 or threshold == space.thresholds[0]  # one token is drafted in any case
+    limits: list[dict[str, Any]] = [
+        {"threshold": threshold, "steps": steps}
+        for threshold, steps in itertools.product(space.thresholds, space.steps)
+        if steps > 1 or threshold == space.thresholds[0]  # one token is drafted in any case
+    ]
+    every = [Candidate(lookup) for lookup in lookups]
+    for name, source in by_name.items():
+        about: dict[str, Any] = {key: getattr(source.config, key) for key in TAKEN}
+        chains = [KangarooConfig(**about, **limit) for limit in limits]
+        trees = [
+            KangarooTreeConfig(**about, **limit, top_k=space.top_k, nodes=nodes, least=least)
+            for limit, nodes, least in itertools.product(limits, space.tree_nodes, space.least)
+            if limit["steps"] > 1
         ]
-        if "kangaroo" in space.drafters:
-            made += [Candidate(config, source.name) for config in chains]
-        if "kangaroo_tree" in space.drafters:
-            made += [
-                Candidate(tree_config(config, space, config.threshold, nodes, least), source.name)
-                for config, nodes, least in itertools.product(chains, space.tree_nodes, space.least)
-                if config.steps > 1
-            ]
-        if "cascade" in space.drafters:
-            made += [
-                Candidate(CascadeConfig(first=lookup, second=config), source.name)
-                for lookup, config in itertools.product(lookups, chains)
-            ]
-        if "hybrid" in space.drafters:
-            made += [
-                Candidate(hybrid(source, pace, nodes), source.name)
-                for pace, nodes in itertools.product(space.paces, space.nodes)
-            ]
-    return made
-
-
-def chain(source: Source, threshold: float, steps: int) -> Candidate:
-    """Kangaroo with a source."""
-    return Candidate(replace(source.config, threshold=threshold, steps=steps), source.name)
-
-
-def tree_config(
-    chain: KangarooConfig, space: SearchSpace, threshold: float, nodes: int, least: float | None
-) -> KangarooTreeConfig:
-    """Trees as deep as a chain."""
-    return KangarooTreeConfig(
-        adapter=chain.adapter,
-        vocabulary=chain.vocabulary,
-        steps=chain.steps,
-        threshold=threshold,
-        top_k=space.top_k,
-        nodes=nodes,
-        least=least,
-    )
-
-
-def hybrid(source: Source, pace: float, nodes: int) -> HybridConfig:
-    """The hybrid with a source, and the longest chain of the search."""
-    about = source.config
-    return HybridConfig(
-        adapter=about.adapter,
-        vocabulary=about.vocabulary,
-        steps=about.steps,
-        pace=pace,
-        nodes=nodes,
-    )
+        cascades = [
+            CascadeConfig(first=lookup, second=chain)
+            for lookup, chain in itertools.product(lookups, chains)
+        ]
+        hybrids = [
+            HybridConfig(**about, steps=source.config.steps, pace=pace, nodes=nodes)
+            for pace, nodes in itertools.product(space.paces, space.nodes)
+        ]
+        every += [Candidate(one, name) for one in (*chains, *trees, *cascades, *hybrids)]
+    return [candidate for candidate in every if candidate.config.name in space.drafters]

@@ -1,39 +1,46 @@
 """Record a trace: the target writes, and every drafter drafts from each position of its text.
 
-All exits and adapters read the same pass of the target. A chain drafted from a position lies in
-free slots behind the text, and sees the text up to there and itself alone. So all positions draft
-side by side on one cache, and where decoding is native each draft has the bits that it would have
-in decoding.
+All adapters read the same pass of the target. What is drafted from a position lies in free slots
+behind the text, and sees the text up to there and itself alone. So many positions draft side by
+side on one cache, and where decoding is native each draft has the bits of decoding. Levels of trees
+do not depend on threshold and pruning, so one record serves every setting but `top_k`.
 
-Shapes: P positions where a round can begin, S draft steps, C choices for a token, T tokens of a
-text, W window, D hidden size, K draft vocabulary, E occupied slots.
+Shapes: P positions where a round can begin, S draft steps, L nodes of a level (1 of a chain), M all
+nodes of a draft, C choices for a token, T tokens of a text, W window, D hidden size, K draft
+vocabulary, E occupied slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.stepper import runs_natively
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.kangaroo_tree import KangarooTree, take
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import Block, occupied
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
-from kangaroo.evaluation.tune.trace import Drafted, Grown, Turn
-from kangaroo.evaluation.tune.trees import grow
+from kangaroo.evaluation.bench import Question, check_first_turns, fingerprint
+from kangaroo.evaluation.tune import trace
+from kangaroo.evaluation.tune.trace import Drafts, TracedQuestion, Turn
+from kangaroo.models.prompts import Message, plain_text
 from kangaroo.models.target import LM
 
-POSITIONS = 64  # that draft side by side
+POSITIONS = 64  # nodes of a level that are drafted side by side
 WIDEST = 256  # tokens of one pass over a text
 
 
@@ -86,9 +93,8 @@ class Recorder:
     ):
         self.lm, self.drafters = lm, drafters
         taps = sorted({tap for drafter in drafters.values() for tap in drafter.taps})
-        # places: side by side, those of a round each
-        most = max((side_by_side(own) * own.max_nodes for own in drafters.values()), default=0)
-        self.watcher = Watcher(taps, most)
+        room = max((side_by_side(one) * one.max_nodes for one in drafters.values()), default=0)
+        self.watcher = Watcher(taps, room)
         self.engine = Engine(lm, self.watcher, prefill_chunk=prefill_chunk)
 
     def turn(self, prompt: Sequence[int], max_new_tokens: int) -> Turn:
@@ -97,56 +103,32 @@ class Recorder:
         Errors: `PromptError`.
         """
         (generation,) = self.engine.generate([prompt], max_new_tokens)
-        turn = Turn(list(prompt), generation.tokens, {})
-        for name, drafter in self.drafters.items():
-            if isinstance(drafter, KangarooTree):
-                turn.grown[name] = Grown(*self._everywhere(drafter))
-            else:
-                turn.drafted[name] = Drafted(*self._everywhere(drafter))
+        turn = Turn(list(prompt), generation.tokens)
+        if self.watcher.pending:  # else the text is a single token
+            turn.drafts = {name: self._everywhere(one) for name, one in self.drafters.items()}
         return turn
 
     @torch.inference_mode()
-    def _everywhere(self, drafter: Kangaroo | KangarooTree) -> list[np.ndarray]:
-        """The arrays of what it drafts from every position."""
+    def _everywhere(self, drafter: Kangaroo | KangarooTree) -> Drafts:
+        """What it drafts from every position."""
         batch, watcher = self.engine.batch, self.watcher
         assert batch is not None
-        if not watcher.pending:  # the text is a single token
-            return no_positions(drafter)
         drafter.begin(batch)
         for tokens_1T, block, taps in watcher.prompts:
             drafter.prefill(batch, tokens_1T, block, taps)
         drafter.read_prompts()
         states_PD = read_text(self.lm, drafter, batch, watcher.pending)
         first, size = batch.lengths[0] - 1 - len(states_PD), side_by_side(drafter)
-        parts = []
-        for at in range(0, len(states_PD), size):
-            place = self.lm, batch, first + at, states_PD[at : at + size]
-            parts.append(
-                grow(drafter, *place)
-                if isinstance(drafter, KangarooTree)
-                else chains(drafter, *place)
-            )
-        return [np.concatenate(part) for part in zip(*parts, strict=True)]
-
-
-def no_positions(drafter: Kangaroo | KangarooTree) -> list[np.ndarray]:
-    """The arrays of a text in which no round begins."""
-    if isinstance(drafter, KangarooTree):
-        grown = (0, drafter.steps, drafter.top_k)
-        return [np.zeros(grown, kind) for kind in (np.int32, np.int32, np.float32)]
-    chain = (0, drafter.steps)
-    shapes = chain, (*chain, further_choices(drafter))
-    return [np.zeros(shape, kind) for shape in shapes for kind in (np.int32, np.float32)]
+        parts = [
+            draft_from(self.lm, drafter, batch, first + at, states_PD[at : at + size])
+            for at in range(0, len(states_PD), size)
+        ]
+        return Drafts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def side_by_side(drafter: Kangaroo | KangarooTree) -> int:
     """From how many positions it drafts together."""
     return max(1, POSITIONS // drafter.top_k) if isinstance(drafter, KangarooTree) else POSITIONS
-
-
-def further_choices(drafter: Kangaroo) -> int:
-    """How many choices are kept beside the drafted one, for each token of a chain."""
-    return min(CHOICES, drafter.head.size) - 1
 
 
 def read_text(
@@ -174,47 +156,122 @@ def read_text(
         deep_1TD = torch.cat([taps[drafter.deep_tap] for taps in pending], 1)
         drafter.keep_deep(block.slots_RT[:, window:], deep_1TD)
     before_1TD = drafter.deep_before(block)
-    read = []
+    states = []
     for at in range(0, f_1TD.shape[1], WIDEST):
         part = block.narrow(at, WIDEST)
         deep_part = None if before_1TD is None else before_1TD[:, at : at + WIDEST]
         past = drafter.cache.at(part)
-        read.append(drafter.adapter(f_1TD[:, at : at + WIDEST], deep_part, part, past))
-    return torch.cat(read, 1)[0, window:]
+        states.append(drafter.adapter(f_1TD[:, at : at + WIDEST], deep_part, part, past))
+    return torch.cat(states, 1)[0, window:]
 
 
-def chains(
-    drafter: Kangaroo, lm: LM, batch: Batch, first: int, states_PD: Tensor
+def draft_from(
+    lm: LM, drafter: Kangaroo | KangarooTree, batch: Batch, first: int, states_PD: Tensor
 ) -> tuple[np.ndarray, ...]:
-    """What a drafter drafts from neighbouring positions: the arrays of `Drafted`.
+    """What a drafter drafts from neighbouring positions: the arrays of `Drafts`.
 
     Args:
         first: the first of these positions, in the cache.
-        states_PD: what it has there.
+        states_PD: what the drafter has there.
     """
-    count, steps, length = len(states_PD), drafter.steps, batch.lengths[0]
+    is_tree = isinstance(drafter, KangarooTree)
+    width = drafter.top_k if isinstance(drafter, KangarooTree) else 1
+    choices = width if is_tree else min(CHOICES, drafter.head.size)
+    count, length, room = len(states_PD), batch.lengths[0], drafter.steps * width
     base_P = first + torch.arange(count, device=lm.device)
-    extent = lm.extent(batch.n_slots, length + count * steps)
-    hidden_PE = torch.arange(extent, device=lm.device) > base_P[:, None]
-    own_P = length + steps * torch.arange(count, device=lm.device)  # where each chain begins
-    choices, probabilities = [], []
-    for step in range(steps):
-        logits_PK = drafter.head(states_PD).float()
-        index_PC = logits_PK.topk(further_choices(drafter) + 1).indices
-        token_PC = drafter.head.token_of(index_PC)
-        choices.append(token_PC)
-        probabilities.append(logits_PK.softmax(-1).gather(1, index_PC))
-        if step + 1 == steps:
+    extent = occupied(batch.n_slots, length + count * room, lm.acceleration.bucket)
+    hidden_PLE = (torch.arange(extent, device=lm.device) > base_P[:, None])[:, None]
+    slots_PM = length + torch.arange(count * room, device=lm.device).view(count, room)
+    score_PL, states_PLD = torch.ones(count, 1, device=lm.device), states_PD[:, None]
+    levels: list[tuple[Tensor, ...]] = []
+    for step in range(drafter.steps):
+        shape = states_PLD.shape[:2]
+        logits_PLK = drafter.head(states_PLD.flatten(0, 1)).float().unflatten(0, shape)
+        index_PLC = logits_PLK.topk(choices).indices
+        token_PLC = drafter.head.token_of(index_PLC)
+        chance_PLC = logits_PLK.softmax(-1).gather(-1, index_PLC)
+        if is_tree:  # the likeliest of all nodes' children
+            score_PL, best_PL = (score_PL[..., None] * chance_PLC).flatten(1).topk(width)
+            parent_PL = best_PL // width
+            token_PL = token_PLC.flatten(1).gather(1, best_PL)
+            levels.append((token_PL, score_PL, parent_PL))
+        else:
+            token_PL, parent_PL = token_PLC[..., 0], torch.zeros_like(token_PLC[..., 0])
+            levels.append((token_PLC[:, 0], chance_PLC[:, 0]))
+        if step + 1 == drafter.steps:
             break
-        slots_P1 = (own_P + step)[:, None]
-        hidden_PE = hidden_PE.scatter(1, slots_P1, False)
-        block = lm.block_of(slots_P1.T, (base_P + 1 + step)[None], hidden_PE[None], batch.n_slots)
-        block = replace(block, recordable=False)
-        x_1PD = lm.embed(token_PC[None, :, 0])
-        f_1PD, _ = lm.run(x_1PD, batch.cache, block, drafter.shallow)
-        at, deep_1PD = block.to(f_1PD.device), states_PD[None] if drafter.reads_deep else None
-        states_PD = drafter.adapter(f_1PD, deep_1PD, at, drafter.cache.at(at))[0]
-    tokens_PSC = torch.stack(choices, 1).cpu().numpy().astype(np.int32)
-    chances_PSC = torch.stack(probabilities, 1).cpu().numpy().astype(np.float32)
-    both = tokens_PSC, chances_PSC
-    return *(x[..., 0] for x in both), *(x[..., 1:] for x in both)
+        slots_PL = slots_PM[:, step * width : (step + 1) * width]
+        hidden_PLE = take(hidden_PLE, parent_PL).scatter(2, slots_PL[..., None], False)
+        at_PL = (base_P + 1 + step)[:, None].expand_as(slots_PL)
+        places = slots_PL.reshape(1, -1), at_PL.reshape(1, -1), hidden_PLE.flatten(0, 1)[None]
+        block = replace(lm.block_of(*places, batch.n_slots), recordable=False)
+        f_1MD, _ = lm.run(lm.embed(token_PL.reshape(1, -1)), batch.cache, block, drafter.shallow)
+        at, deep_1MD = block.to(f_1MD.device), None
+        if drafter.reads_deep:
+            deep_1MD = take(states_PLD, parent_PL).flatten(0, 1)[None]
+        states_1MD = drafter.adapter(f_1MD, deep_1MD, at, drafter.cache.at(at))
+        states_PLD = states_1MD[0].unflatten(0, slots_PL.shape)
+    kinds = np.int32, np.float32, np.int32
+    return tuple(
+        torch.stack(part, 1).cpu().numpy().astype(kind)
+        for part, kind in zip(zip(*levels, strict=True), kinds, strict=False)
+    )
+
+
+def trace_bench(
+    recorder: Recorder,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    folder: Path,
+    settings: dict[str, Any],
+) -> list[TracedQuestion]:
+    """All turns of these questions, the conversation going on with the target's own answers.
+
+    Args:
+        max_new_tokens: of a turn.
+        folder: of the trace; what it holds already is not done again.
+        settings: what fixes the trace beside the target, by name.
+
+    Errors: `ConfigError` where the folder was made with others; `CorruptFile`, `PromptError`.
+    """
+    lm = recorder.lm
+    settings = settings | {
+        "max_new_tokens": max_new_tokens,
+        "target": [lm.name, lm.fingerprint],
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "native": lm.native_layers is not None,
+    }
+    check_first_turns(questions, lm, tokenizer)
+    traced = []
+    for question in tqdm(questions, unit="question", desc="tracing"):
+        about = settings | {"question": fingerprint([question])}
+        recorded = trace.load(question.question_id, about, folder)
+        if recorded is None:
+            recorded = trace_question(recorder, tokenizer, question, max_new_tokens)
+            trace.save(recorded, about, folder)
+        traced.append(recorded)
+    return traced
+
+
+def trace_question(
+    recorder: Recorder,
+    tokenizer: PreTrainedTokenizerBase,
+    question: Question,
+    max_new_tokens: int,
+) -> TracedQuestion:
+    """All turns of a question.
+
+    Errors: `PromptError` where the conversation fills the model's context.
+    """
+    messages: list[Message] = []
+    turns: list[Turn] = []
+    for text in question.turns:
+        messages.append(Message(role="user", content=text))
+        prompt = question.prompt(recorder.lm, tokenizer, messages)
+        room = recorder.lm.context - len(prompt)
+        turns.append(recorder.turn(prompt, min(max_new_tokens, room)))
+        answer = plain_text(tokenizer, turns[-1].text).strip()
+        messages.append(Message(role="assistant", content=answer))
+    return TracedQuestion(question.question_id, question.task, turns)

@@ -3,29 +3,37 @@
 Greedy decoding writes the target's own text whatever is drafted. So a round is known from the place
 where it begins: what is drafted there, and how far the text says the same.
 
-Shapes: P positions where a round can begin, S draft steps.
+Shapes: P positions where a round can begin, S draft steps, C nodes of a step, N nodes of a whole
+tree, the root first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kangaroo.drafters.base import FromText
-from kangaroo.drafters.datastore import Datastore
-from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
-from kangaroo.drafters.hybrid import Lookup
-from kangaroo.drafters.odds import Odds
+from kangaroo.cpu.stepper import runs_natively
+from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.cascade import CascadeConfig
+from kangaroo.drafters.expected_gain import Sources
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig, kept
+from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.suffix import shared
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget, free
 from kangaroo.engine.cache import KVCache
+from kangaroo.engine.costs import measured
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.tune.trace import Drafted, Grown, Turn
+from kangaroo.evaluation.tune.candidates import TREES, Candidate, Source
+from kangaroo.evaluation.tune.trace import Drafts, Turn
+from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 
 
@@ -35,177 +43,210 @@ class Replay:
 
     Args:
         emitted, accepted, drafted: tokens of each round.
-        chain: tokens that the adapter drafted in each, verified or not.
-        begins: after how many new tokens each round begins.
+        chain: tokens, or levels of a tree, that the adapter drafted in each, verified or not.
     """
 
     emitted: list[int] = field(default_factory=lambda: [1])
     accepted: list[int] = field(default_factory=lambda: [0])
     drafted: list[int] = field(default_factory=lambda: [0])
     chain: list[int] = field(default_factory=lambda: [0])
-    begins: list[int] = field(default_factory=lambda: [0])
 
-    def add(self, begins: int, right: int, left: int, drafted: int, chain: int) -> None:
-        """A round.
-
-        Args:
-            right: how many drafted tokens the text follows.
-            left: how many tokens the text has from there on.
-        """
+    def add(self, right: int, left: int, drafted: int, chain: int) -> None:
+        """A round: the text, which has so many tokens left, follows so many drafted ones."""
         self.emitted.append(min(right + 1, left))
         self.accepted.append(right)
         self.drafted.append(drafted)
         self.chain.append(chain)
-        self.begins.append(begins)
 
 
-@dataclass(frozen=True)
-class Chains:
-    """What would be drafted from each position of a turn, as far as rounds depend on it.
+Replayer = Callable[[Turn], Replay]
+
+
+class Player:
+    """Replays candidates.
 
     Args:
-        counts_P: drafted tokens.
-        right_P: how many of them the text follows.
-        by_adapter_P: how many of them an adapter drafted.
+        sources: that the traces were made with, by name.
     """
 
-    counts_P: np.ndarray
-    right_P: np.ndarray
-    by_adapter_P: np.ndarray
+    def __init__(self, lm: LM, sources: Mapping[str, Source]):
+        self.lm, self.sources = lm, sources
+        self.ends = frozenset(lm.eos_ids())
+        # by turn and settings; the turn is kept, so that no other gets its id
+        self.lookups: dict[tuple[int, str], tuple[Turn, np.ndarray]] = {}
 
-    def where_none(self, other: Chains) -> Chains:
-        """The other's draft where this one is empty: a cascade's."""
-        found_P = self.counts_P > 0
-        pairs = (
-            (self.counts_P, other.counts_P),
-            (self.right_P, other.right_P),
-            (self.by_adapter_P, other.by_adapter_P),
-        )
-        return Chains(*(np.where(found_P, mine_P, their_P) for mine_P, their_P in pairs))
+    def of(self, candidate: Candidate) -> Replayer:
+        """What gives the rounds of each turn.
 
-    def replay(self, turn: Turn) -> Replay:
-        """The rounds: a draft begins where the last round ended."""
-        counts, right, by_adapter = (
-            part_P.tolist() for part_P in (self.counts_P, self.right_P, self.by_adapter_P)
-        )
-        replay, size, at = Replay(), len(turn.text), 1
-        while at < size:
-            replay.add(at, right[at - 1], size - at, counts[at - 1], by_adapter[at - 1])
-            at += right[at - 1] + 1
-        return replay
+        Errors: those of `kangaroo.drafters.odds.read`.
+        """
+        config, name = candidate.config, candidate.source or ""
+        if not isinstance(config, HybridConfig):
+            return lambda turn: rounds(turn, self.drafted(config, name, turn))
+        drafter = config.of(self.lm, *self.sources[name].trained)
+        shared_states = runs_natively(self.lm, drafter, Sampling())
+        drafter.take_costs(Budget(lambda: measured(self.lm)), 1, shared_states)
+        return lambda turn: hybrid(turn, name, drafter, self.ends) if turn.drafts else Replay()
+
+    def drafted(self, config: DrafterConfig, source: str, turn: Turn) -> np.ndarray:
+        """`[P, 3]`: of what is drafted from each position all that rounds depend on: the number of
+        tokens, how many of them the text follows, and how many (or a tree's levels) an adapter
+        drafted.
+        """
+        if len(turn.text) == 1:
+            return np.zeros((0, 3), int)
+        if isinstance(config, CascadeConfig):
+            parts = config.first, config.second
+            first_P3, second_P3 = (self.drafted(part, source, turn) for part in parts)
+            return np.where(first_P3[:, :1] > 0, first_P3, second_P3)
+        if isinstance(config, KangarooConfig):
+            return chains(turn, turn.drafts[source], config.threshold, config.steps)
+        if isinstance(config, KangarooTreeConfig):
+            limits = config.threshold, config.steps, config.nodes, config.least
+            return trees(turn, turn.drafts[source + TREES], *limits)
+        assert isinstance(config, PromptLookupConfig)
+        key = id(turn), repr(config)
+        if key not in self.lookups:  # cascades ask again and again
+            drafter = PromptLookup(config.max_matching_ngram_size, config.num_pred_tokens)
+            self.lookups[key] = turn, text_chains(turn, drafter, self.ends)
+        return self.lookups[key][1]
 
 
-def nothing(turn: Turn) -> Replay:
-    """Vanilla decoding: a token a round."""
-    none_P = np.zeros(len(turn.text) - 1, int)
-    return Chains(none_P, none_P, none_P).replay(turn)
+def rounds(turn: Turn, drafted_P3: np.ndarray) -> Replay:
+    """A draft begins where the last round ended.
+
+    Args:
+        drafted_P3: as of `Player.drafted`.
+    """
+    replay, size, at = Replay(), len(turn.text), 1
+    drafted = drafted_P3.tolist()
+    while at < size:
+        count, right, by_adapter = drafted[at - 1]
+        replay.add(right, size - at, count, by_adapter)
+        at += right + 1
+    return replay
 
 
-def chains(turn: Turn, drafted: Drafted, threshold: float, steps: int) -> Chains:
-    """What Kangaroo drafts: exactly as `drafter=kangaroo` with these settings.
+def chains(turn: Turn, drafts: Drafts, threshold: float, steps: int) -> np.ndarray:
+    """What Kangaroo drafts, `[P, 3]`: exactly as `drafter=kangaroo` with these settings.
 
     Errors: `ConfigError` where the trace has no chain of so many steps.
     """
-    check_steps(drafted, steps)
+    check_steps(drafts, steps)
     # compared as decoding does: a probability in float32, and the threshold as well
-    unsure_PS = drafted.chances_PS[:, :steps] <= np.float32(threshold)
+    unsure_PS = drafts.chances_PSC[:, :steps, 0] <= np.float32(threshold)
     unsure_PS[:, -1:] = True
     counts_P = unsure_PS.argmax(1) + 1
-    right_P = np.minimum(counts_P, followed(turn, drafted).sum(1))
-    return Chains(counts_P, right_P, counts_P)
+    same_PS = drafts.tokens_PSC[..., 0] == coming(turn, drafts.steps)
+    right_P = np.minimum(counts_P, np.logical_and.accumulate(same_PS, axis=1).sum(1))
+    return np.stack([counts_P, right_P, counts_P], 1)
 
 
-def chain(turn: Turn, drafted: Drafted, threshold: float, steps: int) -> Replay:
-    """The rounds of Kangaroo; see `chains`."""
-    return chains(turn, drafted, threshold, steps).replay(turn)
+def trees(
+    turn: Turn,
+    drafts: Drafts,
+    threshold: float,
+    steps: int,
+    nodes: int,
+    least: float | None = None,
+) -> np.ndarray:
+    """What Kangaroo drafts as trees, `[P, 3]`: exactly as `drafter=kangaroo_tree` with these
+    settings and the `top_k` of the trace.
 
-
-def text_chains(turn: Turn, drafter: FromText, ends: Collection[int]) -> Chains:
-    """What a drafter that reads the text alone drafts: exactly its own.
-
-    Args:
-        ends: the tokens that end a text.
+    Errors: `ConfigError` where the trace has no tree of so many levels.
     """
-    batch = text_batch(turn, ends)
-    drafter.begin(batch)
-    counts, right = [], []
-    for at in range(1, len(turn.text)):
-        found = drafter.continuation(0, batch.texts[0])
-        counts.append(len(found))
-        right.append(shared(found, turn.text[at:]))
-        batch.append(0, turn.text[at : at + 1])
-    counts_P, right_P = np.array(counts, int), np.array(right, int)
-    return Chains(counts_P, right_P, np.zeros_like(counts_P))
+    check_steps(drafts, steps)
+    assert drafts.parents_PSC is not None
+    tokens_PSC, scores_PSC, parents_PSC = (
+        part[:, :steps] for part in (drafts.tokens_PSC, drafts.chances_PSC, drafts.parents_PSC)
+    )
+    unsure_PS = scores_PSC.max(2) <= np.float32(threshold)
+    unsure_PS[:, -1:] = True
+    levels_P = unsure_PS.argmax(1) + 1
+    count, _, width = tokens_PSC.shape
+    first_S = 1 + width * (np.arange(steps) - 1)  # node of each level's parents that comes first
+    numbers_PSC = parents_PSC + first_S[:, None]
+    numbers_PSC[:, 0] = 0  # the root
+    valid_PSC = np.repeat((np.arange(steps) < levels_P[:, None])[..., None], width, 2)
 
+    def with_root(part_PSC: np.ndarray, root: float) -> Tensor:
+        flat = part_PSC.reshape(count, steps * width)
+        return torch.from_numpy(np.concatenate([np.full_like(flat[:, :1], root), flat], 1))
 
-def followed(turn: Turn, drafted: Drafted) -> np.ndarray:
-    """`[P, S]`: whether the text is the chain up to this step."""
-    tokens_PS = drafted.tokens_PS
-    same_PS = tokens_PS == coming(turn, drafted.steps)[: len(tokens_PS)]
-    return np.logical_and.accumulate(same_PS, axis=1)
+    score_PN, parent_PN = with_root(scores_PSC, 1.0), with_root(numbers_PSC, 0).long()
+    keep_PN = kept(score_PN, parent_PN, with_root(valid_PSC, True), nodes, least)
+    keep_PSC = keep_PN[:, 1:].numpy().reshape(count, steps, width)
+    right_PSC = keep_PSC & (tokens_PSC == coming(turn, steps)[..., None])
+    for step in range(1, steps):  # a node is right if its parent is
+        right_PSC[:, step] &= np.take_along_axis(right_PSC[:, step - 1], parents_PSC[:, step], 1)
+    return np.stack([keep_PSC.sum((1, 2)), right_PSC.any(2).sum(1), levels_P], 1)
 
 
 def coming(turn: Turn, steps: int) -> np.ndarray:
-    """`[P + 1, S]`: the text after each position; -1 beyond its end."""
-    padded = np.full(len(turn.text) + steps, -1)
+    """`[P, S]`: the text after each position; -1 beyond its end."""
+    padded = np.full(len(turn.text) + steps - 1, -1)
     padded[: len(turn.text)] = turn.text
     return np.lib.stride_tricks.sliding_window_view(padded[1:], steps)
 
 
-def check_steps(known: Drafted | Grown, steps: int) -> None:
+def check_steps(drafts: Drafts, steps: int) -> None:
     """Raise `ConfigError` where a trace does not reach so far."""
-    if not 1 <= steps <= known.steps:
+    if not 1 <= steps <= drafts.steps:
         raise ConfigError(
-            f"steps={steps} cannot be replayed: the trace has drafts of {known.steps}. Choose 1 to "
-            "that many, or trace again with more."
+            f"steps={steps} cannot be replayed: the trace has drafts of {drafts.steps}. Choose 1 "
+            "to that many, or trace again with more."
         )
 
 
-@dataclass(frozen=True)
-class HybridSettings:
-    """What fixes the trees of `drafter=hybrid`; see `kangaroo.drafters.hybrid.HybridConfig`."""
+def text_chains(turn: Turn, drafter: FromText, ends: Collection[int]) -> np.ndarray:
+    """What a drafter that reads the text alone drafts, `[P, 3]`: exactly its own.
 
-    odds: Odds
-    costs: Costs
-    threshold: float
-    steps: int
-    nodes: int
-    reference: Datastore | None = None
+    Args:
+        ends: the tokens that end a text.
+    """
+    # a row as decoding has it after the prefill, with no model behind it
+    longest, cpu = len(turn.prompt) + len(turn.text), torch.device("cpu")
+    cache = KVCache(1, longest + 1, 1, 1, torch.float32, devices=[])
+    batch = Batch(cache, longest, Sampling(), frozenset(ends), cpu, Budget(free))
+    batch.place(0, torch.tensor(turn.prompt), Request(turn.prompt, len(turn.text)))
+    drafter.begin(batch)
+    drafted = []
+    for at in range(1, len(turn.text)):
+        batch.append(0, turn.text[at - 1 : at])
+        tokens = drafter.continuation(0, batch.texts[0])
+        drafted.append((len(tokens), shared(tokens, turn.text[at:]), 0))
+    return np.array(drafted)
 
 
-def hybrid(turn: Turn, drafted: Drafted, settings: HybridSettings, ends: Collection[int]) -> Replay:
+def hybrid(turn: Turn, source: str, drafter: Hybrid, ends: Collection[int]) -> Replay:
     """The rounds of `drafter=hybrid`: exactly its own, where it decodes with these costs.
+
+    Args:
+        source: the name of its chains in the trace.
+        ends: the tokens that end a text.
 
     Errors: `ConfigError` where the trace has no chain of so many steps.
     """
-    check_steps(drafted, settings.steps)
-    replay, text = Replay(), [*turn.prompt, *turn.text[:1]]
-    lookup = Lookup(text, settings.reference)
+    drafts, replay, text = turn.drafts[source], Replay(), [*turn.prompt, *turn.text[:1]]
+    check_steps(drafts, drafter.steps)
+    lookup = Lookup(text, drafter.reference)
     while (at := len(text) - len(turn.prompt)) < len(turn.text):
-        length, found = lookup.find(settings.nodes)
-        end = next((i for i, token in enumerate(found, 1) if token in ends), None)
-        sources = Sources(length, found[:end])
-        draft_chain(sources, drafted, at - 1, settings)
-        tokens, parents = best_tree(settings.odds, settings.costs, sources, settings.nodes)
-        right = walked(tokens, parents, turn.text[at:])
-        replay.add(at, right, len(turn.text) - at, len(tokens), len(sources.chain))
+        length, tokens = lookup.find(drafter.nodes)
+        end = next((i for i, token in enumerate(tokens, 1) if token in ends), None)
+        sources, grows = Sources(length, tokens[:end]), True
+        while grows and len(sources.chain) < drafter.steps and drafter.pays(sources):
+            step = at - 1, len(sources.chain)
+            choices = drafts.tokens_PSC[step].tolist(), drafts.chances_PSC[step].tolist()
+            (best, confidence), *further = zip(*choices, strict=True)
+            sources.chain.append(best)
+            sources.confidence.append(confidence)
+            sources.further.append(further)
+            grows = confidence > np.float32(drafter.threshold)
+        nodes, parents = drafter.tree(sources)
+        right = walked(nodes, parents, turn.text[at:])
+        replay.add(right, len(turn.text) - at, len(nodes), len(sources.chain))
         text += turn.text[at : at + right + 1]
     return replay
-
-
-def draft_chain(
-    sources: Sources, drafted: Drafted, position: int, settings: HybridSettings
-) -> None:
-    """Add a chain to the sources, as long as the hybrid drafts on."""
-    odds, costs, most = settings.odds, settings.costs, settings.nodes
-    while len(sources.chain) < settings.steps and drafting_pays(odds, costs, sources, most):
-        step = len(sources.chain)
-        sources.chain.append(int(drafted.tokens_PS[position, step]))
-        sources.confidence.append(float(drafted.chances_PS[position, step]))
-        choices = drafted.further_PSC[position, step], drafted.further_chances_PSC[position, step]
-        sources.further.append(list(zip(*(part.tolist() for part in choices), strict=True)))
-        if drafted.chances_PS[position, step] <= np.float32(settings.threshold):
-            break
 
 
 def walked(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> int:
@@ -222,13 +263,3 @@ def walked(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -
         node = children[node, text[depth]]
         depth += 1
     return depth
-
-
-def text_batch(turn: Turn, ends: Collection[int]) -> Batch:
-    """A row as decoding has it after the prefill, with no model behind it."""
-    longest, cpu = len(turn.prompt) + len(turn.text), torch.device("cpu")
-    cache = KVCache(1, longest + 1, 1, 1, torch.float32, devices=[])
-    batch = Batch(cache, longest, Sampling(), frozenset(ends), cpu, Budget(free))
-    batch.place(0, torch.tensor(turn.prompt), Request(turn.prompt, len(turn.text)))
-    batch.append(0, turn.text[:1])
-    return batch
