@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve load train curve tune speed soak estimate paper test test-slow test-vllm check \
-  format clean
+.PHONY: help setup demo chat serve load train curve tune speed soak estimate paper test test-slow test-llama \
+  test-vllm check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,9 @@ test: setup  ## run the CPU tests
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
+
+test-llama: setup  ## run the tests of integrations/llama_cpp
+	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)
 
 # vLLM has a virtual environment of its own (3.8 GB): it needs other versions than we do.
 VLLM_VENV ?= .venv-vllm

@@ -39,8 +39,7 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=20 speed.context_tokens=20 speed.phase_context=40 speed.batches=[1,2] "
-    "speed.bandwidth_megabytes=16"
+    "speed.new_tokens=20 speed.context_tokens=20 speed.batches=[1,2] speed.bandwidth_megabytes=16"
 )
 TUNED = (
     "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 measure_turns=1 "
@@ -168,9 +167,6 @@ APPENDED = {
     "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
     "scripts/estimate.py model=vicuna-7b": "",
     "scripts/estimate.py model=llama-3.1-70b +serving=two_models": "",
-    "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
-        "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"
-    ),
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),

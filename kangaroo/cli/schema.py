@@ -26,7 +26,6 @@ from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
-from kangaroo.evaluation.speed.cost_parts import CostConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.tune import TuneConfig
@@ -73,16 +72,6 @@ class EstimateCommand(TrainCommand):
 
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
     serving: ServingConfig | None = None
-
-
-@dataclass
-class CostCommand:
-    """`python scripts/cost.py`: training against the frozen forward alone."""
-
-    model: ModelConfig = MISSING
-    trainer: TrainerConfig = MISSING
-    cost: CostConfig = field(default_factory=CostConfig)
-    output: str = MISSING
 
 
 @dataclass
@@ -285,7 +274,6 @@ def register() -> None:
     cs = ConfigStore.instance()
     cs.store(name="train_schema", node=TrainCommand)
     cs.store(name="estimate_schema", node=EstimateCommand)
-    cs.store(name="cost_schema", node=CostCommand)
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="soak_schema", node=SoakCommand)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain
-from kangaroo.cli.schema import CostCommand, EstimateCommand, TrainCommand
+from kangaroo.cli.schema import EstimateCommand, TrainCommand
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.estimate import estimate_report, serving_report
@@ -19,8 +19,6 @@ from kangaroo.estimate.expectation import Text, check_disk, expect
 from kangaroo.estimate.fit import check_training, foresee
 from kangaroo.estimate.serving import ServingConfig
 from kangaroo.estimate.serving_report import Serving
-from kangaroo.evaluation.speed import cost_report
-from kangaroo.evaluation.speed.cost import measure
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, options_of
 from kangaroo.models.meta_model import blueprint
@@ -161,11 +159,3 @@ def _plan_serving(config: EstimateCommand, plan: ServingConfig) -> None:
     log.info("%s", text)
     if plan.page is not None:
         serving_report.rewrite(Path(plan.page), config.model.name, text)
-
-
-@command("cost")
-def cost(config: CostCommand) -> None:
-    """Measure training, part by part, against the frozen forward alone."""
-    lm, _ = load_target(config.model)
-    result = measure(lm, config.model, config.cost, config.trainer)
-    cost_report.write(result, Path(config.output), Console())
