@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve load train curve tune speed soak estimate paper test test-slow test-llama \
+.PHONY: help setup demo chat serve load train curve tune speed soak paper test test-slow test-llama \
   test-vllm check format clean
 
 help:  ## list the targets
@@ -59,18 +59,6 @@ speed: setup  ## time the engine's steps
 
 soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
 	$(BIN)/python scripts/soak.py $(ARGS)
-
-TABLE = outputs/estimate.md
-ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)
-estimate: setup  ## write what each training takes (outputs/estimate.md), and serving (docs/serving.md)
-	rm -f $(TABLE)
-	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
-	  $(ESTIMATE) model=$$name || exit 1; \
-	done
-	for name in ours-7b smollm2; do \
-	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
-	done
-	$(BIN)/python scripts/estimate.py model=llama-3.1-70b +serving=two_models serving.page=docs/serving.md
 
 # The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature

@@ -15,7 +15,7 @@ from kangaroo.cli.making import (
     split,
 )
 from kangaroo.cli.serving import load, serve
-from kangaroo.cli.training import estimate, make_data, train
+from kangaroo.cli.training import make_data, train
 from kangaroo.cli.tuning import learning_curve, tune
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "chat",
     "compare",
     "datastore",
-    "estimate",
     "evaluate",
     "export",
     "import_adapter",

@@ -22,8 +22,6 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
-from kangaroo.estimate.estimate_report import EstimateConfig
-from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
@@ -62,16 +60,7 @@ class TrainCommand:
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
     output: str = MISSING
-
-
-@dataclass
-class EstimateCommand(TrainCommand):
-    """`python scripts/estimate.py`: what `train.py` would take; or to serve the target, where that
-    is what is asked.
-    """
-
-    estimate: EstimateConfig = field(default_factory=EstimateConfig)
-    serving: ServingConfig | None = None
+    estimate: bool = False  # only say what it takes, and whether it fits
 
 
 @dataclass
@@ -273,7 +262,6 @@ def register() -> None:
     """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
     cs = ConfigStore.instance()
     cs.store(name="train_schema", node=TrainCommand)
-    cs.store(name="estimate_schema", node=EstimateCommand)
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="soak_schema", node=SoakCommand)
@@ -291,7 +279,6 @@ def register() -> None:
     cs.store(name="push_schema", node=PushCommand)
     cs.store(name="pull_schema", node=PullCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
-    cs.store(group="serving", name="schema", node=ServingConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)
