@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve load train tune speed soak estimate paper test test-slow test-vllm check \
-  format clean
+.PHONY: help setup demo chat serve load train tune speed soak paper test test-slow test-llama test-vllm \
+  check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -52,18 +52,6 @@ speed: setup  ## time the engine's steps
 soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
 	$(BIN)/python scripts/soak.py $(ARGS)
 
-TABLE = outputs/estimate.md
-ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)
-estimate: setup  ## write what each training takes (outputs/estimate.md), and serving (docs/serving.md)
-	rm -f $(TABLE)
-	for name in vicuna-7b vicuna-13b vicuna-33b llama-3.1-8b; do \
-	  $(ESTIMATE) model=$$name || exit 1; \
-	done
-	for name in ours-7b smollm2; do \
-	  $(ESTIMATE) experiment=$$name estimate.name=$$name || exit 1; \
-	done
-	$(BIN)/python scripts/estimate.py model=llama-3.1-70b +serving=two_models serving.page=docs/serving.md
-
 # The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
 PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192 trainer.decode_prompts=0
@@ -82,6 +70,9 @@ test: setup  ## run the CPU tests
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
+
+test-llama: setup  ## run the tests of integrations/llama_cpp
+	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)
 
 # vLLM has a virtual environment of its own (3.8 GB): it needs other versions than we do.
 VLLM_VENV ?= .venv-vllm

@@ -26,7 +26,7 @@ SECONDS_OF=(175 175 100 110 80 80)
 # sizes of the work; DRY does less of each
 TESTS=(-m gpu tests)
 SHAPE=random:
-SPEED=(speed.repeats=1 speed.new_tokens=64 speed.context_tokens=48 speed.rivals=false speed.memory=false speed.bandwidth_megabytes=8192)
+SPEED=(speed.repeats=1 speed.new_tokens=64 speed.context_tokens=48 'speed.rivals=[]' speed.bandwidth_megabytes=8192)
 SPEED_7B=("speed.contexts=[256,1024,1900]" "speed.batches=[1,4,16,32,64]" speed.prompts=3)
 SPEED_8B=("speed.contexts=[256,2048,8144]" "speed.batches=[1,16]" speed.prompts=2)
 EVALUATE=(bench=demo question_every=3 max_new_tokens=64)
@@ -70,7 +70,7 @@ PY
 command_of() {
   case $1 in
     check) COMMAND=(-m pytest -q "${TESTS[@]}") ;;
-    7b) shape 7b lmsys/vicuna-7b-v1.3 float16 "${SPEED_7B[@]}" speed.static=true ;;
+    7b) shape 7b lmsys/vicuna-7b-v1.3 float16 "${SPEED_7B[@]}" ;;
     8b) shape 8b meta-llama/Llama-3.1-8B-Instruct bfloat16 "${SPEED_8B[@]}" ;;
     methods)
       COMMAND=(evaluate.py model=smollm2-135m experiment=methods hardware=gpu "output=$RESULTS/methods" "${EVALUATE[@]}")
@@ -120,5 +120,5 @@ for i in "${!STAGES[@]}"; do
   echo "== $stage ended with status $status after $((SECONDS - begun)) s"
   [ "$status" -eq 0 ] || failed=1
 done
-"$PYTHON" scripts/gpu_page.py "$RESULTS" "$PAGE" || failed=1
+"$PYTHON" -m kangaroo.evaluation.speed.gpu_page "$RESULTS" "$PAGE" || failed=1
 exit $failed

@@ -35,7 +35,6 @@ ORDER = [
     {"data", "evaluation"},
     {"soak", "evaluation.study"},
     {"training"},
-    {"estimate"},
     {"evaluation.speed"},
     {"evaluation.tune"},
     {"api", "chat", "evaluation.race", "hub", "serving"},

@@ -31,7 +31,7 @@ from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling, pick
 from kangaroo.evaluation.speed.rivals import assistant
-from kangaroo.evaluation.speed.speed_trials import timed_generate
+from kangaroo.evaluation.speed.trials import timed_generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
 from kangaroo.models.known_configs import SHAPES

@@ -71,8 +71,6 @@ ALONE = [
     cli.datastore,
     cli.chat,
     cli.compare,
-    cli.cost,
-    cli.estimate,
     cli.export,
     cli.import_adapter,
     cli.search_layers,

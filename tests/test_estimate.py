@@ -1,36 +1,38 @@
-"""What a training takes: told from shapes alone, and held to what it did take."""
+"""What a training takes is told from shapes, held to what it did take, and refused if too much."""
 
+import json
 import shutil
 from collections import namedtuple
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers import random_prompts, recipe_of
-from transformers import T5Config
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from kangaroo import cli
 from kangaroo.data import store
-from kangaroo.engine import topk_logits as teacher
-from kangaroo.estimate.devices import matmul_speed
-from kangaroo.estimate.estimate_report import append
-from kangaroo.estimate.expectation import Planned, Text, check_disk, expect
+from kangaroo.engine import topk_logits
 from kangaroo.heads import adapter_files
-from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, load
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.meta_model import blueprint
 from kangaroo.models.target import LM
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.loop import train
 from kangaroo.training.micro_batch import look
 from kangaroo.training.recipe import trainees
-from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
+from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.tracking import NoTracker
 
-ROOT = Path(__file__).parents[1]
+GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
 RECIPES = [
     recipe_of(name="attention", exit_layers=[2, 3]),
@@ -38,84 +40,37 @@ RECIPES = [
     recipe_of(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
     recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
 ]
-# of the hub's safetensors files, in parameters
-PUBLISHED = {
-    "lmsys/vicuna-7b-v1.3": 6_738_415_616,
-    "lmsys/vicuna-13b-v1.3": 13_015_864_320,
-    "lmsys/vicuna-33b-v1.3": 32_528_943_616,
-    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
-    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
-    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
-}
+TEXT = Text(200, 10_000, 8_000, 50)
 
 
 def count(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def samples(number, length):
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": "Why?" * 4},
-                {"role": "assistant", "content": "x" * (length - 16)},
-            ],
-            "input_ids": ids,
-            "loss_mask": [0] * 16 + [1] * (length - 16),
-        }
-        for ids in random_prompts(*[length] * number)
-    ]
-
-
-@pytest.mark.parametrize("path", PUBLISHED)
-def test_known_shapes_have_the_published_number_of_parameters(path):
-    assert count(blueprint(ModelConfig(name="known", path=path))) == PUBLISHED[path]
-
-
-def test_the_papers_adapter_has_the_papers_size():
-    lm = blueprint(ModelConfig(name="vicuna-7b", path="lmsys/vicuna-7b-v1.3"))
-    expected = expect(
-        lm,
-        [recipe_of(name="a", exit_layers=[2])],
-        TrainerConfig(),
-        Text(200, 10_000, 8_000, 50),
-    )
-    assert expected.trained == {"a-exit2": 4 * 4096**2 + 2 * 4096}
-
-
-def test_parameters_are_those_of_the_real_modules():
-    lm = LM(load(MODEL)[0])
-    config = TrainerConfig(vocabulary=100)
-    expected = expect(blueprint(MODEL), RECIPES, config, Text(200, 10_000, 8_000, 50))
-    made = trainees(lm, RECIPES, torch.arange(100))
-    assert expected.target == count(lm)
-    assert expected.trained == {t.name: count(t.adapter) for t in made}
-
-
-def test_smollm2_is_the_model_in_the_table(smollm2):
-    """Also for an adapter: one that is made from the table alone fits the real target."""
-    shape, known = smollm2[0].config.to_dict(), blueprint(ModelConfig("smollm2", EMBEDDED))
-    fields = known.config.to_dict()
-    assert all(fields[name] == shape[name] for name in ("vocab_size", "max_position_embeddings"))
-    shipped = adapter_files.read_config(str(ROOT / "adapters/smollm2-135m"))
-    assert adapter_files.target_hash(known) == shipped.target_hash
+def samples(number, length, likeliest=0):
+    """Of random tokens, all but 16 the assistant's; with records of their distributions."""
+    data = []
+    for ids in random_prompts(*[length] * number):
+        sample = {"messages": [], "input_ids": ids, "loss_mask": [0] * 16 + [1] * (length - 16)}
+        if likeliest:
+            tokens = np.arange(likeliest)[None].repeat(length - 16, 0)
+            chances = np.full((length - 16, likeliest), 0.2)
+            sample["teacher"] = topk_logits.records(tokens, chances, 64)
+        data.append(sample)
+    return data
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
-    lm = LM(load(MODEL)[0])
-    config = TrainerConfig(accumulate=2)
-    expected = expect(lm, RECIPES, config, Text(200, 10_000, 8_000, 50)).memory
-    made = trainees(lm, RECIPES, None)
+    lm, config = LM(load(MODEL)[0]), TrainerConfig(accumulate=2, vocabulary=100)
+    expected = estimate(blueprint(MODEL), RECIPES, config, TEXT).memory
+    made = trainees(lm, RECIPES, torch.arange(100))
     real = backend.begin([t.adapter for t in made], config)
     for parameter in real.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     gradients = sum(p.nbytes + p.grad.nbytes for p in real.parameters.values())
     real.collect()
     real.step([0.1] * len(made))
-    (optimizer,) = real.optimizers
-    states = optimizer.state.values()
+    states = real.optimizers[0].state.values()
     assert expected["target"] == sum(p.nbytes for p in lm.parameters())
     assert expected["weights and gradients"] == gradients
     assert expected["exact sum"] == sum(total.nbytes for total in real.sums)
@@ -124,166 +79,262 @@ def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_activations_are_what_autograd_keeps(recipe, dtype):
-    lm = LM(load(replace(MODEL, dtype=dtype))[0])
-    made = trainees(lm, [replace(recipe, exit_layers=[2])], None)
+def test_activations_are_about_what_autograd_keeps(recipe, dtype):
+    lm, recipe = LM(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
+    made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
-    seen = look(lm, collate(samples(2, 40), 100, lm.device), made, 32)
+    seen = look(lm, collate(samples(2, 400), 400, lm.device), made, 32)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
-    own = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
     kept = {}
 
     def pack(x):
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage  # held, so that no address comes twice
         return x
 
-    half = dtype is not Dtype.float32
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-        torch.autocast("cpu", torch.bfloat16, enabled=half),
-    ):
+    half = torch.autocast("cpu", torch.bfloat16, enabled=dtype is not Dtype.float32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), half:
         adapter.states({2: f_BTD}, deep_BTD, seen.block, recipe.draft_steps)
     real = sum(storage.nbytes() for storage in kept.values())
-    expected = Planned(lm, recipe, "it", 2, None).saved(lm, rows=2, width=40)
-    # the cosines of RoPE are in the target's format, a few hundred bytes
-    assert expected == pytest.approx(real, rel=0.02)
+    config = TrainerConfig(batch_tokens=800)
+    expected = estimate(lm, [recipe], config, Text(8, 3200, 8, 400)).memory["activations"]
+    assert expected == pytest.approx(real, rel=0.4)
 
 
-def test_files_have_the_expected_size(tmp_path):
+def test_checkpoints_and_adapters_have_the_expected_size_and_a_full_disk_is_refused(
+    tmp_path, monkeypatch
+):
     lm, data = LM(load(MODEL)[0]), samples(64, 200)
-    store.save(data, tmp_path / "data", {}, {})
     config = TrainerConfig(
         epochs=1, holdout=8, evaluate_every=100, save_every=100, decode_prompts=0
     )
-    text = replace(Text.of(data, 2048), characters=1.0)
-    expected = expect(lm, RECIPES, config, text).disk
-    arrow = sum(file.stat().st_size for file in (tmp_path / "data").glob("*.arrow"))
-    assert arrow == pytest.approx(expected["dataset"], rel=0.05)
+    expected = estimate(lm, RECIPES, config, Text(64, 64 * 200, 64 * 184, 200))
     folders = train(lm, data, RECIPES, config, tmp_path, NoTracker(), {"fingerprint": "test"})
-    checkpoint = (tmp_path / CHECKPOINT).stat().st_size
-    assert 2 * checkpoint == pytest.approx(expected["checkpoint, while it is replaced"], rel=0.05)
     names = (adapter_files.WEIGHTS, adapter_files.VOCABULARY)
     saved = sum((folder / name).stat().st_size for folder in folders for name in names)
-    assert saved == pytest.approx(expected["adapters"], rel=0.1)  # tiny files, with headers
+    saved += 2 * (tmp_path / CHECKPOINT).stat().st_size
+    assert saved == pytest.approx(expected.disk, rel=0.05)
+    usage = namedtuple("usage", "total used free")(10, 9, 1)
+    expected.check_disk(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match="output="):
+        expected.check_disk(tmp_path)
 
 
-def kept_samples(number, length, likeliest=4):
-    """The same with records of their distributions."""
-    data = samples(number, length)
-    for one in data:
-        count = sum(one["loss_mask"])
-        tokens = np.arange(likeliest)[None].repeat(count, 0)
-        chances = np.full((count, likeliest), 0.2)
-        one["teacher"] = teacher.records(tokens, chances, 64)
-    return data
-
-
-def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_path):
-    lm, data = LM(load(MODEL)[0]), kept_samples(64, 200)
-    text, config = Text.of(data, 2048), TrainerConfig(epochs=2, holdout=8, remember=True)
-    assert text.teacher == 4
-    whole = replace(text, teacher=0)
-    shallow, fused = [RECIPES[0]], [RECIPES[0], RECIPES[3]]
-    kept, full = expect(lm, shallow, config, text), expect(lm, shallow, config, whole)
-    assert kept.flops["teacher's head"] == 0 < full.flops["teacher's head"]
-    part = kept.flops["frozen forward"] / full.flops["frozen forward"]
-    assert part == pytest.approx(3 / lm.n_layers)  # the deeper of its exits
-    assert sum(kept.memory.values()) < sum(full.memory.values())
-    # an adapter that reads what goes into the last layer needs those below it
-    deep, whole_deep = expect(lm, fused, config, text), expect(lm, fused, config, whole)
-    part = deep.flops["frozen forward"] / whole_deep.flops["frozen forward"]
-    assert part == pytest.approx((lm.n_layers - 1) / lm.n_layers)
-    assert deep.flops["teacher's head"] == 0 < whole_deep.flops["teacher's head"]
-    told = expect(lm, shallow, replace(config, kept=False), text)
-    assert (told.flops, told.memory) == (full.flops, full.memory)
-    store.save(data, tmp_path / "data", {}, {"teacher": {"model": lm.name, "likeliest": 4}})
-    sizes = {file.suffix: file.stat().st_size for file in (tmp_path / "data").iterdir()}
-    records = kept.disk["dataset"] - full.disk["dataset"]
-    assert records == kept.disk["shards"] - full.disk["shards"]
-    assert sizes[".npy"] == pytest.approx(records, rel=0.01)
+def test_kept_distributions_save_the_deep_layers_and_the_head():
+    lm, config = blueprint(MODEL), TrainerConfig(epochs=2, holdout=8)
+    text = Text(64, 64 * 200, 64 * 184, 200, likeliest=4)
+    whole = replace(text, likeliest=0)
+    for recipes, depth in ([RECIPES[0]], 3), ([RECIPES[0], RECIPES[3]], lm.n_layers - 1):
+        kept, full = estimate(lm, recipes, config, text), estimate(lm, recipes, config, whole)
+        forward = 2 * 2.0 * count(lm.layers) * int(56 / 64 * text.tokens)
+        head = 2 * 2.0 * lm.config.vocab_size * lm.config.hidden_size * 56 * 184
+        saved = forward * (1 - depth / lm.n_layers) + head
+        assert full.flops - kept.flops == pytest.approx(saved)
+        assert sum(kept.memory.values()) < sum(full.memory.values())
+        assert estimate(lm, recipes, replace(config, kept=False), text) == full
 
 
 def held_by(*things) -> int:
     """Bytes of all memory that tensors in these keep, a view's whole."""
-    tensors, found = [], list(things)
-    while found:
-        thing = found.pop()
+    storages, left = {}, list(things)
+    while left:
+        thing = left.pop()
         if isinstance(thing, torch.Tensor):
-            tensors.append(thing)
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
         elif isinstance(thing, dict):
-            found += thing.values()
+            left += thing.values()
         elif isinstance(thing, list | tuple):
-            found += thing
+            left += thing
         elif is_dataclass(thing):
-            found.append(vars(thing))
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+            left.append(vars(thing))
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
-    lm, data = LM(load(MODEL)[0]), kept_samples(17, 200)
+    lm, data = LM(load(MODEL)[0]), samples(16, 200, likeliest=4)
     recipe = recipe_of(exit_layers=[2], fused=fused)
     config = TrainerConfig(epochs=2, holdout=1, remember=True, batch_tokens=200)
-    seen = look(
-        lm, collate(data[:-1], 200, lm.device, kept=True), trainees(lm, [recipe], None), 256
-    )
-    told = expect(lm, [recipe], config, Text.of(data, 200)).memory["remembered states"]
+    made = trainees(lm, [recipe], None)
+    seen = look(lm, collate(data, 200, lm.device, kept=True), made, 256)
+    text = Text(17, 17 * 200, 17 * 184, 200, likeliest=4)
+    told = estimate(lm, [recipe], config, text).memory["remembered states"]
     assert told == pytest.approx(held_by(vars(seen)), rel=0.05)
 
 
 def test_text_that_is_not_learnt_costs_nothing():
-    text = Text(1000, 400_000, 200_000, 500)
+    lm, text = blueprint(MODEL), Text(1000, 400_000, 200_000, 500)
     config = TrainerConfig(remember=True, holdout=100)
-    whole = expect(blueprint(MODEL), RECIPES, config, text)
-    half = expect(blueprint(MODEL), RECIPES, replace(config, tokens=90_000), text)
-    most = expect(blueprint(MODEL), RECIPES, replace(config, tokens=200_000), text)
+    whole, half, most = (
+        estimate(lm, RECIPES, replace(config, tokens=tokens), text)
+        for tokens in (None, 90_000, 200_000)
+    )
     assert most == whole  # what is held out is not learnt anyway
     remembered = [told.memory["remembered states"] for told in (half, whole)]
     assert remembered[0] == pytest.approx(remembered[1] / 2, rel=0.01)
     assert half.steps == pytest.approx(whole.steps / 2, abs=1) and half.disk == whole.disk
 
 
-def test_an_unknown_model_needs_the_hub():
-    with pytest.raises(ModelNotFound, match=r"model\.path"):
-        blueprint(ModelConfig(name="nobody", path="nobody/has-this"))
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with GPUs of these names and free bytes, or with so much memory alone."""
+    monkeypatch.chdir(tmp_path)
+
+    def with_gpus(*gpus, current=0, memory=None):
+        def of(device=None):
+            index = current if device is None else device
+            assert index in range(len(gpus)), f"there is no GPU {index}"
+            return gpus[index]
+
+        answers = {
+            "is_available": lambda: bool(gpus),
+            "device_count": lambda: len(gpus),
+            "current_device": lambda: current,
+            "mem_get_info": lambda device: (of(device)[1], 80 * GB),
+            "get_device_name": lambda device=None: of(device)[0],
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        if memory is not None:
+            system = type("memory", (), {"available": memory})
+            monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
+
+    return with_gpus
 
 
-def test_random_weights_of_a_known_shape_have_that_shape():
-    known, made = (ModelConfig("m", f"{how}lmsys/vicuna-7b-v1.3") for how in ("", "random:"))
-    assert count(blueprint(known)) == count(blueprint(made))
+def foreseen(*overrides, processes=1):
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        config = OmegaConf.to_object(compose("train", ["output=out", *overrides]))
+    recipes = [config.adapter, *config.more.values()]
+    shapes = blueprint(config.model)
+    return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)
 
 
-def test_a_model_that_cannot_be_a_target_is_refused_by_its_config(tmp_path):
-    T5Config().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"cannot be a target: .*model\.path"):
-        blueprint(ModelConfig("t5", str(tmp_path)))
+def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_peak(machine):
+    machine((A100, 80 * GB))
+    devices, expected, lines = foreseen("model=vicuna-7b")
+    assert devices == Devices(A100, 80 * GB, 80 * GB, "cuda:0")
+    assert expected.memory["weights and gradients"] == 8 * (4 * 4096**2 + 2 * 4096)
+    assert lines[0] == f"on 1 x {A100}, 80.0 GB free for each" and "(assumed)" in lines[1]
+    hours = expected.flops / (0.4 * 312e12) / 3600
+    assert f"about {hours:.2g} hours of training, {hours / 10:.2g} an epoch" in lines[2]
+    assert "312 TFLOP/s (by its data sheet)" in lines[2]
+    assert len(lines) == 3  # ShareGPT's answers are not written anew
+    _, _, lines = foreseen("model=vicuna-7b", processes=8)
+    assert f"about {hours / 8:.2g} hours" in lines[2]
 
 
-def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch):
-    expected = expect(blueprint(MODEL), RECIPES, TrainerConfig(), Text(200, 10_000, 8_000, 50))
-    check_disk(expected, tmp_path)
-    usage = namedtuple("usage", "total used free")(10, 9, 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ConfigError, match="output="):
-        check_disk(expected, tmp_path)
+def test_a_local_file_is_read_before_anything_is_said_of_it(machine, tmp_path):
+    machine((A100, 80 * GB))
+    file = tmp_path / "talks.json"
+    talk = [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 400}]
+    file.write_text(json.dumps([{"conversations": talk}] * 60))
+    line = "model=smollm2-135m", "data=conversations", f"data.source={file}", "trainer.holdout=6"
+    *_, lines = foreseen(*line, "data.limit=20", "data.max_length=32")
+    assert f"for 20 conversations, 640 tokens (as many as in {file}, of an assumed" in lines[1]
+    with pytest.raises(ConfigError, match=r"holdout=60 .* of 60 .*Pass trainer\.holdout=6\."):
+        foreseen(*line, "trainer.holdout=60")
+    file.write_text("[]")
+    with pytest.raises(DataError, match="holds no conversations"):
+        foreseen(*line)
+    file.unlink()
+    with pytest.raises(DataError, match=f"there is no '{file}'"):
+        foreseen(*line)
 
 
-def test_rows_of_several_commands_become_one_table(tmp_path):
-    file = tmp_path / "new" / "table.md"
-    append({"training": "a", "steps": "1"}, file)
-    append({"training": "b", "steps": "2"}, file)
-    assert file.read_text().splitlines() == [
-        "| training | steps |",
-        "| --- | ---: |",
-        "| a | 1 |",
-        "| b | 2 |",
-    ]
+@pytest.mark.parametrize(
+    ("free", "line", "refused"),
+    [
+        (
+            80,
+            "model=smollm2-135m data=self_synthesis data.shards=2 data.shard_size=32 "
+            "trainer.holdout=64",
+            r"holdout=64 .* of 64 .*Pass trainer\.holdout=6\.",
+        ),
+        (15, "model=vicuna-7b", r"training takes 1\d\.\d GB .*target 13\.5 GB.*15\.0 GB free"),
+        (80, "model=vicuna-7b trainer.batch_tokens=262144", r"activations .*batch_tokens="),
+        (60, "model=vicuna-33b model.device_map=null", r"target takes 65\.1 GB.*device_map=auto"),
+        # 32 layers x 2 x 4096 x 2 bytes x 2048 tokens x 64 texts
+        (
+            80,
+            "model=vicuna-7b data.regenerate=true",
+            r"64 texts of up to 2048 tokens .*keys and "
+            r"values 68\.7 GB.* Pass data\.batch_size=61, or",
+        ),
+        (80, "model=vicuna-7b data.regenerate=true data.batch_size=62", r"batch_size=61, or"),
+        (13.6, "model=vicuna-7b data.regenerate=true", "Ask for shorter texts"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_numbers_and_the_fix(machine, free, line, refused):
+    machine((A100, int(free * GB)))
+    with pytest.raises(ConfigError, match=refused):
+        foreseen(*line.split())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_cpus_speed_is_measured_in_flops_per_second(dtype):
-    assert 1e8 < matmul_speed(dtype) < 1e14
+def test_texts_that_fit_are_written(machine):
+    machine((A100, 80 * GB))
+    *_, lines = foreseen("model=vicuna-7b", "data.regenerate=true", "data.batch_size=61")
+    assert "61 texts at a time" in lines[3]
+
+
+def test_each_process_counts_its_gpu_or_its_share_of_what_all_have(machine, monkeypatch):
+    machine((A100, 60 * GB), (A100, 50 * GB), current=1, memory=30 * GB)
+    devices, _, lines = foreseen("model=vicuna-33b")
+    assert devices.free == 110 * GB and f"2 x {A100}" in lines[0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"55\.0 GB free"):
+        foreseen("model=vicuna-33b", processes=2)
+    model = ModelConfig("m", "random:tiny")
+    assert Devices.of(model).free == 50 * GB
+    assert Devices.of(replace(model, device="cuda:0")).free == 60 * GB
+    assert Devices.of(replace(model, device="cpu")) == Devices("CPU", 15 * GB)
+
+
+def test_a_sharded_target_is_read_in_host_memory_and_trained_in_parts(machine, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    line = ["model=vicuna-33b", "trainer.shard_target=true"]
+    machine((A100, 40 * GB), memory=600 * GB)
+    devices, expected, _ = foreseen(*line, processes=8)
+    assert devices.free == 40 * GB and expected.memory["target"] < 10 * GB
+    machine((A100, 40 * GB), memory=400 * GB)
+    with pytest.raises(ConfigError, match=r"target takes 65\.1 GB.* and CPU has 50\.0 GB"):
+        foreseen(*line, processes=8)
+
+
+def test_a_cpu_and_an_unknown_gpu_are_measured(machine, monkeypatch):
+    machine(memory=8 * GB)
+    devices, _, lines = foreseen("model=smollm2-135m")
+    assert devices.free == 8 * GB and "(measured)" in lines[2] and "64 texts at a" in lines[3]
+    for dtype in torch.float32, torch.bfloat16:
+        assert 1e8 < devices.speed(dtype)[0] < 1e14
+    machine(("NVIDIA X9", 80 * GB), ("NVIDIA X9", 80 * GB), current=1)
+    places = {"cuda:1": (1e14, "measured")}
+    monkeypatch.setattr(Devices, "speed", lambda devices, dtype: places[devices.place])
+    _, expected, lines = foreseen("model=vicuna-7b")
+    hours = expected.flops / (0.4 * 1e14) / 3600
+    assert f"about {hours:.2g} hours" in lines[2] and "100 TFLOP/s (measured)" in lines[2]
+
+
+def test_data_that_are_there_are_counted_and_not_written_again(machine):
+    machine((A100, 10 * GB))
+    sample = {"messages": [], "input_ids": [1] * 50, "loss_mask": [0] * 20 + [1] * 30}
+    with pytest.raises(DataError, match="no complete dataset"):
+        foreseen("model=tiny", "data=mix")
+    paths = [Path("outputs/data", kind, "tiny") for kind in ("self_synthesis", "tasks")]
+    for path in paths:
+        store.save([sample] * 300, path, {}, {})
+    for line in ([], ["data=mix"]):
+        *_, lines = foreseen("model=tiny", *line)
+        assert len(lines) == 3 and f"as they lie in {paths[0]}" in lines[1]
+    assert "600 conversations, 30000 tokens" in lines[1]
+
+
+def test_remembered_states_count_once_the_text_is_known(machine):
+    machine((A100, 80 * GB))
+    devices, expected, _ = foreseen("model=vicuna-7b", "trainer.remember=true")
+    with pytest.raises(ConfigError, match=r"trainer\.remember=false"):
+        devices.check("training", expected.memory)

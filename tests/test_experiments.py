@@ -68,19 +68,3 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
             folder = f"{recipe.name}-exit{layer}"
             assert math.isfinite(metrics[-1][f"train/{folder}/loss"])
             assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture
-
-
-LARGE = ("vicuna-7b", "vicuna-13b", "vicuna-33b", "llama-3.1-8b")
-DOCUMENTED = {name: f"model={name}" for name in LARGE} | {
-    name: f"experiment={name}" for name in ("ours-7b", "smollm2")
-}
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_the_documented_row_is_what_the_command_says(name, tmp_path, capsys):
-    table = tmp_path / "estimate.md"
-    settings = [DOCUMENTED[name], f"estimate.name={name}", f"estimate.table={table}"]
-    inspect.unwrap(cli.estimate)(composed(*settings, command="estimate"))
-    documented = (ROOT / "docs/cost.md").read_text().splitlines()
-    assert set(table.read_text().splitlines()) <= set(documented), "make estimate writes it anew"
-    assert "hidden states" in capsys.readouterr().out

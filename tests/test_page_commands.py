@@ -39,8 +39,7 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=20 speed.context_tokens=20 speed.phase_context=40 speed.batches=[1,2] "
-    "speed.bandwidth_megabytes=16"
+    "speed.new_tokens=20 speed.context_tokens=20 speed.batches=[1,2] speed.bandwidth_megabytes=16"
 )
 TUNED = (
     "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
@@ -51,8 +50,6 @@ PAPERS = "recipe=vicuna-7b data.source=ShareGPT.json"
 
 # Lines that need no weights, and so no stand-in.
 AS_TYPED = {
-    "scripts/estimate.py model=vicuna-7b",
-    "scripts/estimate.py model=llama-3.1-70b +serving=two_models",
     "train.py model=vicuna-7b --cfg job",
 }
 
@@ -95,6 +92,7 @@ APPENDED = {
     "train.py model=smollm2-135m": f"{ONE} {BRIEF} {SHORT}",
     "train.py model=vicuna-7b": f"{PAPERS} {ONE} {BRIEF}",
     "train.py model=vicuna-7b --cfg job": "",
+    "train.py model=vicuna-7b estimate=true": f"{PAPERS} {ONE} {BRIEF}",
     "train.py model=vicuna-7b adapter=medusa": f"{PAPERS} {BRIEF}",
     "train.py experiment=paper/adapters": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=paper/adapters model=vicuna-7b": f"{PAPERS} {ONE} {BRIEF}",
@@ -132,8 +130,7 @@ APPENDED = {
         f"speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
     "scripts/speed.py bench@speed.bench=spec_bench +drafter@more.tree=kangaroo_tree "
-    "speed.prompts=24 speed.repeats=1 speed.contexts=[256,1024] speed.batches=[1,8,32] "
-    "speed.leave_out=[hf_early_exit,hf_truncated,hf_assistant,llama_ngram]": (
+    "speed.prompts=24 speed.repeats=1 speed.contexts=[256,1024] speed.batches=[1,8,32]": (
         f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
     ),
     "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
@@ -159,11 +156,6 @@ APPENDED = {
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py model=vicuna-7b": SHORT,
     "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
-    "scripts/estimate.py model=vicuna-7b": "",
-    "scripts/estimate.py model=llama-3.1-70b +serving=two_models": "",
-    "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
-        "cost.exit_layers=[2] cost.rounds=1 cost.memory=false cost.micro_batches=2"
-    ),
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),

@@ -14,7 +14,7 @@ from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.speed.speed_trials import timed_engine, timed_generate
+from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
 from kangaroo.utils.errors import DataError
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens

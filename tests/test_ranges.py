@@ -32,7 +32,6 @@ DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify
 BESIDES = {  # what a command has if it is asked for
     "train": ["data=conversations", "data.source=x", "adapter=eagle"],
     "make_data": ["adapter=medusa"],
-    "estimate": ["+serving=two_models", "model@serving.draft=tiny"],
     "evaluate": ["drafter=cascade", "drafter@drafter.second=rest"]
     + [f"+drafter@more.{name}={name}" for name in DRAFTERS],
 }

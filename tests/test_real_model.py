@@ -18,7 +18,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
 from kangaroo.evaluation.speed.rivals import assistant
-from kangaroo.evaluation.speed.speed_trials import timed_engine, timed_generate
+from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model

@@ -30,13 +30,13 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import UntilStop
-from kangaroo.estimate.devices import Devices
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.http import listen
 from kangaroo.serving.serve import check_memory
+from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 
 
@@ -439,14 +439,16 @@ def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
         assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_rows_that_do_not_fit_are_refused_with_what_does():
+def test_rows_that_do_not_fit_are_refused_with_what_does(monkeypatch):
     lm = target()
     row = 50 * lm.new_cache(1, 1).bytes()
-    check_memory(lm, rows=4, longest=50, devices=Devices("CPU", 4 * row, None))
+    free = iter([4 * row, 4 * row - 1, row - 1])
+    monkeypatch.setattr(memory, "free", lambda device: next(free))
+    check_memory(lm, rows=4, longest=50)
     with pytest.raises(ConfigError, match=r"rows=4 texts of up to 50 tokens .* Pass rows=3 or"):
-        check_memory(lm, rows=4, longest=50, devices=Devices("CPU", 4 * row - 1, None))
+        check_memory(lm, rows=4, longest=50)
     with pytest.raises(ConfigError, match=r"Pass longest= fewer tokens"):
-        check_memory(lm, rows=1, longest=50, devices=Devices("CPU", row - 1, None))
+        check_memory(lm, rows=1, longest=50)
 
 
 def test_a_port_in_use_is_named(address):

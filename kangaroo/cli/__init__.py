@@ -15,7 +15,7 @@ from kangaroo.cli.making import (
     split,
 )
 from kangaroo.cli.serving import load, serve
-from kangaroo.cli.training import cost, estimate, make_data, train
+from kangaroo.cli.training import make_data, train
 from kangaroo.cli.tuning import tune
 
 __all__ = [
@@ -23,9 +23,7 @@ __all__ = [
     "calibrate",
     "chat",
     "compare",
-    "cost",
     "datastore",
-    "estimate",
     "evaluate",
     "export",
     "import_adapter",

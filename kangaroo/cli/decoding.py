@@ -15,11 +15,8 @@ from kangaroo.cli.command import command, plain
 from kangaroo.cli.schema import SoakCommand, SpeedCommand, TalkCommand
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import fingerprint, load_questions
-from kangaroo.evaluation.speed import speed_report
-from kangaroo.evaluation.speed.peak import measure_memory
-from kangaroo.evaluation.speed.rivals import static_cache
+from kangaroo.evaluation.speed import report
 from kangaroo.evaluation.speed.speed import measure
-from kangaroo.evaluation.speed.speed_trials import long_prompt
 from kangaroo.soak import certificate
 from kangaroo.soak.run import Task
 from kangaroo.soak.run import soak as soaked
@@ -36,18 +33,7 @@ def speed(config: SpeedCommand) -> None:
     lm, tokenizer = load_target(config.model)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
-    output, options = Path(config.output), config.speed
-    speed_report.write(result, output)  # what follows may take too long, or too much memory
-    if options.static:
-        prompt = long_prompt(tokenizer, options.phase_context)
-        result["static"] = static_cache(lm, prompt, options.context_tokens)
-    if options.memory:
-        prompt = long_prompt(tokenizer, max(c["context"] for c in result["contexts"]))
-        memory = measure_memory(config.model, config.drafter, prompt, options.context_tokens)
-        result["memory"] = memory
-    speed_report.write(result, output)
-    speed_report.show(result, Console())
-    log.info("saved in %s", output)
+    report.write(result, Path(config.output), Console())
 
 
 @command("soak", goes_on=True)

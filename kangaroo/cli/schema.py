@@ -22,11 +22,8 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
-from kangaroo.estimate.estimate_report import EstimateConfig
-from kangaroo.estimate.serving import ServingConfig
 from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
-from kangaroo.evaluation.speed.cost_parts import CostConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.search import TuneConfig
@@ -62,26 +59,7 @@ class TrainCommand:
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
     output: str = MISSING
-
-
-@dataclass
-class EstimateCommand(TrainCommand):
-    """`python scripts/estimate.py`: what `train.py` would take; or to serve the target, where that
-    is what is asked.
-    """
-
-    estimate: EstimateConfig = field(default_factory=EstimateConfig)
-    serving: ServingConfig | None = None
-
-
-@dataclass
-class CostCommand:
-    """`python scripts/cost.py`: training against the frozen forward alone."""
-
-    model: ModelConfig = MISSING
-    trainer: TrainerConfig = MISSING
-    cost: CostConfig = field(default_factory=CostConfig)
-    output: str = MISSING
+    estimate: bool = False  # only say what it takes, and whether it fits
 
 
 @dataclass
@@ -274,8 +252,6 @@ def register() -> None:
     """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
     cs = ConfigStore.instance()
     cs.store(name="train_schema", node=TrainCommand)
-    cs.store(name="estimate_schema", node=EstimateCommand)
-    cs.store(name="cost_schema", node=CostCommand)
     cs.store(name="evaluate_schema", node=EvaluateCommand)
     cs.store(name="speed_schema", node=SpeedCommand)
     cs.store(name="soak_schema", node=SoakCommand)
@@ -292,7 +268,6 @@ def register() -> None:
     cs.store(name="push_schema", node=PushCommand)
     cs.store(name="pull_schema", node=PullCommand)
     cs.store(group="model", name="schema", node=ModelConfig)
-    cs.store(group="serving", name="schema", node=ServingConfig)
     cs.store(group="bench", name="schema", node=BenchConfig)
     cs.store(group="adapter", name="schema", node=AdapterRecipe)
     cs.store(group="trainer", name="schema", node=TrainerConfig)

@@ -1,4 +1,4 @@
-"""Commands about training: run it, write its data, say or measure what it takes."""
+"""Commands about training: say what it takes, write its data, run it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain
-from kangaroo.cli.schema import CostCommand, EstimateCommand, TrainCommand
+from kangaroo.cli.schema import TrainCommand
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
-from kangaroo.estimate import estimate_report, serving_report
-from kangaroo.estimate.devices import MEMORY, Device, Devices, found
-from kangaroo.estimate.expectation import Text, check_disk, expect
-from kangaroo.estimate.fit import check_training, foresee
-from kangaroo.estimate.serving import ServingConfig
-from kangaroo.estimate.serving_report import Serving
-from kangaroo.evaluation.speed import cost_report
-from kangaroo.evaluation.speed.cost import measure
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, options_of
 from kangaroo.models.meta_model import blueprint
 from kangaroo.models.target import LM
 from kangaroo.training import backend, curves, loop
-from kangaroo.training.work import check_holdout
+from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks
@@ -43,21 +33,24 @@ SLOW_BFLOAT16 = (
 
 @command("train", shared=True, goes_on=True)
 def train(config: TrainCommand) -> float | None:
-    """Let the target write its data, train adapters on it, and save them. Returns the best
-    held-out compression rate.
+    """Say what a training takes; let the target write its data, train adapters on it, and save
+    them. Returns the best held-out compression rate.
     """
     in_group(config.logger, config.model.name)
     with joined() as own:
         backend.check(config.trainer, own)
         check_format(config.model)
-        lm, devices = _target_with_data(config, own)
+        devices = say_what_it_takes(config, own)
+        if config.estimate:
+            return None
+        lm = _target_with_data(config, own)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
         config.trainer, _ = loop.settled(config.trainer, lm, output, own)
-        text = Text.of(samples, config.trainer.max_length)
-        expected = expect(lm, recipes, config.trainer, text, own.world)
-        log.info("%s", expected.summary())
-        check_training(expected.memory, devices)
+        text = Text.of(config.data, config.trainer.max_length)
+        expected = estimate(lm, recipes, config.trainer, text, own.world)
+        log.info("%s", expected.summary(text))
+        devices.check("training", expected.memory)
         logger = config.logger if own.is_first else NoTrackerConfig()
         known = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
@@ -71,29 +64,40 @@ def train(config: TrainCommand) -> float | None:
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
     with joined() as own:
-        _target_with_data(config, own, holds_out=False)
+        say_what_it_takes(config, own, holds_out=False)
+        if not config.estimate:
+            _target_with_data(config, own)
 
 
 def check_format(model: ModelConfig) -> None:
     """Warn where training would be slow in the model's number format."""
-    if found(model).kind is Device.cpu and not torch_multiplies(model.dtype.torch):
+    if Devices.of(model).place == "cpu" and not torch_multiplies(model.dtype.torch):
         log.warning("%s", SLOW_BFLOAT16)
 
 
-def _target_with_data(
-    config: TrainCommand, own: Ranks, holds_out: bool = True
-) -> tuple[LM, Devices]:
-    """The target and what it lies on, once the data is there; what that takes is said before."""
+def say_what_it_takes(config: TrainCommand, own: Ranks, holds_out: bool = True) -> Devices:
+    """Log what the run takes on the devices that it finds, which are returned.
+
+    Args:
+        holds_out: false where the run only writes the data.
+
+    Errors: `ConfigError` where it cannot fit, or would hold out all that there is.
+    """
+    lm, output = blueprint(config.model), Path(config.output)
     recipes = [config.adapter, *config.more.values()]
     devices, expected, lines = foresee(
-        *(blueprint(config.model), recipes, config.model, config.data, config.trainer),
-        *(own.world, holds_out),
+        lm, recipes, config.model, config.data, config.trainer, own.world, holds_out
     )
     for line in lines:
         log.info("%s", line)
     if own.is_first:
-        check_disk(expected, Path(config.output))
+        expected.check_disk(output)
     own.wait()  # who loads its target earlier takes memory that others count
+    return devices
+
+
+def _target_with_data(config: TrainCommand, own: Ranks) -> LM:
+    """The target, once the data is there."""
     # a sharded target goes to the GPUs part by part, just before training
     whole = not config.trainer.shard_target
     lm, tokenizer = load_target(
@@ -105,7 +109,7 @@ def _target_with_data(
     counts = about["conversations"], about["tokens"], about["assistant_tokens"]
     told = "%d conversations, %d tokens, %d of the assistant, from %s"
     log.info(told, *counts, config.data.path)
-    return lm, devices
+    return lm
 
 
 def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
@@ -132,40 +136,3 @@ def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
     numbers = {name: value for name, value in best.items() if not isinstance(value, str)}
     tracker.result(numbers, {"adapters": rows}, plots)
     return float(best["compression_rate"])
-
-
-@command("estimate")
-def estimate(config: EstimateCommand) -> None:
-    """Say what a training takes, or serving the target, without weights; a local source is read."""
-    if config.serving is not None:
-        _plan_serving(config, config.serving)
-        return
-    assumed, trainer, dtype = config.estimate, config.trainer, config.model.dtype.torch
-    text, _ = assumed.text(config.data, trainer)
-    check_holdout(trainer.holdout, text.conversations)
-    recipes = [config.adapter, *config.more.values()]
-    lm, memory = blueprint(config.model), MEMORY[assumed.device]
-    trainer = trainer.on(memory, lm.config.vocab_size)
-    expected = expect(lm, recipes, trainer, text, assumed.devices(trainer))
-    Console().print(estimate_report.terminal(expected, assumed, trainer, text, dtype))
-    if assumed.table is not None:
-        row = estimate_report.row(expected, assumed, trainer, config.model.name, dtype)
-        estimate_report.append(row, Path(assumed.table))
-
-
-def _plan_serving(config: EstimateCommand, plan: ServingConfig) -> None:
-    lm, draft = blueprint(config.model), blueprint(plan.draft)
-    vocabulary = config.trainer.vocabulary
-    serving = Serving(lm, draft, config.model, config.adapter, vocabulary, plan)
-    text = serving_report.markdown(serving)
-    log.info("%s", text)
-    if plan.page is not None:
-        serving_report.rewrite(Path(plan.page), config.model.name, text)
-
-
-@command("cost")
-def cost(config: CostCommand) -> None:
-    """Measure training, part by part, against the frozen forward alone."""
-    lm, _ = load_target(config.model)
-    result = measure(lm, config.model, config.cost, config.trainer)
-    cost_report.write(result, Path(config.output), Console())

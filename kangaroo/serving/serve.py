@@ -12,11 +12,11 @@ from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.warm_up import warm_up
-from kangaroo.estimate.devices import Devices, found
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
+from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, MissingPackage
 from kangaroo.utils.folders import install
 
@@ -31,19 +31,20 @@ def check_installed() -> None:
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
 
-def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:
-    """Raise `ConfigError` where keys and values of so many texts of `longest` tokens do not fit:
-    they have their place from the start. Log what they take.
+def check_memory(lm: LM, rows: int, longest: int) -> None:
+    """Raise `ConfigError` where keys and values of so many texts of `longest` tokens do not fit
+    beside the model: they have their place from the start. Log what they take.
     """
     row = lm.cache_like(1, 1, lm.layer_devices).bytes() * longest
-    taken, free = f"{rows * row / 1e9:.1f} GB", f"{devices.free / 1e9:.1f} GB"
+    free = sum(map(memory.free, set(lm.layer_devices)))
+    taken, left = f"{rows * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
     log.info(f"{rows} texts of up to {longest} tokens: {taken} of keys and values")
-    if rows * row <= devices.free:
+    if rows * row <= free:
         return
-    fix = f"rows={devices.free // row} or " if devices.free >= row else ""
+    fix = f"rows={free // row} or " if free >= row else ""
     raise ConfigError(
         f"rows={rows} texts of up to {longest} tokens take {taken} of keys and values, and "
-        f"{devices.name} has {free} free beside the model. Pass {fix}longest= fewer tokens."
+        f"{left} are free beside the model. Pass {fix}longest= fewer tokens."
     )
 
 
@@ -52,7 +53,7 @@ def _loaded(
 ) -> tuple[Engine, PreTrainedTokenizerBase, int]:
     lm, tokenizer = load_target(model)
     longest = min(config.longest or lm.context, lm.context)
-    check_memory(lm, config.rows, longest, found(model))
+    check_memory(lm, config.rows, longest)
     engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
     warm_up(engine, config.rows, longest)
     return engine, tokenizer, longest

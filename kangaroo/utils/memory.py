@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 # psutil does not tell the peak of a Linux process. getrusage does, but begins with the parent's.
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 
 
 def peak(device: torch.device) -> int:
@@ -37,38 +34,12 @@ def total(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def begin_peak(device: torch.device) -> bool:
-    """Let the peak begin anew with what is held now; False where the system cannot."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif _CLEAR.exists():
-        _CLEAR.write_text("5")
-    else:
-        return False
-    return True
-
-
 def free(device: torch.device) -> int:
     """What a further tensor of this process may take on that device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def resident() -> int:
-    """What this process holds of the CPU's memory now."""
-    return psutil.Process().memory_info().rss
-
-
-def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns in a process of its own, in which nothing was held before.
-
-    It has this one's number of threads. A fork would hold the parent's memory, so it is spawned.
-    """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
-        return pool.apply(work, arguments)
 
 
 def weights(*modules: nn.Module) -> int:

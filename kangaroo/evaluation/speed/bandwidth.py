@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,62 +17,26 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import LM
 from kangaroo.utils.memory import weights
 
-REPEATS = 15
 
-
-@dataclass(frozen=True)
 class Reads:
-    """Sizes in bytes of what a forward reads; each is read once a forward, if at all.
-
-    Args:
-        shallow, deep: the weights of the target's layers below and above the exit.
-        norm, head: the target's final norm and LM head.
-        draft_head: the part of the head that a draft token reads.
-        row: one token's row of the embedding table. The rest of the table is not read, unless the
-            head is tied to it, and then it is the head.
-        adapter: the adapter's weights.
-        adapter_depth: of how many layers it has keys and values.
-        kv: the keys and values of one token in one layer.
-        exit_layer: 0 for vanilla decoding, to which all layers are deep.
-        n_layers: of the target.
+    """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
+    that drafts from a vocabulary of that size; None is the whole one. Of the embedding table that
+    is one row a token, unless the head is tied to it.
     """
 
-    shallow: int
-    deep: int
-    norm: int
-    head: int
-    draft_head: int
-    row: int
-    adapter: int
-    adapter_depth: int
-    kv: int
-    exit_layer: int
-    n_layers: int
-
-    @staticmethod
-    def of(lm: LM, adapter: Layer | None = None, vocabulary: int | None = None) -> Reads:
-        """Of decoding with an adapter, or vanilla.
-
-        Args:
-            vocabulary: size of the draft vocabulary; None is the whole one.
-        """
-        exit_layer = 0 if adapter is None else adapter.exit_layer
-        parts = [] if adapter is None else adapter.named_children()
+    def __init__(self, lm: LM, adapter: Layer | None = None, vocabulary: int | None = None):
+        self.exit_layer = 0 if adapter is None else adapter.exit_layer
+        self.n_layers, self.kv = lm.n_layers, lm.cache_like(1, 1, [lm.device]).bytes()
+        self.shallow = weights(*lm.layers[: self.exit_layer])
+        self.deep = weights(*lm.layers[self.exit_layer :])
         table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
-        return Reads(
-            shallow=weights(*lm.layers[:exit_layer]),
-            deep=weights(*lm.layers[exit_layer:]),
-            norm=weights(lm.hf.model.norm),
-            head=head,
-            draft_head=head if vocabulary is None else head * vocabulary // len(table),
-            row=table.shape[1] * table.element_size(),
-            # a head of its own counts as the draft head, which it is
-            adapter=weights(*(module for name, module in parts if name != "head")),
-            adapter_depth=0 if adapter is None else adapter.depth,
-            kv=lm.cache_like(1, 1, [lm.device]).bytes(),
-            exit_layer=exit_layer,
-            n_layers=lm.n_layers,
-        )
+        self.head = weights(lm.hf.model.norm) + head
+        self.draft_head = head if vocabulary is None else head * vocabulary // len(table)
+        self.row = table.shape[1] * table.element_size()
+        parts = [] if adapter is None else adapter.named_children()
+        # a head of its own counts as the draft head, which it is
+        self.adapter = weights(*(module for name, module in parts if name != "head"))
+        self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:
         """Of the drafting in one round: the pending token and each draft token pass the shallow
@@ -83,15 +46,15 @@ class Reads:
             length: committed tokens, the pending one included.
             drafted: draft tokens; 0 for vanilla, which reads the pending token's embedding alone.
         """
-        below = self.row + self.shallow
-        shallow = sum(below + self.exit_layer * self.kv * (length + i) for i in range(drafted + 1))
-        own, keys = self.adapter + self.draft_head, self.adapter_depth * self.kv
-        return shallow + sum(own + keys * (length + i) for i in range(drafted))
+        below, keys_below = self.row + self.shallow, self.exit_layer * self.kv
+        beside, keys_beside = self.adapter + self.draft_head, self.adapter_depth * self.kv
+        shallow = sum(below + keys_below * (length + i) for i in range(drafted + 1))
+        return shallow + sum(beside + keys_beside * (length + i) for i in range(drafted))
 
     def verify(self, length: int, drafted: int) -> int:
         """Of the one forward through the layers above the exit that ends a round."""
         above = self.n_layers - self.exit_layer
-        return self.deep + self.norm + self.head + above * self.kv * (length + drafted)
+        return self.deep + self.head + above * self.kv * (length + drafted)
 
     def round(self, length: int, drafted: int) -> int:
         """Of a draft of so many tokens and its verification, after `length` tokens."""
@@ -99,22 +62,15 @@ class Reads:
 
 
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
-    """Bytes a second, the median of several passes that read a buffer in order, as weights are.
-
-    Args:
-        megabytes: size of the buffer (2**20 bytes); far more than the last-level cache, and enough
-            to take milliseconds.
+    """Bytes a second, the median of several passes that read a buffer in order, as weights are; it
+    has so many times 2**20 bytes, far more than the last-level cache.
     """
     source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
-    return source.numel() * source.element_size() / median_seconds(source.sum, device, REPEATS)
+    return source.nbytes / median_seconds(source.sum, device, repeats=15)
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Of one call, after two that warm up; the device is waited for after each, as a step's is.
-
-    `torch.utils.benchmark` would wait once for many calls, and knows no clock that stands still
-    while graphs are recorded.
-    """
+    """Of one call, after two that warm up; the device is waited for after each, as a step's is."""
     seconds = []
     for _ in range(repeats + 2):
         start = now(device)

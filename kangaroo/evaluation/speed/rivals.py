@@ -2,57 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.evaluation.speed.speed_trials import Method, timed_generate
+from kangaroo.evaluation.speed.trials import Method, timed_generate
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model, truncated
 from kangaroo.models.target import LM
+from kangaroo.utils.errors import ConfigError
 
 
-def static_cache(lm: LM, prompt: list[int], new_tokens: int) -> dict[str, float]:
-    """Milliseconds of a token by `generate` with a static cache, and of the first.
+def rivals(lm: LM, drafter: Kangaroo, names: Sequence[str]) -> dict[str, Method]:
+    """Those of these names: prompt lookup; the target's first layers with its own norm and head, by
+    `generate`'s early exit and as a model with a cache of its own; the adapter, exported.
 
-    On a GPU torch compiles the passes over one token, and again for every length of the cache. So
-    one text is written three times, and the last of them counts.
+    Errors: `ConfigError` for another name, and for an adapter that cannot be exported.
     """
-    write = timed_generate(lm, cache_implementation="static")
-    *_, last = (write(prompt, new_tokens) for _ in range(3))
-    return {
-        "context": len(prompt),
-        "ms_per_token": 1e3 * last.seconds_per_token,
-        "first_ms": 1e3 * last.first_seconds,
+    adapter = cast(Adapter, drafter.adapter)
+    speculations: dict[str, Callable[[], dict[str, Any]]] = {
+        "hf_lookup": lambda: {"prompt_lookup_num_tokens": 10},
+        "hf_early_exit": lambda: {"assistant_early_exit": drafter.exit_layer},
+        "hf_truncated": lambda: {"assistant_model": assistant(truncated(lm, drafter.exit_layer))},
+        "hf_assistant": lambda: {"assistant_model": assistant(draft_model(lm, adapter))},
     }
-
-
-class Generating(Protocol):
-    """A model of transformers by the one method that is wrapped here."""
-
-    generate: Callable[..., Any]
-
-
-def rivals(lm: LM, drafter: Kangaroo) -> dict[str, Method]:
-    """Those that this target and this adapter can have, by name: prompt lookup; the target's first
-    layers with its own norm and head, by `generate`'s early exit and as a model with a cache of its
-    own; the adapter, exported.
-    """
-    exit_layer, adapter = drafter.exit_layer, drafter.adapter
-    found = {
-        "hf_lookup": timed_generate(lm, prompt_lookup_num_tokens=10),
-        "hf_early_exit": timed_generate(lm, assistant_early_exit=exit_layer),
-        "hf_truncated": timed_generate(lm, assistant_model=assistant(truncated(lm, exit_layer))),
-    }
-    if isinstance(adapter, Adapter) and adapter.architecture.attention and adapter.deep_tap is None:
-        found["hf_assistant"] = timed_generate(
-            lm, assistant_model=assistant(draft_model(lm, adapter))
-        )
-    return found
+    if unknown := set(names) - set(speculations):
+        there = ", ".join(speculations)
+        raise ConfigError(f"speed.rivals: there is no rival '{min(unknown)}'; there are {there}.")
+    return {name: timed_generate(lm, **speculations[name]()) for name in names}
 
 
 def assistant(model: PreTrainedModel) -> PreTrainedModel:
@@ -62,12 +43,12 @@ def assistant(model: PreTrainedModel) -> PreTrainedModel:
     then takes the whole text again, on top of its cache, in every round, and drafts after a text
     that repeats itself. With a mask it goes on where it stopped.
     """
-    generating = cast(Generating, model)
-    generate = generating.generate
+    wrapped = cast(Any, model)
+    generate = wrapped.generate
 
     def masked(*, input_ids: Tensor, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = torch.ones_like(input_ids)
         return generate(input_ids=input_ids, **kwargs)
 
-    generating.generate = masked
+    wrapped.generate = masked
     return model

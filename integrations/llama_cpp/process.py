@@ -1,4 +1,4 @@
-"""llama.cpp's server, in a process of its own: `python llama_process.py SETTINGS` (in JSON).
+"""llama.cpp's server, in a process of its own: `python process.py GGUF THREADS CONTEXT`.
 
 In one process its threads and ours would share OpenMP's pool, which makes threads wait less
 patiently when there are more of them than cores: both would be slower. It prints its address and
@@ -7,22 +7,16 @@ ends with its input, so with whoever started it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
+import xllamacpp  # of the extra `benchmark`
 
-def serve(gguf: str, threads: int, context: int, ngram: int, draft: int) -> None:
-    """Serve one model, one text at a time.
 
-    Args:
-        gguf: the model's file, which is mapped, not copied.
-        context: most tokens of prompt and answer.
-        ngram: speculate: draft what followed these last tokens when they came before; 0 is not to.
-        draft: tokens drafted at once.
+def serve(gguf: str, threads: int, context: int) -> None:
+    """Serve one model, whose file is mapped, one text at a time; `context` is the most tokens of
+    prompt and answer.
     """
-    import xllamacpp  # of the extra `benchmark`
-
     params = xllamacpp.CommonParams()
     params.model.path = gguf
     params.n_ctx = context
@@ -32,11 +26,6 @@ def serve(gguf: str, threads: int, context: int, ngram: int, draft: int) -> None
     params.cache_ram_mib = 0  # it would keep copies of the caches of earlier texts
     params.fit_params = False  # loads the model twice
     params.verbosity = 1  # errors
-    if ngram:
-        kinds = xllamacpp.common_speculative_type
-        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        params.speculative.ngram_simple.size_n = ngram
-        params.speculative.ngram_simple.size_m = draft
     server = xllamacpp.Server(params)
     sys.stdout.write(f"{server.listening_address}\n")
     sys.stdout.flush()
@@ -45,4 +34,4 @@ def serve(gguf: str, threads: int, context: int, ngram: int, draft: int) -> None
 
 
 if __name__ == "__main__":
-    serve(**json.loads(sys.argv[1]))
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

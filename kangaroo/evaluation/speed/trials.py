@@ -7,8 +7,9 @@ The first round of a text, which is the prefill, is timed apart; what comes afte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ from kangaroo.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TAIL = 48  # tokens at the end of a long prompt that stay: the question and the assistant's header
-
 
 @dataclass
 class Trial:
@@ -39,8 +38,6 @@ class Trial:
         decode_seconds: of all later rounds.
         rounds: (tokens written, tokens drafted) of each later round.
         draft_seconds, verify_seconds: parts of `decode_seconds`; 0 where they cannot be told apart.
-        prompt: index of the prompt.
-        repeat: index of the repetition.
     """
 
     prompt_tokens: int
@@ -50,9 +47,6 @@ class Trial:
     rounds: list[tuple[int, int]]
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    method: str = ""
-    prompt: int = 0
-    repeat: int = 0
 
     @property
     def decoded(self) -> int:
@@ -64,17 +58,10 @@ class Trial:
         """Tokens drafted after the first round."""
         return sum(drafted for _, drafted in self.rounds)
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Of decoding, the first round left out."""
-        return self.decode_seconds / self.decoded
-
     def lengths(self) -> list[int]:
         """Committed tokens before each later round."""
-        lengths = [self.prompt_tokens + len(self.tokens) - self.decoded]
-        for written, _ in self.rounds[:-1]:
-            lengths.append(lengths[-1] + written)
-        return lengths
+        first = self.prompt_tokens + len(self.tokens) - self.decoded
+        return list(accumulate((written for written, _ in self.rounds[:-1]), initial=first))
 
 
 Method = Callable[[list[int], int], Trial]
@@ -88,42 +75,27 @@ class Stopwatch(BaseStreamer):
         self.counts: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Tokens have come."""
         self.marks.append(running())
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        pass
 
 
 def timed_generate(lm: LM, **speculation: Any) -> Method:
-    """Greedy `generate` with the cache and attention that transformers uses by itself.
-
-    Args:
-        speculation: what `generate` takes for a way of its own to speculate.
-    """
+    """Greedy `generate` with transformers' own cache and attention, and its way to speculate."""
 
     def write(prompt: list[int], new_tokens: int) -> Trial:
-        tokens_1T = torch.tensor([prompt], device=lm.device)
-        watch = Stopwatch()
+        tokens_1T, watch = torch.tensor([prompt], device=lm.device), Stopwatch()
+        settings = generate_settings(Sampling(), ()) | speculation
+        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": watch}
         with transformers_attention(lm):
             start = running()
-            written_1T = lm.hf.generate(
-                tokens_1T,
-                attention_mask=torch.ones_like(tokens_1T),
-                max_new_tokens=new_tokens,
-                streamer=watch,
-                **generate_settings(Sampling(), ()),
-                **speculation,
-            )
+            written_1T = lm.hf.generate(tokens_1T, max_new_tokens=new_tokens, **settings)
         first, last = watch.marks[1], watch.marks[-1]
-        return Trial(
-            prompt_tokens=len(prompt),
-            tokens=written_1T[0, len(prompt) :].tolist(),
-            first_seconds=first - start,
-            decode_seconds=last - first,
-            rounds=[(count, 0) for count in watch.counts[2:]],
-        )
+        rounds = [(count, 0) for count in watch.counts[2:]]
+        text = written_1T[0, len(prompt) :].tolist()
+        return Trial(len(prompt), text, first - start, last - first, rounds)
 
     return write
 
@@ -141,36 +113,33 @@ def timed_engine(engine: Engine) -> Method:
             pass
         last = running()
         steps = stream.generation.steps[1:]
-        return Trial(
-            prompt_tokens=len(prompt),
-            tokens=stream.generation.tokens,
-            first_seconds=first - start,
-            decode_seconds=last - first,
-            rounds=[(len(step.tokens), step.drafted) for step in steps],
-            draft_seconds=sum(step.draft_seconds for step in steps),
-            verify_seconds=sum(step.verify_seconds for step in steps),
-        )
+        rounds = [(len(step.tokens), step.drafted) for step in steps]
+        draft = sum(step.draft_seconds for step in steps)
+        verify = sum(step.verify_seconds for step in steps)
+        text = stream.generation.tokens
+        return Trial(len(prompt), text, first - start, last - first, rounds, draft, verify)
 
     return write
 
 
 def take_turns(
-    methods: dict[str, Method],
+    methods: Mapping[str, Method],
     prompts: Sequence[list[int]],
     new_tokens: int,
     repeats: int,
     title: str,
-) -> list[Trial]:
-    """Every method on every prompt, repeatedly; who goes first changes each time."""
-    trials = []
+) -> dict[str, list[list[Trial]]]:
+    """Every method on every prompt, repeatedly; who goes first changes each time. By method the
+    trials of each prompt.
+    """
     names = list(methods)
+    trials: dict[str, list[list[Trial]]] = {name: [[] for _ in prompts] for name in names}
     bar = tqdm(total=len(names) * len(prompts) * repeats, unit="text", desc=title)
     for repeat in range(repeats):
         for index, prompt in enumerate(prompts):
             first = (repeat + index) % len(names)
             for name in names[first:] + names[:first]:
-                trial = methods[name](prompt, new_tokens)
-                trials.append(replace(trial, method=name, prompt=index, repeat=repeat))
+                trials[name][index].append(methods[name](prompt, new_tokens))
                 bar.update()
     bar.close()
     return trials
@@ -178,46 +147,29 @@ def take_turns(
 
 def question_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
-) -> tuple[list[list[int]], list[str]]:
-    """First turns of a bench, the same number of every task or one less, and their tasks.
-
-    Args:
-        longest: tokens of a prompt; longer ones are left out, with a warning.
+) -> list[list[int]]:
+    """First turns of a bench, evenly spread over its file and so over its tasks; those of more than
+    `longest` tokens are left out, with a warning.
 
     Errors: `ConfigError` where none is left.
     """
-    by_task: dict[str, list[list[int]]] = {}
-    left_out = 0
-    for question in load_questions(bench):
-        prompt = prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
-        if len(prompt) <= longest:
-            by_task.setdefault(question.task, []).append(prompt)
-        left_out += len(prompt) > longest
-    if left_out:
+    firsts = [question.turns[0] for question in load_questions(bench)]
+    prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
+    if left_out := len(prompts) - len(fitting):
         log.warning("%d questions are left out: they have over %d tokens", left_out, longest)
-    if not by_task:
+    if not fitting:
         raise ConfigError(
             f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
             "context leaves; lower speed.new_tokens or pass another bench."
         )
-    prompts, tasks = [], []
-    for i, (task, asked) in enumerate(by_task.items()):
-        share = len(range(i, count, len(by_task)))
-        for j in range(min(share, len(asked))):
-            prompts.append(asked[(2 * j + 1) * len(asked) // (2 * share)])
-            tasks.append(task)
-    return prompts, tasks
+    count = min(count, len(fitting))
+    return [fitting[(2 * i + 1) * len(fitting) // (2 * count)] for i in range(count)]
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """A question on the demo bench's long texts, cut (or repeated) to exactly `length` tokens."""
-    asked = [question.turns[0] for question in load_questions(BenchConfig())]
-    longest = sorted(asked, key=len, reverse=True)[:20]
-    ids: list[int] = []
-    text = ""
-    while len(ids) < length:
-        text += "\n\n".join(longest) + "\n\n"
-        question = f"{text}Write a detailed summary of all of the above."
-        ids = prompt_ids(tokenizer, [Message(role="user", content=question)])
-    tail = min(TAIL, length // 2)
-    return ids[: length - tail] + ids[len(ids) - tail :]
+    """The last `length` tokens of a question on the demo bench's long texts, again and again."""
+    texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
+    text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
+    ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
+    return (ids * (length // len(ids) + 1))[-length:]

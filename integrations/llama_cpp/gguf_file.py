@@ -108,14 +108,14 @@ def write(lm: LM, file: Path) -> None:
     writer.add_token_list([str(token) for token in range(config.vocab_size)])
     writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
     for name, weight in tensors(lm).items():
-        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if own_name is None:
+        llama_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if llama_name is None:
             raise UnsupportedModel(
                 f"'{lm.name}' is not written for llama.cpp, which has no tensor '{name}' in its "
                 "Llama models."
             )
         array, kind = as_stored(weight)
-        writer.add_tensor(own_name, array, raw_dtype=kind)
+        writer.add_tensor(llama_name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -124,21 +124,21 @@ def write(lm: LM, file: Path) -> None:
 
 def tensors(lm: LM) -> dict[str, Tensor]:
     """What the file holds, by transformers' names: a tied head once, and RoPE's scaling."""
-    config, found = lm.config, dict(lm.hf.state_dict())
+    config, weights = lm.config, dict(lm.hf.state_dict())
     if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)
-    for name in found:
+        weights.pop("lm_head.weight", None)
+    for name in weights:
         for part, heads in (
             ("q_proj", config.num_attention_heads),
             ("k_proj", config.num_key_value_heads),
         ):
             if f".{part}." in name:
-                found[name] = rotated_in_pairs(found[name], heads)
+                weights[name] = rotated_in_pairs(weights[name], heads)
     if config.rope_parameters["rope_type"] != "default":
         scaled = dict(lm.hf.named_buffers())["model.rotary_emb.inv_freq"].double()
         exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
-        found["rope_freqs.weight"] = (config.rope_parameters["rope_theta"] ** -exponents) / scaled
-    return found
+        weights["rope_freqs.weight"] = (config.rope_parameters["rope_theta"] ** -exponents) / scaled
+    return weights
 
 
 def rotated_in_pairs(weight: Tensor, heads: int) -> Tensor:

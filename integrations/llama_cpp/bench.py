@@ -1,0 +1,61 @@
+"""Our vanilla decoding and llama.cpp on the same prompts, in turn: prints a Markdown table.
+
+Greedy, at batch 1, as many threads for both. llama.cpp has the same weights in the same number
+format, and for the embedded model the 4-bit file too that it was made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from functools import partial
+
+from gguf_file import FORMATS, gguf_file
+from server import ask, server
+
+from kangaroo.api import load_target, model_config
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.paired import shown
+from kangaroo.evaluation.speed.speed import against_vanilla
+from kangaroo.evaluation.speed.trials import question_prompts, take_turns, timed_engine
+from kangaroo.models.embedded import EMBEDDED, embedded_gguf
+from kangaroo.utils import tables
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="a name of configs/model")
+    parser.add_argument("--questions", help="a file in Spec-Bench's format; else the demo bench")
+    parser.add_argument("--prompts", type=int, default=12, help="spread over the questions")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--repeats", type=int, default=1)
+    options = parser.parse_args()
+    lm, tokenizer = load_target(model_config(options.model))
+    bench, longest = BenchConfig(path=options.questions), lm.context - options.tokens
+    prompts = question_prompts(tokenizer, options.prompts, bench, longest)
+    files = {f"llama.cpp, {FORMATS.get(lm.dtype)}": gguf_file(lm)}
+    if lm.name == EMBEDDED:
+        files["llama.cpp, 4 bits"] = embedded_gguf()
+    methods = {"vanilla": timed_engine(Engine(lm, Vanilla()))}
+    with ExitStack() as processes:
+        context = max(map(len, prompts)) + options.tokens
+        for name, file in files.items():
+            methods[name] = partial(ask, processes.enter_context(server(file, context)))
+        take_turns(methods, prompts[:1], options.tokens, 1, "warm-up")
+        trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
+    rows = []
+    for name, texts in trials.items():
+        every = [trial for of_prompt in texts for trial in of_prompt]
+        rate = sum(t.decoded for t in every) / sum(t.decode_seconds for t in every)
+        result = against_vanilla(texts, trials["vanilla"])
+        times = shown(result["speedup"], result["speedup_ci95"], same=1.0)
+        texts_alike = f"{result['equal_texts']} of {len(prompts)}"
+        row = {"": name, "tokens/s": f"{rate:.1f}", "vanilla is faster by": times}
+        rows.append(row | {"vanilla's texts": texts_alike})
+    print(tables.markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

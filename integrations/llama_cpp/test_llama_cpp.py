@@ -1,0 +1,128 @@
+"""llama.cpp beside us: its file holds our weights, its process disturbs nobody."""
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests")]
+import gguf_file as files
+from gguf_file import gguf_file
+from helpers import random_prompts, tiny, vanilla_texts
+from server import ask, server
+
+from kangaroo.utils.errors import MissingPackage, ProcessLost, UnsupportedModel
+
+NEW = 40
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+needs_llama = pytest.mark.skipif(
+    files.find_spec("xllamacpp") is None, reason="needs the extra benchmark (xllamacpp)"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+
+
+def servers():
+    return [p for p in psutil.Process().children() if "process.py" in " ".join(p.cmdline())]
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        {"rope_parameters": LLAMA3},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["grouped heads", "tied", "scaled RoPE", "biases"],
+)
+def test_llama_cpp_writes_vanillas_text_from_our_weights(overrides):
+    lm = tiny(**overrides)
+    prompts = random_prompts(12, 33)
+    with server(gguf_file(lm), 128) as address:
+        for prompt, text in zip(prompts, vanilla_texts(lm, prompts, NEW), strict=True):
+            trial = ask(address, prompt, NEW)
+            assert trial.tokens == text[len(prompt) :]
+            assert trial.prompt_tokens == len(prompt) and trial.rounds == [(1, 0)] * (NEW - 1)
+            assert trial.first_seconds > 0 and trial.decode_seconds > 0
+
+
+@needs_llama
+def test_the_same_bfloat16_weights_are_written_once_as_they_are_and_others_to_another_file():
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    lm = tiny(dtype=torch.bfloat16)
+    file = gguf_file(lm)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    down = tensors["blk.1.ffn_down.weight"]
+    assert down.tensor_type == GGMLQuantizationType.BF16
+    weight = lm.hf.state_dict()["model.layers.1.mlp.down_proj.weight"]
+    assert down.data.tobytes() == weight.view(torch.uint8).numpy().tobytes()
+    assert len(tensors) == len(lm.hf.state_dict())
+    written = file.stat().st_mtime_ns
+    assert gguf_file(lm) == file and file.stat().st_mtime_ns == written
+    lm.head.weight[0, 0] += 1
+    assert gguf_file(lm) != file
+    assert {each.suffix for each in file.parent.iterdir()} == {".gguf"}
+
+
+@needs_llama
+def test_an_idle_server_takes_no_time_of_a_core_has_our_threads_and_ends_with_the_block():
+    with server(gguf_file(tiny()), 64) as address:
+        (process,) = servers()
+        assert process.cmdline()[-2:] == [str(torch.get_num_threads()), "64"]
+        ask(address, [1, 2, 3], 16)
+        time.sleep(0.2)
+        before = process.cpu_times()
+        time.sleep(1)
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.02
+    assert not servers()
+
+
+@needs_llama
+def test_a_server_that_is_gone_or_refuses_or_cannot_load_is_an_error(tmp_path):
+    with server(gguf_file(tiny()), 64) as address, pytest.raises(ProcessLost, match="exceed"):
+        ask(address, [1] * 999, 8)
+    with pytest.raises(ProcessLost, match="has ended"):
+        ask(address, [1, 2, 3], 8)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, or not")
+    with (
+        pytest.raises(ProcessLost, match=r"llama.cpp could not load '.*broken.gguf': .+"),
+        server(tmp_path / "broken.gguf", 64),
+    ):
+        pass
+
+
+def test_without_the_extra_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"pip install .*\[benchmark\]"):
+        gguf_file(tiny())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"hidden_act": "gelu"}, "activation is gelu"),
+        ({"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "RoPE is 'yarn'"),
+        ({"dtype": torch.float64}, "weights are torch.float64"),
+        ({"architecture": "qwen2"}, "it is a qwen2 model"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(overrides, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        files.check_convertible(tiny(**overrides))

@@ -1,0 +1,336 @@
+"""Whether a training fits the devices at hand, and how long it takes there: from shapes alone.
+
+Sizes are in bytes. What lies in memory for the whole run is exact, what a step adds to it rough,
+without the allocator's waste. Arithmetic counts products with weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.benchmark import Timer
+
+from kangaroo.data import reading, store
+from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.mix import MixConfig
+from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.writing import TRIAL_LENGTH
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import LM
+from kangaroo.training.checkpoint import CHECKPOINT
+from kangaroo.training.config import TrainerConfig
+from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.training.work import check_holdout
+from kangaroo.utils.errors import ConfigError
+
+Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
+
+# Dense half-precision FLOP/s by NVIDIA's data sheets, by a part of the driver's name.
+PEAK = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
+PREFILL = 1024  # tokens of a prompt that the engine reads at a time
+FIXES = {  # by the part that takes most
+    "target": "Choose a smaller model, start fewer processes where they share that memory, or "
+    "spread it: trainer.shard_target=true in several processes, model.device_map=auto on "
+    "several GPUs",
+    "remembered states": "Pass trainer.remember=false, or ask for less data",
+    "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
+    "activations": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
+    "frozen forward": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
+}
+# Assumed: the share of the peak that training reaches; tokens of a chat template around a turn; of
+# data that is not there yet how many conversations (ShareGPT's in the released code), their mean
+# tokens, and the share of the assistant.
+UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.4, 32, 68_000, 1024, 0.75
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What each process computes on: the name, the memory that it may still take, all the memory
+    of its first GPU (0 for a CPU), and that device as torch names it."""
+
+    name: str
+    free: int
+    total: int = 0
+    place: str = "cpu"
+
+    @staticmethod
+    def of(model: ModelConfig) -> Devices:
+        """What the target of this process goes to, as `models.load` places it. The processes of a
+        machine have a GPU each; they share the CPU's memory, and the GPUs of a device map."""
+        sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
+        if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
+            return Devices("CPU", psutil.virtual_memory().available // sharing)
+        gpus = list(range(torch.cuda.device_count()))
+        if not spread:
+            index = None if model.device == "auto" else torch.device(model.device).index
+            gpus = [torch.cuda.current_device() if index is None else index]
+        room = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
+        free = sum(free for free, _ in room) // (sharing if spread else 1)
+        name = torch.cuda.get_device_name(gpus[0])
+        name = f"{len(gpus)} x {name}" if spread else name
+        return Devices(name, free, room[0][1], f"cuda:{gpus[0]}")
+
+    def speed(self, dtype: torch.dtype) -> tuple[float, str]:
+        """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
+        if sheet := [peak for name, peak in PEAK.items() if name in self.name]:
+            return sheet[0], "by its data sheet"
+        size = 1024 if self.place == "cpu" else 8192
+        x, y = torch.randn(2, size, size, device=self.place).to(dtype)
+        timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
+        return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median, "measured"
+
+    def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
+        """Raise `ConfigError` where a process has no room for these parts."""
+        if (needed := sum(memory.values())) > self.free:
+            most = max(memory, key=memory.__getitem__)
+            fix = fix or FIXES.get(most, "Train fewer adapters at a time")
+            raise ConfigError(
+                f"{what} takes {needed / 1e9:.1f} GB in each process ({_most(memory)}), and "
+                f"{self.name} has {self.free / 1e9:.1f} GB free for each. {fix}."
+            )
+
+
+@dataclass(frozen=True)
+class Text:
+    """How much text there is: conversations, tokens, those of the assistant, tokens of the longest
+    at most, likeliest tokens kept of each distribution (`data.teacher`), and how that is known."""
+
+    conversations: int
+    tokens: int
+    learnt: int
+    longest: int
+    likeliest: int = 0
+    source: str = "assumed"
+
+    @staticmethod
+    def of(data: Data, max_length: int) -> Text:
+        """What lies in the data's folder or will, at most `max_length` tokens a conversation.
+
+        Errors: `DataError` where a part of a mix is missing, or a local source cannot be read.
+        """
+        lengths, source, there = [max_length], "assumed", store.is_complete(Path(data.path))
+        if isinstance(data, SynthesisConfig):
+            turn = data.max_question_tokens + data.max_answer_tokens
+            lengths = [min(turn * turns, max_length) for turns in data.turns]
+        elif isinstance(data, ConversationsConfig):
+            lengths = [min(data.max_length, max_length)]
+        if there or isinstance(data, MixConfig):
+            folders = data.paths if isinstance(data, MixConfig) and not there else [data.path]
+            parts = [store.about(Path(folder)) for folder in folders]
+            count, tokens, learnt = (
+                sum(part[name] for part in parts)
+                for name in ("conversations", "tokens", "assistant_tokens")
+            )
+            kept = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
+            source = f"as they lie in {', '.join(folders)}"
+            return Text(count, tokens, learnt, max(lengths), kept, source)
+        if isinstance(data, SynthesisConfig):
+            count = data.shards * data.shard_size
+            tokens = data.shard_size * sum(lengths[i % len(lengths)] for i in range(data.shards))
+        else:
+            count = min(CONVERSATIONS, data.limit or CONVERSATIONS)
+            if reading.is_local(data.source):
+                path = data.source, data.subset, data.split, data.revision, data.column
+                bad = Counter[str]() if data.skip_bad else None
+                count = len(reading.read(reading.Source(*path), data.limit, bad))
+                source = f"as many as in {data.source}, of an assumed length"
+            tokens = count * min(LENGTH, *lengths)
+        return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one run takes: optimizer steps, memory of each process by part, disk for checkpoints and
+    adapters, and FLOPs of all processes together."""
+
+    steps: int
+    memory: dict[str, int]
+    disk: int
+    flops: float
+
+    def check_disk(self, output: Path) -> None:
+        """Raise `ConfigError` where `output` has no room for it."""
+        output.mkdir(parents=True, exist_ok=True)
+        last, free = output / CHECKPOINT, shutil.disk_usage(output).free
+        if self.disk - (last.stat().st_size if last.exists() else 0) > free:
+            raise ConfigError(
+                f"checkpoints and adapters take {self.disk / 1e9:.2f} GB, and {output} has "
+                f"{free / 1e9:.2f} GB left. Make room, or pass output= a folder on another disk."
+            )
+
+    def summary(self, text: Text) -> str:
+        """One line for the log."""
+        return (
+            f"expect {self.steps} steps, about {sum(self.memory.values()) / 1e9:.1f} GB of memory "
+            f"in each process ({_most(self.memory)}), {self.disk / 1e9:.2f} GB of disk (hidden "
+            f"states: none), for {text.conversations} conversations, {text.tokens} tokens "
+            f"({text.source})"
+        )
+
+
+def _most(memory: dict[str, int]) -> str:
+    parts = sorted(memory.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts) + ", ..."
+
+
+def estimate(
+    lm: LM, recipes: Sequence[AdapterRecipe], config: TrainerConfig, text: Text, processes: int = 1
+) -> Estimate:
+    """What `train` takes with the same arguments; `lm` may have no weights."""
+    width, size, epochs = lm.config.hidden_size, lm.dtype.itemsize, config.epochs
+    layers, whole = _count(lm.layers), lm.config.vocab_size
+    vocabulary = config.vocabulary or whole
+    with FakeTensorMode():  # tensors have shapes and types, and no numbers
+        tokens_K = None if config.vocabulary is None else torch.empty(config.vocabulary)
+        places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
+        planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
+    parameters = sum(_count(adapter) for _, adapter in planned)
+    taps = {tap for _, adapter in planned for tap in adapter.taps}
+    deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
+    kept = 0 if config.kept is False else text.likeliest  # so much is read of each distribution
+
+    share = max(0, 1 - config.holdout / text.conversations)
+    if config.tokens is not None:
+        share = min(share, config.tokens / text.learnt)
+    tokens, learnt = int(share * text.tokens), int(share * text.learnt)
+    accumulate = config.accumulate or processes  # micro-batches of a step
+    longest = min(text.longest, config.max_length)
+    batch = longest * max(1, config.batch_tokens // longest)  # tokens of a micro-batch
+    wanted = batch * text.learnt // text.tokens
+
+    def states(tokens: int, learnt: int) -> int:  # of the target, which adapters learn from
+        teaching = 0 if kept and lm.n_layers not in deep else learnt
+        return ((len(taps) + len(deep)) * tokens + teaching) * width * size
+
+    # of a position: the teacher's, then p, log q and gradients; kept: q, its exponent, gradient
+    logits = vocabulary * 3 * size if kept else max(whole * (size + 8), vocabulary * (size + 24))
+    # a sharded target: its share of all layers, and the one that runs
+    spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
+    memory = {
+        "target": (_count(lm) - spared) * size,
+        "weights and gradients": 8 * parameters,
+        "exact sum": 8 * parameters if accumulate > 1 else 0,
+        # spread, with a copy of the weights
+        "optimizer": 12 * parameters // processes if config.zero_stage else 8 * parameters,
+        "draft head": (config.vocabulary or 0) * width * size,
+        "frozen forward": batch * _in_layer(lm) + states(batch, wanted),
+        "activations": 0,
+        "logits": min(config.chunk, wanted) * logits,
+    }
+    if config.remember:  # of the process with most micro-batches
+        records = 9 * tokens + (learnt * (12 + 13 * kept) if kept else 0)
+        own = -(-accumulate // processes) / accumulate
+        memory["remembered states"] = int(own * (states(tokens, learnt) + records))
+
+    looks, of_head = 1 if config.remember else epochs, 2.0 * width * learnt
+    flops = 2.0 * layers * tokens * looks
+    if kept:
+        flops *= max(taps | deep) / lm.n_layers
+    else:  # over the whole vocabulary the teacher's head and the adapters' targets are one
+        targets = epochs if config.vocabulary else epochs - looks
+        flops += of_head * (whole * looks + vocabulary * targets)
+    for recipe, adapter in planned:
+        steps, heads = recipe.steps, adapter.own_heads()
+        passes = recipe.architecture.passes(steps)
+        products = {m for m in adapter.modules() if isinstance(m, nn.Linear)} - set(heads)
+        features = sum(m.in_features + m.out_features for m in products)
+        # what autograd keeps; gathered states and their gradients
+        memory["activations"] += batch * passes * features * (5 if size == 4 else 4)
+        memory["activations"] += 12 * steps * wanted * width
+        weights = _count(adapter) - sum(map(_count, heads))
+        flops += 6.0 * weights * tokens * passes * epochs
+        flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
+    micro_batches = -(-tokens // config.batch_tokens) * epochs
+    # two checkpoints, while one is replaced; lists of frequent tokens
+    disk = (24 + size) * parameters + 4 * len(planned) * min(text.learnt, whole)
+    return Estimate(-(-micro_batches // accumulate), memory, disk, flops)
+
+
+def check_writing(lm: LM, data: Data, devices: Devices) -> list[str]:
+    """What it takes that the target writes the data, for the log; nothing where it does not.
+
+    Errors: `ConfigError` where a process has no room for the target, or not for its texts.
+    """
+    memory = {"target": _count(lm) * lm.dtype.itemsize}
+    devices.check("loading the target", memory)
+    if isinstance(data, MixConfig) or store.is_complete(Path(data.path)):
+        return []
+    if isinstance(data, SynthesisConfig):
+        turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
+        longest = max(data.turns) * turn
+    elif data.regenerate:
+        longest = data.max_length
+    else:
+        return []
+    longest, rows = min(longest, lm.context), min(data.batch_size, data.shard_size)
+    # before it writes, the target is timed on plain passes over as many short texts
+    keys = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
+    row = max(keys, min(longest, TRIAL_LENGTH) * _in_layer(lm))
+    memory["a prompt"] = PREFILL * _in_layer(lm)
+    fitting = (devices.free - sum(memory.values())) // row
+    memory["keys and values"] = rows * row
+    what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
+    fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
+    there = "train on text that is there (data=conversations data.regenerate=false)"
+    devices.check(what, memory, f"{fix}, or {there}")
+    taken = sum(memory.values()) / 1e9
+    return [
+        f"expect {taken:.1f} GB of memory while the target writes the data, {rows} texts at a time "
+        "(data.batch_size)"
+    ]
+
+
+def foresee(
+    lm: LM,
+    recipes: Sequence[AdapterRecipe],
+    model: ModelConfig,
+    data: Data,
+    trainer: TrainerConfig,
+    processes: int,
+    holds_out: bool = True,
+) -> tuple[Devices, Estimate, list[str]]:
+    """The devices that a run trains on, what it will take there, and both as lines for the log.
+
+    Errors: `ConfigError` where it cannot fit, or would hold out all that there is. Remembered
+    states do not count yet: until the data are there, how much text they are is not known for sure.
+    """
+    # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
+    parted = replace(model, device_map=None) if trainer.shard_target else model
+    devices = Devices.of(parted)
+    reads = replace(parted, device="cpu") if trainer.shard_target else model
+    writing = check_writing(lm, data, Devices.of(reads))
+    text = Text.of(data, trainer.max_length)
+    if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
+        check_holdout(trainer.holdout, text.conversations)
+    trainer = trainer.on(devices.total, lm.config.vocab_size)
+    expected = estimate(lm, recipes, trainer, text, processes)
+    memory = {k: size for k, size in expected.memory.items() if k != "remembered states"}
+    devices.check("training", memory)
+    peak, source = devices.speed(lm.dtype)
+    hours = expected.flops / (UTILISATION * peak) / 3600 / processes
+    lines = [
+        f"on {processes} x {devices.name}, {devices.free / 1e9:.1f} GB free for each",
+        expected.summary(text),
+        f"expect about {hours:.2g} hours of training, {hours / trainer.epochs:.2g} an epoch, at "
+        f"{UTILISATION:.0%} (assumed) of {peak / 1e12:.3g} TFLOP/s ({source})",
+    ]
+    return devices, expected, lines + writing
+
+
+def _in_layer(lm: LM) -> int:
+    """Bytes of a token in a pass of one layer."""
+    return 3 * (lm.config.hidden_size + lm.config.intermediate_size) * lm.dtype.itemsize
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
