@@ -35,8 +35,7 @@ from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.http import listen
-from kangaroo.serving.serve import check_memory
+from kangaroo.serving.serve import check_memory, listen
 from kangaroo.utils.errors import ConfigError
 
 
