@@ -19,8 +19,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # modules. docs/architecture.md says what each holds.
 ORDER = [
     {"utils", "cpu.huge_pages", "cpu.last_level", "cpu.compiling"},
-    {"engine.cache", "engine.sampling", "models.attention", "models.placement"}
-    | {"models.supported"},
+    {"engine.cache", "engine.sampling", "models.attention", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "cpu.native", "cuda"},
     {"engine.acceleration", "engine.clock", "models.layer_weights"},

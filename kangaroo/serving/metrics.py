@@ -62,7 +62,7 @@ class Metrics:
         )
         self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], registry=registry)
         self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], registry=registry)
-        timed = {"buckets": SECONDS, "registry": registry}
+        timed: dict[str, Any] = {"buckets": SECONDS, "registry": registry}
         self.first = Histogram("kangaroo_first_token_seconds", "Until the first token.", **timed)
         self.step = Histogram("kangaroo_step_seconds", "Between two steps of a text.", **timed)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
@@ -25,12 +25,11 @@ NAME = 128  # characters that a run's name may have
 Row = Mapping[str, str | float]
 
 
-class Tracker(Protocol):
-    """Takes metrics by name, results, and files."""
+class Tracker:
+    """Takes metrics by name, results, and files; this one keeps none."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
-        ...
 
     def result(
         self,
@@ -39,7 +38,6 @@ class Tracker(Protocol):
         plots: Mapping[str, Path],
     ) -> None:
         """What the run found: metrics that stand for the whole of it, tables and plots by name."""
-        ...
 
     def save(
         self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
@@ -51,11 +49,9 @@ class Tracker(Protocol):
             kind: such as "adapter".
             about: what a reader wants to know before fetching it.
         """
-        ...
 
     def finish(self, failed: bool = False) -> None:
         """The run has ended."""
-        ...
 
 
 @contextmanager
@@ -75,27 +71,8 @@ def forget(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-class NoTracker:
+class NoTracker(Tracker):
     """For runs whose files are enough."""
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        pass
-
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
-        pass
-
-    def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
-    ) -> None:
-        pass
-
-    def finish(self, failed: bool = False) -> None:
-        pass
 
 
 @dataclass
@@ -135,7 +112,7 @@ class WandbConfig:
         return Wandb(self, settings, output)
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
@@ -203,7 +180,7 @@ class Wandb:
 
 def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
     """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
-    known = output / ID
-    if not known.exists():
-        known.write_text(secrets.token_hex(4))
-    return {"project": config.project, "entity": config.entity, "id": known.read_text()}
+    file = output / ID
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return {"project": config.project, "entity": config.entity, "id": file.read_text()}
