@@ -24,7 +24,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.target import LM
-from kangaroo.serving.app import make_app
+from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.scheduler import Scheduler
@@ -124,7 +124,7 @@ def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object)
     tokenizer = tokenizer or byte_tokenizer()
     config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
     scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
-    app = make_app(scheduler, tokenizer, "tiny", "kangaroo", config)
+    app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -206,7 +206,7 @@ BLANK += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     "template, answer, header, marked",
     [
         # a token across the beginning is the template's: the second newline is the answer's
-        (TEMPLATES["chatml"][0], "\n\nBecause", "assistant\n\n", "Because<|im_end|>"),
+        (TEMPLATES["chatml"][0], "\n\nBecause", "assistant\n\n", "\nBecause<|im_end|>"),
         # byte-level tokenizers report a blank as a point at its end, where the answer begins
         (BLANK, "\nBecause", "assistant: ", "\nBecause"),
     ],

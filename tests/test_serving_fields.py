@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving_cases import engine_of, target
 
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.serving.app import make_app
+from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.protocol import (
     IGNORED,
@@ -97,7 +97,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def asking() -> Iterator[Any]:
     """A function that asks a server in this process."""
     scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64).start()
-    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig())
+    app = Server(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig()).app()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 

@@ -51,42 +51,6 @@ ROLES = {"developer": "system"}
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def make_app(
-    scheduler: Scheduler,
-    tokenizer: PreTrainedTokenizerBase,
-    model: str,
-    drafter: str,
-    limits: ServeConfig,
-) -> FastAPI:
-    """The routes.
-
-    Args:
-        model, drafter: their names.
-    """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(scheduler.close, limits.grace)
-
-    server = Server(scheduler, tokenizer, model, drafter, limits)
-    app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, limits=limits, metrics=server.counts)
-    for error, status in STATUS.items():
-        app.add_exception_handler(error, partial(explained, status))
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, unrouted)
-    app.add_exception_handler(Exception, server.failed)
-    app.post("/v1/completions", response_model=None)(server.completions)
-    app.post("/v1/chat/completions", response_model=None)(server.chat)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}", response_model=None)(server.one_model)
-    app.get("/health")(server.health)
-    app.get("/metrics")(server.metrics)
-    app.get("/", response_class=HTMLResponse)(page)
-    return app
-
-
 async def explained(status: int, request: Request, error: Exception) -> Response:
     """Of an error that says what is wrong."""
     return problem(status, str(error))
@@ -127,7 +91,11 @@ async def page() -> str:
 
 @dataclass
 class Server:
-    """What the routes share."""
+    """The routes, and what they share.
+
+    Args:
+        model, drafter: their names.
+    """
 
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
@@ -136,7 +104,31 @@ class Server:
     limits: ServeConfig
 
     def __post_init__(self) -> None:
-        self.counts, self.begun = Metrics(), int(time.time())
+        self.metrics, self.begun = Metrics(), int(time.time())
+
+    def app(self) -> FastAPI:
+        """What uvicorn runs; when that stops, running texts are finished."""
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            yield
+            await asyncio.to_thread(self.scheduler.close, self.limits.grace)
+
+        app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
+        app.add_middleware(Guard, limits=self.limits, metrics=self.metrics)
+        for error, status in STATUS.items():
+            app.add_exception_handler(error, partial(explained, status))
+        app.add_exception_handler(RequestValidationError, invalid)
+        app.add_exception_handler(HTTPException, unrouted)
+        app.add_exception_handler(Exception, self.failed)
+        app.post("/v1/completions", response_model=None)(self.completions)
+        app.post("/v1/chat/completions", response_model=None)(self.chat)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}", response_model=None)(self.one_model)
+        app.get("/health")(self.health)
+        app.get("/metrics", name="metrics")(self.show_metrics)
+        app.get("/", response_class=HTMLResponse)(page)
+        return app
 
     async def health(self) -> Response:
         """Whether requests are decoded."""
@@ -144,13 +136,13 @@ class Server:
             return problem(503, self.scheduler.failure or "the server is shutting down.")
         return JSONResponse({"status": "ok"} | asdict(self.scheduler.load))
 
-    async def metrics(self) -> Response:
+    async def show_metrics(self) -> Response:
         """For Prometheus."""
-        return Response(self.counts.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
 
     async def failed(self, request: Request, error: Exception) -> Response:
         """Of a fault of the server's own, which its log shows; it is answered outside `Guard`."""
-        self.counts.requests.labels("500").inc()
+        self.metrics.requests.labels("500").inc()
         return problem(500, f"the server has failed ({type(error).__name__}); see its log.")
 
     async def models(self) -> dict[str, Any]:
@@ -207,7 +199,7 @@ class Server:
         self.scheduler.check(requests[0])
         timeout = self.limits.timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.counts)
+        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics)
         form = Form(self.model, isinstance(body, Chat))
         if body.stream:
             return Streamed(answer, events(answer, form, body.stream_options or StreamOptions()))

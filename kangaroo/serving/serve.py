@@ -92,7 +92,7 @@ def serve(
     check_installed()
     import uvicorn
 
-    from kangaroo.serving.app import make_app
+    from kangaroo.serving.app import Server
 
     listening = listen(config)
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
@@ -103,7 +103,7 @@ def serve(
     host, port, *_ = listening.getsockname()
     ready(port)
     options = uvicorn.Config(
-        make_app(scheduler, tokenizer, model.name, drafter.name, config),
+        Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
         limit_concurrency=config.most_connections,
         timeout_graceful_shutdown=int(config.grace) + 1,
         log_level="warning",

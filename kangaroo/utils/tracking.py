@@ -23,6 +23,7 @@ NAME = 128  # characters that a run's name may have
 
 # A table's row: a name and numbers by column.
 Row = Mapping[str, str | float]
+Tables, Plots = Mapping[str, Sequence[Row]], Mapping[str, Path]
 
 
 class Tracker:
@@ -31,12 +32,7 @@ class Tracker:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
 
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
+    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
         """What the run found: metrics that stand for the whole of it, tables and plots by name."""
 
     def save(
@@ -146,12 +142,7 @@ class Wandb(Tracker):
             self.run.log(metrics, step=step)
             self.last.write_text(str(step))
 
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
+    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
         shown: dict[str, Any] = {f"plots/{k}": self.wandb.Image(str(v)) for k, v in plots.items()}
         shown |= {f"tables/{name}": self._table(rows) for name, rows in tables.items() if rows}
         self.run.log(shown)
