@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 LARGE = ModelConfig("llama-3.1-70b", "meta-llama/Llama-3.1-70B-Instruct")
 SMALL = ModelConfig("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct")
 PLAN = ServingConfig(SMALL)
-ASKED = ["model=llama-3.1-70b", "+serving=two_models"]
+TWO_MODELS = ["model=llama-3.1-70b", "+serving=two_models"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def composed(*overrides):
 
 
 def planned(*overrides):
-    inspect.unwrap(cli.estimate)(composed(*ASKED, *overrides))
+    inspect.unwrap(cli.estimate)(composed(*TWO_MODELS, *overrides))
 
 
 def test_one_gpu_holds_and_reads_all_weights_but_the_embeddings(lm):
@@ -65,12 +65,10 @@ def test_gpus_share_matrices_and_heads_of_keys_and_copy_norms(lm):
     norms = sum(p.nbytes for p in lm.parameters() if p.ndim == 1)
     matrices = held(lm, 1) - norms
     assert held(lm, 8) == matrices / 8 + norms
-    one = whole_pass(lm, 1)
-    assert [whole_pass(lm, gpus).token for gpus in (4, 8, 16)] == [
-        one.token // 4,
-        one.token // 8,
-        one.token // 8,  # of eight heads one is the least that a GPU can have
-    ]
+    token = whole_pass(lm, 1).token
+    # of eight heads one is the least that a GPU can have
+    for gpus, share in ((4, 4), (8, 8), (16, 8)):
+        assert whole_pass(lm, gpus).token == token // share
 
 
 def test_a_draft_by_the_adapter_reads_the_layers_below_it_itself_and_the_head(lm):
@@ -85,8 +83,8 @@ def test_a_draft_by_the_adapter_reads_the_layers_below_it_itself_and_the_head(lm
     rows = 1024 * lm.config.hidden_size * 2
     assert part.step.weights == layers + adapter + rows
     assert part.weights == adapter + rows  # gathered from the head
-    own = adapter_drafting(lm, recipe_of(own_head=True, exit_layers=[6]), 1024, 1, 0.5)
-    assert own.step.weights == part.step.weights and own.weights == part.weights
+    trained = adapter_drafting(lm, recipe_of(own_head=True, exit_layers=[6]), 1024, 1, 0.5)
+    assert trained.step.weights == part.step.weights and trained.weights == part.weights
 
 
 @pytest.mark.parametrize("parts", [{"fused": True}, {"attention": False, "feed_forward": True}])
@@ -142,25 +140,21 @@ def test_commands_name_the_models_and_the_folder_that_export_writes(caplog):
     commands = re.findall(r"^(?:\w+=0 )?vllm serve (?:.*\\\n)*.*", caplog.messages[-1], flags=re.M)
     sizes = [re.findall(r"parallel.size\W+(\d+)", command) for command in commands]
     assert sizes == [*2 * [["4", "4"]], *2 * [["16", "16"]]]
-    told = [json.loads(re.search(r"speculative-config '(.*?)'", c)[1]) for c in commands]
+    drafts = [json.loads(re.search(r"speculative-config '(.*?)'", c)[1]) for c in commands]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         exported = compose("export", ["to=vllm", "model=llama-3.1-70b"]).output
-    assert [said["model"] for said in told] == 2 * [SMALL.path, exported]
-    assert all(said["method"] == "draft_model" for said in told)
+    assert [draft["model"] for draft in drafts] == 2 * [SMALL.path, exported]
+    assert all(draft["method"] == "draft_model" for draft in drafts)
     assert all(LARGE.path in command for command in commands)
 
 
 def test_a_plan_is_written_into_its_place_alone(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- serving: x -->\nold\n<!-- end -->\n<!-- serving: y -->\n<!-- end -->\n"
-    )
-    for text in ("first", "new \\1"):
-        rewrite(page, "x", text)
-    expected = (
-        "a\n<!-- serving: x -->\n\nnew \\1\n\n<!-- end -->\n<!-- serving: y -->\n<!-- end -->\n"
-    )
-    assert page.read_text() == expected
+    text = "a\n<!-- serving: x -->{}<!-- end -->\n<!-- serving: y -->\n<!-- end -->\n"
+    page.write_text(text.format("\nold\n"))
+    for plan in ("first", "new \\1"):
+        rewrite(page, "x", plan)
+    assert page.read_text() == text.format("\n\nnew \\1\n\n")
     for file, name in ((page, "z"), (tmp_path / "none.md", "x")):
         with pytest.raises(ConfigError, match=f"no line '<!-- serving: {name} -->'"):
             rewrite(file, name, "text")
@@ -175,11 +169,15 @@ def test_what_cannot_be_served_is_refused():
 
 def test_any_models_can_be_planned_for(caplog):
     caplog.set_level("INFO")
-    asked = ["model=vicuna-33b", "+serving=two_models", "model@serving.draft=vicuna-7b"]
-    inspect.unwrap(cli.estimate)(composed(*asked, "trainer.vocabulary=8192", "serving.gpus=[2]"))
-    told = caplog.messages[-1]
-    assert "vicuna-33b: 32.53 B parameters" in told and "vicuna-7b: 6.74 B" in told
-    assert "drafting from 8192 tokens" in told and "float16" in told
+    planned(
+        "model=vicuna-33b",
+        "model@serving.draft=vicuna-7b",
+        "trainer.vocabulary=8192",
+        "serving.gpus=[2]",
+    )
+    plan = caplog.messages[-1]
+    assert "vicuna-33b: 32.53 B parameters" in plan and "vicuna-7b: 6.74 B" in plan
+    assert "drafting from 8192 tokens" in plan and "float16" in plan
 
 
 def test_the_adapters_chance_is_that_of_the_paper():

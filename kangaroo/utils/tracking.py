@@ -23,7 +23,8 @@ NAME = 128  # characters that a run's name may have
 
 # A table's row: a name and numbers by column.
 Row = Mapping[str, str | float]
-Tables, Plots = Mapping[str, Sequence[Row]], Mapping[str, Path]
+Tables = Mapping[str, Sequence[Row]]  # and plots, by name
+Plots = Mapping[str, Path]
 
 
 class Tracker:
