@@ -104,6 +104,16 @@ def shipped_templates() -> str:
     return " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
 
+def chat_template(name: str) -> str:
+    """The Jinja text of that template in `models/templates`; `ConfigError` if there is none."""
+    file = TEMPLATES / f"{name}.jinja"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
+        )
+    return file.read_text(encoding="utf-8")
+
+
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Errors: `ConfigError` for a chat template that fails at a user's first turn. One that refuses
     the turn by `raise_exception` may take others; that there is none is told when one is needed.
