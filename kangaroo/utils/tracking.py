@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
@@ -83,10 +83,6 @@ class NoTrackerConfig:
         return NoTracker()
 
 
-# what wandb takes; it refuses another mode itself
-Mode = Literal["online", "offline", "disabled", "shared"]
-
-
 @dataclass
 class WandbConfig:
     """Weights & Biases.
@@ -128,7 +124,7 @@ class Wandb(Tracker):
             name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
             **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
             group=config.group,
-            mode=cast(Mode | None, config.mode),
+            mode=cast(Any, config.mode),  # wandb refuses one that it does not take
             dir=output,
             config=flat(settings),
             resume="allow",
