@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,17 +17,12 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
-from kangaroo.models import loading as models
-from kangaroo.models.embedded import EMBEDDED
-from kangaroo.models.loading import RANDOM, Dtype, ModelConfig, known_models
-from kangaroo.models.prompts import Message, content_text, plain_text, prompt_ids, turn_end, whole
-from kangaroo.models.target import LM
+from kangaroo.models.loading import ModelConfig, load_target, model_config
+from kangaroo.models.prompts import Message, content_text, plain_text, prompt_ids, whole
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.utils.folders import of_project
-from kangaroo.utils.settings import made, typed
-
-log = logging.getLogger(__name__)
+from kangaroo.utils.settings import build, typed
 
 CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
@@ -77,53 +70,6 @@ def load(
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
 
-def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
-    """The target as the engine drives it, and its tokenizer. Errors: those of `models.load`."""
-    hf, tokenizer = models.load(config)
-    lm = LM(hf)
-    if not config.path.startswith(RANDOM):
-        warn_of_ends(lm, tokenizer)
-    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
-
-
-def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn where the token that ends a turn in the chat template does not end a text."""
-    end = turn_end(tokenizer)
-    if end is None or end in lm.eos_ids():
-        return
-    ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
-    token = tokenizer.convert_ids_to_tokens(end)
-    log.warning(
-        "the chat template of '%s' ends a turn with %s, but its generation config ends a text %s: "
-        "answers may run on into a user turn of the model's own. To end them there, pass "
-        "\"model.eos_token='%s'\".",
-        *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
-    )
-
-
-def model_config(model: str) -> ModelConfig:
-    """What a name of `configs/model`, a hub id or a local folder stands for.
-
-    A hub id that one of those files names gets that file's number format and chat template.
-
-    Errors: `ConfigError` for what is none of these.
-    """
-    known = known_models()
-    for found in known:
-        if model in (found["name"], found["path"]):
-            del found["defaults"]  # Hydra's
-            if "dtype" in found:
-                found["dtype"] = Dtype(found["dtype"])
-            return ModelConfig(**found)
-    path = Path(model).expanduser()
-    if path.is_dir() or "/" in model or model == EMBEDDED or model.startswith(RANDOM):
-        return ModelConfig(name=path.resolve().name.rpartition(":")[2], path=model)
-    names = ", ".join(found["name"] for found in known) or EMBEDDED
-    raise ConfigError(
-        f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
-    )
-
-
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
     """What a name of `configs/drafter` stands for, as on the command line.
 
@@ -144,9 +90,9 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
     if drafter not in names:
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
-    values = _written(CONFIGS / "drafter" / f"{drafter}.yaml")
+    values = _written(f"drafter/{drafter}.yaml")
     schema, *others = values.pop("defaults")  # Hydra's
-    sizes = _written(CONFIGS / "hardware" / f"{hardware_here()}.yaml")
+    sizes = _written(f"hardware/{hardware_here()}.yaml")
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -160,7 +106,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
             name = group.partition("@")[2]
             values[name] = drafter_config(values.get(name, part), model, {})
     kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
-    return made(kind, values)
+    return build(kind, values)
 
 
 def hardware_here() -> str:
@@ -168,10 +114,9 @@ def hardware_here() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _written(file: Path) -> dict[str, Any]:
+def _written(file: str) -> dict[str, Any]:
     """What stands in a file of `configs`."""
-    values: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
-    return values
+    return cast(dict[str, Any], yaml.safe_load((CONFIGS / file).read_text("utf-8")))
 
 
 @dataclass
@@ -295,4 +240,4 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     """The settings that were given by name, with a random seed where it is None."""
     if settings.get("seed", 0) is None:
         settings = settings | {"seed": secrets.randbits(31)}
-    return made(Sampling, settings)
+    return build(Sampling, settings)

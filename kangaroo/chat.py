@@ -71,11 +71,11 @@ def chat(
 
     Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept.
     """
-    messages: list[Message] = _start(config)
-    batch: Batch | None = None
+    beginning = [] if config.system is None else [Message(role="system", content=config.system)]
+    messages, batch = list(beginning), None
     for question in questions:
         if not question.strip():
-            messages = _start(config)
+            messages = list(beginning)
             console.print("(a new conversation)", style="dim")
             continue
         messages.append(Message(role="user", content=question))
@@ -88,18 +88,17 @@ def chat(
                 style = "green" if drafted and config.color else ""
                 console.print(Text(text, style=style), end="", soft_wrap=True)
         except PromptError as error:
-            told = f"{error} (an empty line begins a new conversation)"
-            console.print(told, style="red", markup=False)
+            explained = f"{error} (an empty line begins a new conversation)"
+            console.print(explained, style="red", markup=False)
             messages.pop()
-            continue
         except KeyboardInterrupt:
             console.print("\n(stopped)", style="dim")
             messages.pop()
-            continue
-        answer = stream.generation
-        text = plain_text(tokenizer, answer.tokens)
-        messages.append(Message(role="assistant", content=text))
-        console.print(f"\n[{summary(answer)}]", style="dim", markup=False)
+        else:
+            answer = stream.generation
+            text = plain_text(tokenizer, answer.tokens)
+            messages.append(Message(role="assistant", content=text))
+            console.print(f"\n[{summary(answer)}]", style="dim", markup=False)
 
 
 def _roomy(engine: Engine, batch: Batch | None, longest: int, sampling: Sampling) -> Batch:
@@ -108,7 +107,3 @@ def _roomy(engine: Engine, batch: Batch | None, longest: int, sampling: Sampling
     if batch is not None and batch.longest >= longest:
         return batch
     return engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
-
-
-def _start(config: ChatConfig) -> list[Message]:
-    return [] if config.system is None else [Message(role="system", content=config.system)]

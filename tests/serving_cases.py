@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.target import LM
-from kangaroo.serving.app import make_app
+from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.scheduler import Scheduler
@@ -47,26 +48,36 @@ def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
     return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, reuse=True)
 
 
+@cache
+def other_engine() -> Engine:
+    return engine_of(target())
+
+
+def alone(request: Request) -> list[int]:
+    """What an engine with nothing else to do writes."""
+    return dict(other_engine().completions([request], Sampling(), 1))[0].tokens
+
+
 @contextmanager
-def scheduling(**changes: object) -> Iterator[Scheduler]:
-    options: dict = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
-    scheduler = Scheduler(options.pop("engine", None) or engine_of(target()), **options).start()
+def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Scheduler]:
+    options = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
+    scheduler = Scheduler(engine or engine_of(target()), **options).start()
     try:
         yield scheduler
     finally:
         scheduler.close(60)
 
 
-class Heard:
-    """What a job is told."""
+class Heard(Job):
+    """A job that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request, deadline: float | None = None):
+        super().__init__(request, self.hear, deadline)
         self.tokens: list[int] = []
         self.finish, self.reused = "", 0
-        self.ended = threading.Event()
-        self.begun = threading.Event()
+        self.begun, self.ended = threading.Event(), threading.Event()
 
-    def __call__(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
         assert not self.finish, "nothing comes after the end"
         self.tokens += event.tokens
         self.reused += event.reused
@@ -75,21 +86,36 @@ class Heard:
         if event.finish:
             self.ended.set()
 
+    def check(self) -> None:
+        """It gets the text that it gets alone."""
+        assert self.ended.wait(60)
+        assert self.tokens == alone(self.request)
+        assert self.finish == ("stop" if self.request.stop else "length")
 
-def job(request: Request, **options: object) -> tuple[Job, Heard]:
-    heard = Heard()
-    return Job(request, heard, **options), heard  # type: ignore[arg-type]
+
+def heard(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
+    return Heard(Request(prompt, new_tokens, seed, ignore_eos=True))
 
 
 def random_request(rng: random.Random, most: int = 40) -> Request:
     prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
-    seed, own = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
-    return Request(prompt, rng.randrange(1, most), seed, sampling=own, ignore_eos=True)
+    seed, sampling = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
+    return Request(prompt, rng.randrange(1, most), seed, sampling=sampling, ignore_eos=True)
 
 
-def alone(engine: Engine, request: Request) -> list[int]:
-    done = dict(engine.completions([request], Sampling(), 1))
-    return done[0].tokens
+def as_body(request: Request) -> dict:
+    """The body of a completion that asks for this."""
+    sampling = request.sampling
+    assert sampling is not None
+    return {
+        "prompt": request.prompt,
+        "max_tokens": request.max_new_tokens,
+        "seed": request.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": True,
+    }
 
 
 @contextmanager
@@ -98,7 +124,7 @@ def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object)
     tokenizer = tokenizer or byte_tokenizer()
     config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
     scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
-    app = make_app(scheduler, tokenizer, "tiny", "kangaroo", config)
+    app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -116,9 +142,8 @@ PAGE = Path(__file__).parents[1] / "docs/serving.md"
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 @contextmanager

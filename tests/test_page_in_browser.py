@@ -24,6 +24,8 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
+from kangaroo.serving.answers import event  # noqa: E402
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
@@ -124,8 +126,8 @@ def test_what_the_server_refuses_is_shown_in_words_and_can_be_sent_again(driver,
     page = Page(driver, address)
     page.driver.execute_script("document.getElementById('text').value = 'x'.repeat(5000)")
     page.ask("")
-    (told,) = page.texts(".error")
-    assert told.startswith("the prompt has ") and "Shorten the prompt" in told
+    (error,) = page.texts(".error")
+    assert error.startswith("the prompt has ") and "Shorten the prompt" in error
     assert page.texts(".user") == [] and len(page.one("#text").get_property("value")) == 5000
 
 
@@ -157,8 +159,8 @@ def test_a_server_that_is_gone_is_told(driver):
 # ---- with answers made for the test ------------------------------------------------------------
 
 
-class Told:
-    """A server that tells what it is told to, and remembers what it was asked.
+class StandIn:
+    """A server whose answers a test chooses, and which keeps what it was sent.
 
     Args:
         parts: of the answer: text, and how many of its characters were drafted.
@@ -167,30 +169,30 @@ class Told:
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, int]] = []
-        self.error, self.ends = "", True
-        self.asked: list[dict[str, Any]] = []
+        self.error, self.ends, self.address = "", True, ""
+        self.bodies: list[dict[str, Any]] = []
         self.go = threading.Event()
         self.go.set()
 
-    def stream(self) -> Iterator[bytes]:
+    def stream(self) -> Iterator[str]:
         for i, (text, drafted) in enumerate(self.parts, start=1):
             choice = {"index": 0, "delta": {"content": text}, "drafted": drafted}
             usage = {"completion_tokens": 3 * i, "rounds": 2 * i}
-            yield self.event({"choices": [choice], "usage": usage})
+            yield event({"choices": [choice], "usage": usage})
             self.go.wait(30)
         if self.error:
-            yield self.event({"error": {"message": self.error}})
+            yield event({"error": {"message": self.error}})
         elif self.ends:
-            yield b"data: [DONE]\n\n"
+            yield "data: [DONE]\n\n"
 
-    @staticmethod
-    def event(told: dict[str, Any]) -> bytes:
-        return f"data: {json.dumps(told)}\n\n".encode()
+    def turns(self, number: int) -> list[tuple[str, str]]:
+        """Who said what, by a body."""
+        return [(turn["role"], turn["content"]) for turn in self.bodies[number]["messages"]]
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
+def stand_in() -> Iterator[StandIn]:
+    stand_in = StandIn()
     page = (resources.files("kangaroo.serving") / "page.html").read_bytes()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -199,11 +201,12 @@ def told() -> Iterator[Told]:
             self.answer("text/html", page if self.path == "/" else model)
 
         def do_POST(self) -> None:
-            told.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            length = int(self.headers["content-length"])
+            stand_in.bodies.append(json.loads(self.rfile.read(length)))
             self.send_response(200)
             self.end_headers()
-            for part in told.stream():
-                self.wfile.write(part)
+            for part in stand_in.stream():
+                self.wfile.write(part.encode())
 
         def answer(self, kind: str, body: bytes) -> None:
             self.send_response(200)
@@ -220,19 +223,19 @@ def told() -> Iterator[Told]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        told.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
-        yield told
+        stand_in.address = f"http://127.0.0.1:{server.server_port}"
+        yield stand_in
         server.shutdown()
 
 
 @pytest.fixture
-def page(driver, told) -> Page:
-    return Page(driver, told.address)
+def page(driver, stand_in) -> Page:
+    return Page(driver, stand_in.address)
 
 
-def test_nothing_that_is_said_is_taken_for_html(page, told):
+def test_nothing_that_is_said_is_taken_for_html(page, stand_in):
     """Not the answer, the question, an error, nor the model's name."""
-    told.parts, told.error = [(ATTACK, 5)], ATTACK
+    stand_in.parts, stand_in.error = [(ATTACK, 5)], ATTACK
     page.ask(ATTACK)
     for css in (".user", ".assistant", ".error"):
         assert page.texts(css) == [ATTACK]
@@ -266,8 +269,8 @@ MARKDOWN = {  # and what of HTML it becomes
 
 
 @pytest.mark.parametrize("text", MARKDOWN)
-def test_markdown_becomes_elements(page, told, text):
-    told.parts = [(part, 0) for part in text]  # as it is streamed, cut everywhere
+def test_markdown_becomes_elements(page, stand_in, text):
+    stand_in.parts = [(part, 0) for part in text]  # as it is streamed, cut everywhere
     page.ask("Why?")
     html = page.one(".assistant").get_property("innerHTML")
     assert not page.all(".error") and MARKDOWN[text] in (None, html)
@@ -292,8 +295,8 @@ ALLOWED = {"href", "target", "rel", "start", "class"}
     ],
 )
 @pytest.mark.parametrize("drafted", [0, 1000])
-def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, told, text, drafted):
-    told.parts = [(text, drafted)]
+def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, stand_in, text, drafted):
+    stand_in.parts = [(text, drafted)]
     page.ask("Why?")
     for element in page.all(".assistant *"):
         kind, names = page.driver.execute_script(
@@ -310,29 +313,26 @@ def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, told,
     assert page.driver.title == "Kangaroo" and len(page.texts(".assistant")) == 1
 
 
-def test_what_was_drafted_is_green_inside_markdown(page, told):
+def test_what_was_drafted_is_green_inside_markdown(page, stand_in):
     """Marks are no text; so they are of no colour."""
-    told.parts = [("## A**b", 5), ("c** `d", 1), ("e`", 1), ("\n- f", 4)]
+    stand_in.parts = [("## A**b", 5), ("c** `d", 1), ("e`", 1), ("\n- f", 4)]
     page.ask("Why?")
     assert page.texts(".assistant h3 .drafted") == ["A", "c", "e"]
     assert page.texts(".assistant h3 strong") == ["bc"] and page.texts("code") == ["de"]
     assert page.texts(".assistant li .drafted") == ["f"]
 
 
-def test_markdown_is_sent_as_it_was_written(page, told):
-    told.parts = [("**an** `answer`", 3)]
+def test_a_second_turn_is_sent_with_the_first_as_it_was_written(page, stand_in):
+    stand_in.parts = [("**an** `answer`", 3)]
     page.ask("**One**")
     page.ask("Two")
-    assert [m["content"] for m in told.asked[1]["messages"]] == [
-        "**One**",
-        "**an** `answer`",
-        "Two",
-    ]
+    talk = [("user", "**One**"), ("assistant", "**an** `answer`"), ("user", "Two")]
+    assert stand_in.turns(1) == talk
     assert page.texts(".user") == ["**One**", "Two"]
 
 
-def test_what_was_drafted_is_green_to_the_character(page, told):
-    told.parts = [("a🦘b", 2), ("c", 0), ("\u0928\u093fd", 3)]
+def test_what_was_drafted_is_green_to_the_character(page, stand_in):
+    stand_in.parts = [("a🦘b", 2), ("c", 0), ("\u0928\u093fd", 3)]
     page.ask("Why?")
     assert page.texts(".assistant .drafted") == ["a🦘", "\u0928\u093fd"]
     assert page.texts(".assistant") == ["a🦘bc\u0928\u093fd"]
@@ -340,28 +340,20 @@ def test_what_was_drafted_is_green_to_the_character(page, told):
     assert page.texts(".counts")[0].endswith(" compression rate 1.50")
 
 
-def test_the_second_turn_is_sent_with_the_first(page, told):
-    told.parts = [("an answer", 0)]
-    page.ask("One")
-    page.ask("Two")
-    talk = [(m["role"], m["content"]) for m in told.asked[1]["messages"]]
-    assert talk == [("user", "One"), ("assistant", "an answer"), ("user", "Two")]
-
-
-def test_a_stop_keeps_what_was_said(page, told):
-    told.parts = [("half of", 0), ("it", 0)]
-    told.go.clear()
+def test_a_stop_keeps_what_was_said(page, stand_in):
+    stand_in.parts = [("half of", 0), ("it", 0)]
+    stand_in.go.clear()
     page.one("#text").send_keys("One" + Keys.ENTER)
     page.until(lambda: page.texts(".assistant") == ["half of"])
     page.one("#send").click()
     page.until(lambda: page.texts(".error") == ["stopped"])
-    told.go.set()
+    stand_in.go.set()
     page.ask("Two")
-    assert [m["content"] for m in told.asked[1]["messages"]] == ["One", "half of", "Two"]
+    assert [content for _, content in stand_in.turns(1)] == ["One", "half of", "Two"]
 
 
-def test_the_end_of_a_long_answer_can_be_seen(page, told):
-    told.parts = [("line\n", 1)] * 100
+def test_the_end_of_a_long_answer_can_be_seen(page, stand_in):
+    stand_in.parts = [("line\n", 1)] * 100
     page.ask("One")
     seen = page.driver.execute_script(
         "const at = document.querySelector('.counts').getBoundingClientRect();"
@@ -370,16 +362,16 @@ def test_the_end_of_a_long_answer_can_be_seen(page, told):
     assert seen
 
 
-def test_an_answer_that_breaks_off_is_no_whole_one(page, told):
-    told.parts, told.ends = [("half of", 0)], False
+def test_an_answer_that_breaks_off_is_no_whole_one(page, stand_in):
+    stand_in.parts, stand_in.ends = [("half of", 0)], False
     page.ask("One")
     assert page.texts(".error") == ["the answer has ended too early."]
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_nothing_is_wider_than_the_window(page, told, width):
+def test_nothing_is_wider_than_the_window(page, stand_in, width):
     long = "a_very_long_word" * 40
-    told.parts = [(f"{long}\n- {long}\n\n```\n{long}\n```\n|a|{long}|\n|-|-|\n|{long}|b|", 100)]
+    stand_in.parts = [(f"{long}\n- {long}\n\n```\n{long}\n```\n|a|{long}|\n|-|-|\n|{long}|b|", 100)]
     page.driver.set_window_size(width, 800)
     page.ask("Another" * 60)
     wide, room = page.driver.execute_script(

@@ -41,11 +41,11 @@ AT_THE_EDGE = {int: [0, -1, 2**31 - 1], float: [0.0, -1.0, 1e300]}  # of most
 
 @functools.cache
 def composed(command):
-    asked = BESIDES.get(command, [])
+    options = BESIDES.get(command, [])
     if command not in ("calibrate", "chat", "serve"):
-        asked = [*asked, "output=out"]
+        options = [*options, "output=out"]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return compose(command, asked)
+        return compose(command, options)
 
 
 def parts(config, place=""):
@@ -97,7 +97,7 @@ def test_a_number_composes_or_is_refused_by_its_place(command):
     whole = composed(command)
     check_ranges(whole)
     for place, kind, part in parts(whole):
-        made = None if OmegaConf.missing_keys(part) else OmegaConf.to_object(part)
+        config = None if OmegaConf.missing_keys(part) else OmegaConf.to_object(part)
         for name, hint in get_type_hints(kind).items():
             number = number_of(hint)
             for value in [] if number is None else AT_THE_EDGE[number] + WRONG[number]:
@@ -109,9 +109,9 @@ def test_a_number_composes_or_is_refused_by_its_place(command):
                     assert str(error).startswith(f"{place}{name}=")
                     refused = True
                 assert refused or value not in WRONG[number]
-                if refused and made is not None:  # in Python likewise
+                if refused and config is not None:  # in Python likewise
                     with pytest.raises(ConfigError, match=name):
-                        replace(made, **{name: tried})
+                        replace(config, **{name: tried})
 
 
 def test_variants_of_a_drafter_are_refused_like_itself():
@@ -141,7 +141,7 @@ def test_drafters_at_the_ends_of_their_ranges_write_vanillas_text(drafter):
     lm, prompts = tiny().compile_for_decoding(), random_prompts(6, 9)
     for how in (Sampling(), Sampling(temperature=0.9, top_k=2**31 - 1, seed=2**63 - 2**31)):
         done = Engine(lm, drafter.build(lm)).generate(prompts, 12, how, batch_size=1)
-        texts = [p + own.tokens for p, own in zip(prompts, done, strict=True)]
+        texts = [p + answer.tokens for p, answer in zip(prompts, done, strict=True)]
         assert texts == vanilla_texts(lm, prompts, 12, how)
 
 

@@ -6,7 +6,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import pytest
@@ -16,7 +16,7 @@ from serving_cases import (
     Heard,
     alone,
     engine_of,
-    job,
+    heard,
     random_request,
     scheduling,
     target,
@@ -27,40 +27,27 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
-from kangaroo.serving.jobs import (
-    CANCELLED,
-    FAILED,
-    STOPPED,
-    TIMEOUT,
-    Busy,
-    Closing,
-    Event,
-    Job,
-    Load,
-)
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Event, Load
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import PromptError
 
 
 def test_every_text_is_the_one_that_is_written_alone():
-    rng, other = random.Random(0), engine_of(target())
-    jobs = [job(random_request(rng)) for _ in range(40)]
+    rng = random.Random(0)
+    jobs = [Heard(random_request(rng)) for _ in range(40)]
     with scheduling() as scheduler:
-        for one, _ in jobs:
-            scheduler.submit(one)
+        for job in jobs:
+            scheduler.submit(job)
             time.sleep(rng.random() * 0.01)
-        for _, heard in jobs:
-            assert heard.ended.wait(60)
-    for one, heard in jobs:
-        assert heard.tokens == alone(other, one.request) and heard.finish == "length"
+        for job in jobs:
+            job.check()
 
 
-def said(scheduler: Scheduler, prompt: list[int], new_tokens: int = 9) -> Heard:
-    one, heard = job(Request(prompt, new_tokens, ignore_eos=True))
-    scheduler.submit(one)
-    assert heard.ended.wait(60)
-    assert heard.tokens == alone(engine_of(target()), one.request)
-    return heard
+def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
+    job = heard(prompt, 9)
+    scheduler.submit(job)
+    job.check()
+    return job
 
 
 def test_each_conversation_goes_on_in_the_row_that_has_it():
@@ -69,32 +56,30 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
     with scheduling() as scheduler:
         for turn in range(4):
             for text in texts:
-                heard = said(scheduler, text)
-                assert heard.reused == (len(text) - 3 - 2 if turn else 0)
-                text += [*heard.tokens, 7, 8 + turn, 9]
+                job = written(scheduler, text)
+                assert job.reused == (len(text) - 3 - 2 if turn else 0)
+                text += [*job.tokens, 7, 8 + turn, 9]
             # somebody else's question takes the row that neither of them is in
-            assert said(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
+            assert written(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
 
 
 def test_of_several_choices_the_prompt_is_read_once():
-    prompt = list(range(3, 33))
-    jobs = [job(Request(prompt, 6, seed, ignore_eos=True)) for seed in range(3)]
+    jobs = [heard(list(range(3, 33)), 6, seed) for seed in range(3)]
     with scheduling() as scheduler:
-        scheduler.submit(*[one for one, _ in jobs])
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(engine_of(target()), one.request)
-    assert [heard.reused for _, heard in jobs] == [0, 29, 29]
+        scheduler.submit(*jobs)
+        for job in jobs:
+            job.check()
+    assert [job.reused for job in jobs] == [0, 29, 29]
 
 
 def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
     texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
     with scheduling() as scheduler:
         for text in texts:  # the fourth takes the row of the first
-            assert said(scheduler, text).reused == 0
-        again = [said(scheduler, [*text, 5]).reused for text in (texts[1], texts[2], texts[3])]
-        assert again == [len(texts[0])] * 3
-        assert said(scheduler, [*texts[0], 5]).reused == 0
+            assert written(scheduler, text).reused == 0
+        for text in texts[1:]:
+            assert written(scheduler, [*text, 5]).reused == len(text)
+        assert written(scheduler, [*texts[0], 5]).reused == 0
 
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
@@ -113,29 +98,26 @@ def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
 
 def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
     """Where rows are free for them; those that wait for a row do not stop drafting."""
-    engine, rng, other = engine_of(target(), chunk=None), random.Random(8), engine_of(target())
+    engine, rng = engine_of(target(), chunk=None), random.Random(8)
     seen = watched(engine, monkeypatch)
-    prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
-    jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
-    with scheduling(engine=engine, rows=4) as scheduler:
-        scheduler.submit(*(one for one, _ in jobs))
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(other, one.request)
+    jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
+    with scheduling(engine, rows=4) as scheduler:
+        scheduler.submit(*jobs)
+        for job in jobs:
+            job.check()
     assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
     assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
 
 
 def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
-    engine, other = engine_of(target(), chunk=4), engine_of(target())
+    engine = engine_of(target(), chunk=4)
     seen = watched(engine, monkeypatch)
-    jobs = [job(Request([7, 8], 90, ignore_eos=True)), job(Request([5] * 40, 3, ignore_eos=True))]
-    with scheduling(engine=engine) as scheduler:
-        for one, _ in jobs:
-            scheduler.submit(one)
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(other, one.request)
+    jobs = [heard([7, 8], 90), heard([5] * 40, 3)]
+    with scheduling(engine) as scheduler:
+        for job in jobs:
+            scheduler.submit(job)
+        for job in jobs:
+            job.check()
     both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
     assert seen[both - 9 : both] == [(1, False, 0)] * 9
     assert seen[both][1] and seen[both][2] > 0
@@ -143,43 +125,51 @@ def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
 
 def test_who_cancels_leaves_all_others_as_they_were():
     """Before a row is free, while the prompt enters, and in the middle of a text."""
-    rng, other = random.Random(1), engine_of(target())
-    jobs = [job(random_request(rng)) for _ in range(60)]
+    rng = random.Random(1)
+    jobs = [Heard(random_request(rng)) for _ in range(60)]
     with scheduling(rows=4) as scheduler:
-        for i, (one, heard) in enumerate(jobs):
-            scheduler.submit(one)
-            if i % 3 == 1:
-                scheduler.cancel(one)
+        for i, job in enumerate(jobs):
+            scheduler.submit(job)
             if i % 3 == 2:
-                heard.begun.wait(0.02)
-                scheduler.cancel(one)
-        for _, heard in jobs:
-            assert heard.ended.wait(60)
-        assert (scheduler.load.running, scheduler.load.entering, scheduler.load.waiting) == (
-            0,
-            0,
-            0,
-        )
-    ends = [heard.finish for _, heard in jobs]
-    assert CANCELLED in ends and "length" in ends
-    for one, heard in jobs:
-        text = alone(other, one.request)
-        assert heard.tokens == (text if heard.finish == "length" else text[: len(heard.tokens)])
+                job.begun.wait(0.02)
+            if i % 3:
+                scheduler.cancel(job)
+        assert all(job.ended.wait(60) for job in jobs)
+        assert scheduler.load == Load(0, 0, 0)
+    assert {job.finish for job in jobs} == {CANCELLED, "length"}
+    for job in jobs:
+        text = alone(job.request)
+        assert job.tokens == (text if job.finish == "length" else text[: len(job.tokens)])
 
 
 def test_a_long_prompt_does_not_keep_others_waiting():
-    long, short = [5] * 180, [7, 8]
-    with scheduling(engine=engine_of(target(), chunk=4)) as scheduler:
-        first, told = job(Request(short, 100, ignore_eos=True))
-        second, entered = job(Request(long, 1))
-        scheduler.submit(first)
-        assert told.begun.wait(60)
-        scheduler.submit(second)
-        before = len(told.tokens)
-        assert entered.begun.wait(60)
+    short, long = heard([7, 8], 100), Heard(Request([5] * 180, 1))
+    with scheduling(engine_of(target(), chunk=4)) as scheduler:
+        scheduler.submit(short)
+        assert short.begun.wait(60)
+        scheduler.submit(long)
+        before = len(short.tokens)
+        assert long.begun.wait(60)
         # it has 45 parts; between any two of them the other text went on
-        assert len(told.tokens) - before >= 40 or told.finish
-        assert told.ended.wait(60)
+        assert len(short.tokens) - before >= 40 or short.finish
+        assert short.ended.wait(60)
+
+
+def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object]) -> None:
+    """Let `see` be called before each part of a prompt, with its number."""
+    admitting = engine.admitting
+
+    def parts(batch: Batch, row: int, request: Request) -> Generator:
+        its_parts = admitting(batch, row, request)
+        for number in itertools.count():
+            see(request, number)
+            try:
+                next(its_parts)
+            except StopIteration as entered:
+                return entered.value
+            yield
+
+    monkeypatch.setattr(engine, "admitting", parts)
 
 
 @pytest.mark.parametrize(
@@ -188,50 +178,40 @@ def test_a_long_prompt_does_not_keep_others_waiting():
     ids=["a long one is not read yet when its short one is", "a long one has been due"],
 )
 def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
-    engine, other, parts = engine_of(target(), chunk=4), engine_of(target()), []
-    jobs = [job(Request([length] * length, 7, ignore_eos=True)) for length in (100, 9)]
-    (long, _), (short, _) = jobs
-    admitting = engine.admitting
+    engine, parts = engine_of(target(), chunk=4), []
+    long, short = (heard([length] * length, 7) for length in (100, 9))
 
-    def watched(batch: Batch, row: int, request: Request):
-        its_parts = admitting(batch, row, request)
-        while True:
-            parts.append(len(request.prompt))
-            try:
-                next(its_parts)
-            except StopIteration as entered:
-                return entered.value
-            if len(parts) == 3:
-                scheduler.submit(short)
-            yield
+    def see(request: Request, number: int) -> None:
+        parts.append(len(request.prompt))
+        if len(parts) == 3:
+            scheduler.submit(short)
 
-    monkeypatch.setattr(engine, "admitting", watched)
-    with scheduling(engine=engine) as scheduler:
+    by_parts(engine, monkeypatch, see)
+    with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
         scheduler.submit(long)
-        for one, heard in jobs:
-            assert heard.ended.wait(60)
-            assert heard.tokens == alone(other, one.request)
+        for job in (long, short):
+            job.check()
     assert parts == order
 
 
 def test_what_a_prompt_takes_is_learnt_from_those_before():
     with scheduling() as scheduler:
         text = [*range(3, 33)]
-        said(scheduler, text)
+        written(scheduler, text)
         assert scheduler.read_tokens == len(text) and scheduler.read_seconds > 0
-        said(scheduler, [*text, 40, 41])  # all but two are in the cache
+        written(scheduler, [*text, 40, 41])  # all but two are in the cache
         assert scheduler.read_tokens == len(text) + 2
 
 
 def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
     with scheduling(rows=1, most_waiting=2) as scheduler:
-        running, heard = job(Request([5], 150, ignore_eos=True))
+        running = heard([5], 150)
         scheduler.submit(running)
-        assert heard.begun.wait(60)
-        scheduler.submit(job(Request([5], 1))[0])
+        assert running.begun.wait(60)
+        scheduler.submit(heard([5], 1))
         with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
-            scheduler.submit(job(Request([5], 1))[0], job(Request([5], 1))[0])
+            scheduler.submit(heard([5], 1), heard([5], 1))
         assert scheduler.load.waiting == 1
         scheduler.cancel(running)
 
@@ -247,37 +227,36 @@ def test_a_request_that_can_never_be_served_is_refused():
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
     with scheduling(rows=1) as scheduler:
-        jobs = [job(Request([5 + i], 20, ignore_eos=True)) for i in range(4)]
-        scheduler.submit(*(one for one, _ in jobs))
+        jobs = [heard([5 + i], 20) for i in range(4)]
+        scheduler.submit(*jobs)
         assert scheduler.close(60)
-        assert [heard.finish for _, heard in jobs] == ["length"] * 4
+        assert [job.finish for job in jobs] == ["length"] * 4
         with pytest.raises(Closing, match="shutting down"):
-            scheduler.submit(jobs[0][0])
+            scheduler.submit(jobs[0])
 
 
 def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
     with scheduling(rows=1) as scheduler:
-        jobs = [job(Request([5], LONGEST - 1, ignore_eos=True)) for _ in range(30)]
-        scheduler.submit(*(one for one, _ in jobs))
+        jobs = [heard([5], LONGEST - 1) for _ in range(30)]
+        scheduler.submit(*jobs)
         assert not scheduler.close(0.05)
-        assert all(heard.finish for _, heard in jobs)
-        assert jobs[-1][1].finish == CANCELLED
+        assert all(job.finish for job in jobs) and jobs[-1].finish == CANCELLED
 
 
 def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
     with scheduling(rows=1) as scheduler:
         step = scheduler.engine.step
 
-        def slowly(batch, drafts):
+        def slowly(batch: Batch, drafts: bool) -> list[StepRecord]:
             time.sleep(0.001)
             return step(batch, drafts)
 
         monkeypatch.setattr(scheduler.engine, "step", slowly)
-        late, heard = job(Request([5], 150, ignore_eos=True), deadline=time.monotonic() + 0.02)
-        waits, told = job(Request([5], 150), deadline=time.monotonic() - 1)
+        request = Request([5], 150, ignore_eos=True)
+        late, waits = (Heard(request, time.monotonic() + seconds) for seconds in (0.02, -1))
         scheduler.submit(late, waits)
-        assert heard.ended.wait(60) and told.ended.wait(60)
-        assert (heard.finish, told.finish, told.tokens) == (TIMEOUT, TIMEOUT, [])
+        assert late.ended.wait(60) and waits.ended.wait(60)
+        assert (late.finish, waits.finish, waits.tokens) == (TIMEOUT, TIMEOUT, [])
 
 
 class Fault(RuntimeError):
@@ -288,7 +267,7 @@ Calls = Callable[[int, tuple], bool]  # of a call's number and arguments: whethe
 
 
 def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
-    """Let calls of a method fail, as told; returns their numbers."""
+    """Let calls of a method fail where `fails` says so; returns their numbers."""
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
     def call(*given: object, **options: object) -> object:
@@ -304,36 +283,39 @@ def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
 GUILTY = [250, 251, 252, *range(3, 17)]  # two parts and more, each of eight tokens
 
 
-def crowd() -> list[tuple[Job, Heard]]:
-    """Jobs of all kinds, the guilty one in their middle: with more rows than one it has others
+def crowd() -> tuple[list[Heard], Heard]:
+    """Jobs of all kinds, and the guilty one in their middle: with more rows than one it has others
     beside it. Two end at a stop string, a part of which is written before a fault."""
-    rng, engine = random.Random(11), engine_of(target())
+    rng = random.Random(11)
     requests = [random_request(rng, 30) for _ in range(7)]
     for request in requests[:2]:
         request.max_new_tokens = 40
-        written = plain_text(byte_tokenizer(), alone(engine, request))
-        request.stop = [re.findall("[ -~]{2}", written)[-1]]
-    guilty = Request(GUILTY, 40, 3, sampling=SAMPLINGS[1], ignore_eos=True)
-    return [job(request) for request in (*requests[:2], guilty, *requests[2:])]
+        text = plain_text(byte_tokenizer(), alone(request))
+        request.stop = [re.findall("[ -~]{2}", text)[-1]]
+    guilty = Heard(Request(GUILTY, 40, 3, sampling=SAMPLINGS[1], ignore_eos=True))
+    jobs = [Heard(request) for request in requests]
+    return [*jobs[:2], guilty, *jobs[2:]], guilty
 
 
-def check_crowd(scheduler: Scheduler, jobs: list[tuple[Job, Heard]], guilty: str | None) -> None:
-    """Each gets the text that it gets alone, and counts of that many tokens; the guilty one ends
-    as told, where there is one."""
-    engine = engine_of(target())
-    for one, heard in jobs:
-        assert heard.ended.wait(60)
-        text = alone(engine, one.request)
-        if guilty and one.request.prompt == GUILTY:
-            assert heard.finish == guilty and heard.tokens == text[: len(heard.tokens)]
-            continue
-        assert heard.tokens == text
-        assert heard.finish == ("stop" if one.request.stop else "length")
-        assert heard.reused < len(one.request.prompt)  # that of a second admission is not told
+def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
+    """Each gets the text that it gets alone, counts of that many tokens, and a row is free again
+    for whoever comes."""
+    for job in jobs:
+        job.check()
+        assert job.reused < len(job.request.prompt)  # that of a second admission is not told
     assert scheduler.alive
-    said(scheduler, [9, 8, 7])
+    written(scheduler, [9, 8, 7])
     assert scheduler.load == Load(0, 0, 0) and sorted(scheduler.idle) == [0, 1, 2]
     assert scheduler.engine.batch.done == [True] * 3
+
+
+def check_crowd(scheduler: Scheduler, finish: str) -> None:
+    """The guilty one ends as told, and nobody else."""
+    jobs, guilty = crowd()
+    scheduler.submit(*jobs)
+    assert guilty.ended.wait(60) and guilty.finish == finish
+    assert guilty.tokens == alone(guilty.request)[: len(guilty.tokens)]
+    check_others(scheduler, [job for job in jobs if job is not guilty])
 
 
 def steps_guilty(engine: Engine) -> bool:
@@ -355,37 +337,27 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
 
 @pytest.mark.parametrize("method", CALLS)
 def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
-    engine, jobs = engine_of(target()), crowd()
-    with scheduling(engine=engine) as scheduler:
-        said(scheduler, [3, 4])  # the batch is open
+    engine = engine_of(target())
+    with scheduling(engine) as scheduler:
+        written(scheduler, [3, 4])  # the batch is open
         owner = engine.batch if hasattr(Batch, method) else engine
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
-        scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, jobs, FAILED)
+        check_crowd(scheduler, FAILED)
     assert len(failed) == (2 if method == "step" else 1)
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
-    engine, jobs = engine_of(target()), crowd()
-    admitting, failed = engine.admitting, []
+    engine, failed = engine_of(target()), []
 
-    def parts(batch: Batch, row: int, request: Request):
-        its_parts = admitting(batch, row, request)
-        for number in itertools.count():
-            if request.prompt == GUILTY and number == part:
-                failed.append(number)
-                raise Fault(f"part {number}")
-            try:
-                next(its_parts)
-            except StopIteration as entered:
-                return entered.value
-            yield
+    def fail(request: Request, number: int) -> None:
+        if request.prompt == GUILTY and number == part:
+            failed.append(number)
+            raise Fault(f"part {number}")
 
-    monkeypatch.setattr(engine, "admitting", parts)
-    with scheduling(engine=engine) as scheduler:
-        scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, jobs, FAILED)
+    by_parts(engine, monkeypatch, fail)
+    with scheduling(engine) as scheduler:
+        check_crowd(scheduler, FAILED)
     assert failed == [part]
 
 
@@ -394,37 +366,37 @@ def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
 def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults):
     """Once, or once more at the next chance: that ends whom it hits alone."""
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)
-    engine, jobs = engine_of(target()), crowd()
-    with scheduling(engine=engine) as scheduler:
+    engine, (jobs, _) = engine_of(target()), crowd()
+    with scheduling(engine) as scheduler:
         failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
         opened = failing(monkeypatch, engine, "open", lambda n, _: n < 2)  # and is tried again
-        scheduler.submit(*(one for one, _ in jobs))
-        ends = [heard.ended.wait(60) and heard.finish for _, heard in jobs]
+        scheduler.submit(*jobs)
+        ends = [job.ended.wait(60) and job.finish for job in jobs]
         assert ends.count(FAILED) == faults - 1
-        check_crowd(scheduler, [pair for pair in jobs if pair[1].finish != FAILED], None)
+        check_others(scheduler, [job for job in jobs if job.finish != FAILED])
     assert len(failed) == faults and opened == [0, 1]
 
 
 def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
     """As where memory does not hold what two texts at a time take."""
-    engine, jobs = engine_of(target()), crowd()
-    with scheduling(engine=engine) as scheduler:
+    engine, (jobs, _) = engine_of(target()), crowd()
+    with scheduling(engine) as scheduler:
         failed = failing(monkeypatch, engine, "step", lambda _, given: sum(given[0].done) < 2)
-        scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, jobs, None)
+        scheduler.submit(*jobs)
+        check_others(scheduler, jobs)
     assert failed
 
 
 def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
-    jobs = crowd()
+    jobs, guilty = crowd()
     with scheduling() as scheduler:
-        (left, heard), *_ = (pair for pair in jobs if pair[0].request.prompt == GUILTY)
-        left.tell = lambda event: (heard(event), scheduler.cancel(left))
+        guilty.tell = lambda event: (guilty.hear(event), scheduler.cancel(guilty))
         failed = failing(
             monkeypatch, Batch, "stop", lambda _, given: given[0].texts[given[1]][:17] == GUILTY
         )
-        scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, jobs, CANCELLED)
+        scheduler.submit(*jobs)
+        assert guilty.ended.wait(60) and guilty.finish == CANCELLED
+        check_others(scheduler, [job for job in jobs if job is not guilty])
     assert len(failed) == 1
 
 
@@ -432,12 +404,11 @@ def test_who_cannot_be_told_holds_up_nobody():
     def gone(event: Event) -> None:
         raise RuntimeError("Event loop is closed")
 
-    jobs = crowd()
-    deaf = next(one for one, _ in jobs if one.request.prompt == GUILTY)
+    jobs, deaf = crowd()
     deaf.tell = gone
     with scheduling() as scheduler:
-        scheduler.submit(*(one for one, _ in jobs))
-        check_crowd(scheduler, [pair for pair in jobs if pair[0] is not deaf], None)
+        scheduler.submit(*jobs)
+        check_others(scheduler, [job for job in jobs if job is not deaf])
     assert 0 < len(deaf.written) < 40
 
 
@@ -445,16 +416,16 @@ def test_who_cannot_be_told_holds_up_nobody():
 def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
     """After a step that failed, or at the beginning; nobody waits for it."""
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0.05)
-    engine, jobs = engine_of(target()), [job(Request([5], 9, ignore_eos=True)) for _ in range(6)]
+    engine, jobs = engine_of(target()), [heard([5], 9) for _ in range(6)]
     opened = [] if begun else failing(monkeypatch, engine, "open", lambda *_: True)
-    with scheduling(engine=engine) as scheduler:
+    with scheduling(engine) as scheduler:
         if begun:
-            said(scheduler, [3, 4])
+            written(scheduler, [3, 4])
             failing(monkeypatch, engine, "step", lambda *_: True)
             opened = failing(monkeypatch, engine, "open", lambda *_: True)
-        scheduler.submit(*(one for one, _ in jobs))
-        assert all(heard.ended.wait(60) for _, heard in jobs)
-        assert {heard.finish for _, heard in jobs} == {STOPPED} and opened == [0, 1, 2]
+        scheduler.submit(*jobs)
+        assert all(job.ended.wait(60) for job in jobs)
+        assert {job.finish for job in jobs} == {STOPPED} and opened == [0, 1, 2]
         assert not scheduler.alive and "Fault: open, call 2" in scheduler.failure
         with pytest.raises(Closing, match="Fault"):
-            scheduler.submit(jobs[0][0])
+            scheduler.submit(jobs[0])

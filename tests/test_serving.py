@@ -19,7 +19,7 @@ from serving_cases import (
     PAGE,
     SAMPLINGS,
     alone,
-    engine_of,
+    as_body,
     random_request,
     served,
     serving,
@@ -34,8 +34,7 @@ from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.http import listen
-from kangaroo.serving.serve import check_memory
+from kangaroo.serving.serve import check_memory, listen
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 
@@ -63,26 +62,35 @@ def address():
         yield where
 
 
+@pytest.fixture(scope="module")
+def client(address):
+    return OpenAI(base_url=f"{address}/v1", api_key="none")
+
+
 def ask(address: str, path: str = "completions", **body: object) -> httpx.Response:
     return httpx.post(f"{address}/v1/{path}", json=body, timeout=60)
+
+
+def text_of(address: str, **body: object) -> str:
+    return ask(address, **body).json()["choices"][0]["text"]
+
+
+def post(address: str, content: object, path: str = "/v1/completions", **headers: str):
+    headers = {"content-type": "application/json"} | headers
+    return httpx.post(address + path, content=content, headers=headers, timeout=60)
 
 
 TALK = [{"role": "user", "content": "Why?"}]
 
 
-def test_openais_client_is_answered_whole_and_streamed(address):
-    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+def test_openais_client_is_answered_whole_and_streamed(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     options = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "seed": 7}
     chat = client.chat.completions.create(messages=TALK, **options)
-    parts = list(
-        client.chat.completions.create(
-            messages=TALK, stream=True, stream_options={"include_usage": True}, **options
-        )
-    )
-    assert (
-        "".join(p.choices[0].delta.content for p in parts[:-1]) == chat.choices[0].message.content
-    )
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(client.chat.completions.create(messages=TALK, **streaming, **options))
+    content = "".join(part.choices[0].delta.content for part in parts[:-1])
+    assert content == chat.choices[0].message.content
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-2].choices[0].finish_reason == chat.choices[0].finish_reason == "length"
     usage, again = chat.usage, parts[-1].usage
@@ -95,27 +103,26 @@ def test_openais_client_is_answered_whole_and_streamed(address):
         client.completions.create(prompt="Once", logprobs=2, **options)
 
 
-def test_openais_client_may_send_its_own_answer_back(address):
-    client = OpenAI(base_url=f"{address}/v1", api_key="none")
-    options = {"model": "tiny", "max_tokens": 12, "temperature": 0}
-    message = client.chat.completions.create(messages=TALK, **options).choices[0].message
+def test_openais_client_may_send_its_own_answer_back(client):
+    def answer(*turns: object):
+        return (
+            client.chat.completions.create(
+                messages=[*TALK, *turns], model="tiny", max_tokens=12, temperature=0
+            )
+            .choices[0]
+            .message
+        )
+
+    message, more = answer(), {"role": "user", "content": "And then?"}
     assert message.refusal is None and message.model_dump()["tool_calls"] is None
-    more = {"role": "user", "content": "And then?"}
     written = {"role": "assistant", "content": message.content}
-    texts = [
-        client.chat.completions.create(messages=[*TALK, answer, more], **options)
-        .choices[0]
-        .message.content
-        for answer in (written, message, message.model_dump(), written | {"annotations": []})
-    ]
-    assert len(set(texts)) == 1
+    forms = (written, message, message.model_dump(), written | {"annotations": []})
+    assert len({answer(form, more).content for form in forms}) == 1
     with pytest.raises(BadRequestError, match=r"messages\.1: 'refusal' is not served here"):
-        refused = written | {"refusal": "No."}
-        client.chat.completions.create(messages=[*TALK, refused, more], **options)
+        answer(written | {"refusal": "No."}, more)
 
 
-def test_openais_client_finds_the_model_by_its_name_and_no_other(address):
-    client = OpenAI(base_url=f"{address}/v1", api_key="none")
+def test_openais_client_finds_the_model_by_its_name_and_no_other(client):
     assert client.models.retrieve("tiny") == client.models.list().data[0]
     for ask_for in (
         lambda: client.models.retrieve("someone/other"),
@@ -127,24 +134,23 @@ def test_openais_client_finds_the_model_by_its_name_and_no_other(address):
         assert (error.type, error.code) == ("invalid_request_error", "model_not_found")
 
 
-def test_a_text_is_the_engines_own(address):
+def test_a_text_is_the_engines(address):
     tokenizer = byte_tokenizer()
-    prompt = prompt_ids(tokenizer, [{"role": "user", "content": "Why?"}])
-    own = Sampling(temperature=0.9, top_p=0.8)
-    tokens = alone(engine_of(target()), Request(prompt, 20, 7, sampling=own, ignore_eos=True))
-    options = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.8, "seed": 7, "ignore_eos": True}
-    told = ask(address, "chat/completions", messages=TALK, **options).json()
-    assert told["choices"][0]["message"]["content"] == plain_text(tokenizer, tokens)
-    assert told["usage"]["prompt_tokens"] == len(prompt)
-    by_ids = ask(address, prompt=prompt, **options).json()
-    assert by_ids["choices"][0]["text"] == plain_text(tokenizer, tokens)
+    prompt, sampling = prompt_ids(tokenizer, TALK), Sampling(temperature=0.9, top_p=0.8)
+    request = Request(prompt, 20, 7, sampling=sampling, ignore_eos=True)
+    expected, body = plain_text(tokenizer, alone(request)), as_body(request)
+    assert text_of(address, **body) == expected
+    del body["prompt"]
+    chat = ask(address, "chat/completions", messages=TALK, **body).json()
+    assert chat["choices"][0]["message"]["content"] == expected
+    assert chat["usage"]["prompt_tokens"] == len(prompt)
 
 
 def test_several_choices_are_those_of_seeds_one_after_another(address):
     options = {"prompt": "Once", "max_tokens": 10, "temperature": 1.2, "ignore_eos": True}
     several = ask(address, n=4, seed=3, **options).json()
     texts = [choice["text"] for choice in several["choices"]]
-    single = [ask(address, seed=3 + i, **options).json()["choices"][0]["text"] for i in range(4)]
+    single = [text_of(address, seed=3 + i, **options) for i in range(4)]
     assert texts == single and len(set(texts)) > 1
     assert several["usage"]["completion_tokens"] == 40
     unread = {"prompt": list(range(40, 70)), "n": 4}
@@ -156,10 +162,10 @@ def test_several_choices_are_those_of_seeds_one_after_another(address):
 
 def test_a_stop_string_is_not_part_of_the_answer(address):
     options = {"prompt": "Once", "max_tokens": 30, "temperature": 1.0, "seed": 5}
-    text = ask(address, ignore_eos=True, **options).json()["choices"][0]["text"]
-    stop = text[7:9]
-    told = ask(address, ignore_eos=True, stop=[stop, "never there"], **options).json()["choices"][0]
-    assert told["text"] == text[: text.index(stop)] and told["finish_reason"] == "stop"
+    text = text_of(address, ignore_eos=True, **options)
+    stops = [text[7:9], "never there"]
+    (choice,) = ask(address, ignore_eos=True, stop=stops, **options).json()["choices"]
+    assert choice["text"] == text[: text.index(stops[0])] and choice["finish_reason"] == "stop"
 
 
 BAD = {
@@ -191,18 +197,14 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_served_is_refused_by_name(address, name):
     body, message = BAD[name]
-    told = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
-    assert told.status_code == 400 and message in told.json()["error"]["message"], told.text
+    answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
 def test_a_temperature_next_to_0_is_greedy(address):
     """In float32 1e-40 is so small that logits divided by it are infinite."""
     body = {"prompt": "The capital of France is", "max_tokens": 6, "ignore_eos": True}
-    texts = [
-        ask(address, **body, temperature=temperature).json()["choices"][0]["text"]
-        for temperature in (0, 1e-40)
-    ]
-    assert texts[0] and texts[0] == texts[1]
+    assert text_of(address, **body, temperature=1e-40) == text_of(address, **body, temperature=0)
 
 
 def test_what_lies_at_a_bound_is_answered(address):
@@ -216,12 +218,10 @@ def test_what_lies_at_a_bound_is_answered(address):
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_that_is_not_called_json_is_told_of_the_header(address, kind):
     headers, content = {"content-type": kind} if kind else {}, b'{"prompt": "a"}'
-    told = httpx.post(f"{address}/v1/completions", content=content, headers=headers, timeout=60)
+    answer = httpx.post(f"{address}/v1/completions", content=content, headers=headers, timeout=60)
     sent = f"; '{kind}' was sent" if kind else ""
-    assert told.status_code == 400
-    assert told.json()["error"]["message"] == (
-        f"the header 'Content-Type: application/json' is missing{sent}."
-    )
+    message = f"the header 'Content-Type: application/json' is missing{sent}."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_a_body_that_is_not_called_json_is_told_of_the_header(address, kind):
     ],
 )
 def test_a_path_or_method_that_there_is_not_has_openais_error(address, method, path, status, code):
-    told = httpx.request(method, address + path)
-    assert told.status_code == status
-    error = told.json()["error"]
+    answer = httpx.request(method, address + path)
+    assert answer.status_code == status
+    error = answer.json()["error"]
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, None)
     assert error["message"].startswith(f"{method} {path}: ")
 
@@ -254,8 +254,8 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
     assert [status(address, host) for host in LOCAL] == [200] * len(LOCAL)
     assert [status(address, host) for host in STRANGERS] == [400] * len(STRANGERS)
     assert {status(address, "evil.example", path) for path in ("/", "/health", "/metrics")} == {400}
-    told = httpx.get(f"{address}/v1/models", headers={"host": "evil.example"}).json()["error"]
-    assert "allowed_hosts=[NAME]" in told["message"] and told["type"] == "invalid_request_error"
+    error = httpx.get(f"{address}/v1/models", headers={"host": "evil.example"}).json()["error"]
+    assert "allowed_hosts=[NAME]" in error["message"] and error["type"] == "invalid_request_error"
     with serving(allowed_hosts=["kangaroo.lan", "*.lab.example"]) as named:
         for host in ("localhost", "Kangaroo.lan:8000", "a.lab.example"):
             assert status(named, host) == 200
@@ -269,8 +269,8 @@ def test_a_template_that_fails_is_told_as_any_other_refusal(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with serving(tokenizer=tokenizer) as address:
-        told = ask(address, "chat/completions", messages=TALK)
-        assert told.status_code == 400 and "chat template" in told.json()["error"]["message"]
+        answer = ask(address, "chat/completions", messages=TALK)
+        assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]
         assert ask(address, prompt="a", max_tokens=2).status_code == 200
 
 
@@ -280,61 +280,68 @@ def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch
     def fault(*given: object) -> None:
         raise RuntimeError("as in a test")
 
-    def error(told: httpx.Response) -> tuple[int, str]:
-        body = json.loads(told.text.removeprefix("data: "))["error"]
-        return body["code"], body["type"]
+    def error(answer: httpx.Response) -> tuple[int, str]:
+        error = json.loads(answer.text.removeprefix("data: "))["error"]
+        return error["code"], error["type"]
 
+    failed, body = (500, "server_error"), {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
     with monkeypatch.context() as broken:
         broken.setattr(Server, "_encoded", fault)
-        told = ask(address, prompt="a")
-        assert told.status_code == 500 and error(told) == (500, "server_error")
-        assert "(RuntimeError)" in told.json()["error"]["message"]
-    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        answer = ask(address, prompt="a")
+        assert answer.status_code == 500 and error(answer) == failed
+        assert "(RuntimeError)" in answer.json()["error"]["message"]
     with monkeypatch.context() as broken:
         broken.setattr(Engine, "record", fault)
-        told, streamed = ask(address, **body), ask(address, stream=True, **body)
-        assert told.status_code == 500 and error(told) == error(streamed) == (500, "server_error")
+        answer, streamed = ask(address, **body), ask(address, stream=True, **body)
+        assert answer.status_code == 500 and error(answer) == error(streamed) == failed
     assert "as in a test" in caplog.text and ask(address, **body).status_code == 200
     assert httpx.get(f"{address}/health").status_code == 200
 
 
-def test_what_is_no_request_is_refused(address):
-    def post(content: bytes, path: str = "/v1/completions") -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        return httpx.post(address + path, content=content, headers=headers, timeout=60)
+NO_REQUESTS = [
+    (b'{"prompt": "a', 400, "the body is not JSON: Unterminated string starting at (at 11)"),
+    (b"", 400, "the body: Field required"),
+    (b"[]", 400, "the body: Input should be a valid di"),
+    (b'{"prompt": "\xff\xfe"}', 400, ""),
+    (b"[" * 100_000, 400, ""),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, ""),
+    (b'{"prompt": "' + b"a" * 1_000_000 + b'"}', 400, ""),
+    (b'{"prompt": "' + b"a" * 2_000_000 + b'"}', 413, "a request has at most 1048576 bytes."),
+    (b'{"prompt": "a", "model": "gpt-5"}', 404, "there is no model 'gpt-5'; this is 'tiny'."),
+    (b'{"prompt": "\\ud800"}', 400, "prompt: it holds half of a surrogate pair"),
+    (b'{"prompt": "a", "\\ud800": 1}', 400, ""),
+]
 
-    told = post(b'{"prompt": "a').json()["error"]["message"]
-    assert told == "the body is not JSON: Unterminated string starting at (at 11)"
-    assert post(b"").json()["error"]["message"] == "the body: Field required"
-    assert post(b"[]").json()["error"]["message"].startswith("the body: Input should be a valid di")
-    assert post(b'{"prompt": "\xff\xfe"}').status_code == 400
-    assert post(b"[" * 100_000).status_code == 400
-    assert post(b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}").status_code == 400
-    assert post(b'{"prompt": "' + b"a" * 1_000_000 + b'"}').status_code == 400
-    assert post(b'{"prompt": "' + b"a" * 2_000_000 + b'"}').status_code == 413
-    assert post(b"{}", "/v1/none").status_code == 404
-    assert httpx.get(f"{address}/v1/completions").status_code == 405
-    assert ask(address, prompt="a", model="gpt-5").status_code == 404
-    for half in (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "\\ud800": 1}'):
-        assert post(half).status_code == 400
+
+@pytest.mark.parametrize("content, status, message", NO_REQUESTS, ids=range(len(NO_REQUESTS)))
+def test_what_is_no_request_is_refused(address, content, status, message):
+    answer = post(address, content)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(message)
     assert ask(address, prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_body_whose_length_is_not_told_is_counted(address):
+    def chunks():
+        yield b'{"prompt": "'
+        yield from [b"a" * 100_000] * 20
+
+    for path in ("/v1/completions", "/v1/none"):
+        assert post(address, chunks(), path).status_code == 413
 
 
 def test_null_and_what_asks_for_nothing_are_as_good_as_left_out(address):
     nothing = {"logprobs": False, "presence_penalty": 0, "logit_bias": {}, "user": "me"}
-    told = ask(address, prompt="a", max_tokens=3, seed=1, stop=None, n=None, **nothing)
-    assert (
-        told.json()["choices"] == ask(address, prompt="a", max_tokens=3, seed=1).json()["choices"]
-    )
+    body = {"prompt": "a", "max_tokens": 3, "seed": 1}
+    assert text_of(address, **body, stop=None, n=None, **nothing) == text_of(address, **body)
 
 
 def test_a_key_is_asked_for_where_there_is_one():
     with serving(api_key="secret") as address:
-        url, body = f"{address}/v1/completions", {"prompt": "a", "max_tokens": 2}
-        assert httpx.post(url, json=body).status_code == 401
-        for sent, status in (("wrong", 401), ("secret", 200)):
-            headers = {"Authorization": f"Bearer {sent}"}
-            assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == status
+        content = b'{"prompt": "a", "max_tokens": 2}'
+        assert post(address, content).status_code == 401
+        for key, status in (("wrong", 401), ("secret", 200)):
+            assert post(address, content, Authorization=f"Bearer {key}").status_code == status
         assert httpx.get(f"{address}/health").status_code == 200
 
 
@@ -366,55 +373,40 @@ def test_prometheus_sees_what_was_written(address):
 
 
 def test_texts_at_the_same_time_are_those_alone(address):
-    rng, engine = random.Random(3), engine_of(target())
-    asked = [replace(random_request(rng, 30), sampling=rng.choice(SAMPLINGS)) for _ in range(24)]
+    rng = random.Random(3)
+    requests = [replace(random_request(rng, 30), sampling=rng.choice(SAMPLINGS)) for _ in range(24)]
 
-    async def all_of_them() -> list[dict]:
+    async def answers() -> list[httpx.Response]:
+        url = f"{address}/v1/completions"
         async with httpx.AsyncClient(timeout=60) as client:
-            return await asyncio.gather(*(one(client, request) for request in asked))
+            return await asyncio.gather(*(client.post(url, json=as_body(r)) for r in requests))
 
-    async def one(client: httpx.AsyncClient, request: Request) -> dict:
-        own = request.sampling
-        body = {
-            "prompt": request.prompt,
-            "max_tokens": request.max_new_tokens,
-            "seed": request.seed,
-            "temperature": own.temperature,
-            "top_p": own.top_p,
-            "top_k": own.top_k,
-            "ignore_eos": True,
-        }
-        return (await client.post(f"{address}/v1/completions", json=body)).json()
-
-    for request, told in zip(asked, asyncio.run(all_of_them()), strict=True):
-        expected = plain_text(byte_tokenizer(), alone(engine, request))
-        assert told["choices"][0]["text"] == expected
+    for request, answer in zip(requests, asyncio.run(answers()), strict=True):
+        expected = plain_text(byte_tokenizer(), alone(request))
+        assert answer.json()["choices"][0]["text"] == expected
 
 
-def test_every_part_of_a_stream_has_the_counts_so_far_if_asked_for(address):
-    told = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"messages": TALK, "max_tokens": 9, "ignore_eos": True, "stream": True}
-    streamed = ask(address, "chat/completions", **body, stream_options=told).text.splitlines()
-    parts = [line.removeprefix("data: ") for line in streamed if line]
-    counts = [json.loads(part)["usage"]["completion_tokens"] for part in parts[:-1]]
+def test_a_stream_is_json_lines_of_server_sent_events_with_counts_if_asked_for(address):
+    def streamed(**options: bool) -> list[dict]:
+        body = {"messages": TALK, "max_tokens": 9, "ignore_eos": True, "stream": True}
+        answer = ask(address, "chat/completions", **body, stream_options=options)
+        *parts, last = [line for line in answer.text.splitlines() if line]
+        assert last == "data: [DONE]" and all(part.startswith("data: ") for part in parts)
+        return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+    parts = streamed(include_usage=True, continuous_usage_stats=True)
+    counts = [part["usage"]["completion_tokens"] for part in parts]
     assert counts == sorted(counts) and counts[0] == 1 and counts[-2:] == [9, 9]
-    told["continuous_usage_stats"] = False
-    streamed = ask(address, "chat/completions", **body, stream_options=told).text
-    assert streamed.count('"usage"') == 1
+    parts = streamed(include_usage=True)
+    assert ["usage" in part for part in parts] == [False] * (len(parts) - 1) + [True]
+    parts = streamed(continuous_usage_stats=True)
+    assert not any("usage" in part for part in parts)
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_the_page_is_served(address):
-    told = httpx.get(f"{address}/")
-    assert told.status_code == 200 and "/v1/chat/completions" in told.text
-
-
-def test_bodies_are_json_lines_of_server_sent_events(address):
-    body = {"prompt": "a", "max_tokens": 4, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as stream:
-        lines = [line for line in stream.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    assert told[-1]["choices"][0]["finish_reason"] == "length"
+    page = httpx.get(f"{address}/")
+    assert page.status_code == 200 and "/v1/chat/completions" in page.text
 
 
 def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):

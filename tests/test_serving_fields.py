@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving_cases import engine_of, target
 
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.serving.app import make_app
+from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.protocol import (
     IGNORED,
@@ -57,7 +57,7 @@ TAKEN: dict[str, list[Any]] = {  # the extremes of what is answered
     "user": TEXTS,
     "tools": [[], None],
 }
-OF_ASKED = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields, "nonsense"]
+FIELDS = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields, "nonsense"]
 
 
 def objects(names: list[str], most: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -89,7 +89,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
             body["messages"] = draw(st.lists(TURNS, min_size=1, max_size=3))
         if body.get("stream"):
             body["stream_options"] = draw(OPTIONS)
-        body |= draw(objects(OF_ASKED, 4))
+        body |= draw(objects(FIELDS, 4))
     return "chat/completions" if is_chat else "completions", body
 
 
@@ -97,7 +97,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def asking() -> Iterator[Any]:
     """A function that asks a server in this process."""
     scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64).start()
-    app = make_app(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig())
+    app = Server(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig()).app()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
@@ -129,14 +129,14 @@ def check_all(examples: int) -> set[int]:
             suppress_health_check=list(HealthCheck),
         )
         @given(bodies())
-        def check(asked: tuple[str, dict[str, Any]]) -> None:
-            path, body = asked
-            told = ask("POST", f"/v1/{path}", body)
-            assert told.status_code == 200 or 400 <= told.status_code < 500, told.text
-            assert '"server_error"' not in told.text, told.text
+        def check(drawn: tuple[str, dict[str, Any]]) -> None:
+            path, body = drawn
+            answer = ask("POST", f"/v1/{path}", body)
+            assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
+            assert '"server_error"' not in answer.text, answer.text
             assert ask("GET", "/health").status_code == 200
             assert text() == before
-            seen.add(told.status_code)
+            seen.add(answer.status_code)
 
         check()
     return seen

@@ -6,12 +6,13 @@ import asyncio
 import json
 import random
 import string
+from collections import Counter
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from serving_cases import LONGEST, SAMPLINGS, alone, engine_of, served, target
+from serving_cases import LONGEST, alone, as_body, random_request, served
 
 from kangaroo.engine.requests import Request
 from kangaroo.models.loading import byte_tokenizer
@@ -31,19 +32,8 @@ FIELDS = """
 
 def good(rng: random.Random) -> tuple[dict[str, Any], Request]:
     """A body, and the request that it is."""
-    prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
-    own, seed, tokens = rng.choice(SAMPLINGS), rng.randrange(1 << 30), rng.randrange(1, 40)
-    body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "seed": seed,
-        "temperature": own.temperature,
-        "top_p": own.top_p,
-        "top_k": own.top_k,
-        "ignore_eos": True,
-        "stream": rng.random() < 0.5,
-    }
-    return body, Request(prompt, tokens, seed, sampling=own, ignore_eos=True)
+    request = random_request(rng)
+    return as_body(request) | {"stream": rng.random() < 0.5}, request
 
 
 def broken(rng: random.Random) -> bytes:
@@ -62,11 +52,11 @@ def broken(rng: random.Random) -> bytes:
     return written[: rng.randrange(len(written))] if kind == 3 else written
 
 
-def text_of(told: httpx.Response, streamed: bool) -> str:
+def text_of(answer: httpx.Response, streamed: bool) -> str:
     """The text of the one choice."""
     if not streamed:
-        return told.json()["choices"][0]["text"]
-    lines = [line.removeprefix("data: ") for line in told.text.splitlines() if line]
+        return answer.json()["choices"][0]["text"]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines.pop() == "[DONE]"
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
@@ -76,28 +66,27 @@ class Clients:
 
     def __init__(self, address: str, seed: int):
         self.address, self.rng = address, random.Random(seed)
-        self.seen: dict[int, int] = {}
-        self.asked: list[tuple[Request, str]] = []  # what was answered whole
+        self.statuses: Counter[int] = Counter()
+        self.texts: list[tuple[Request, str]] = []  # what was answered whole
 
     async def run(self, count: int, at_once: int, bad: float, leaving: float) -> None:
         limits = httpx.Limits(max_connections=at_once)
         async with httpx.AsyncClient(timeout=120, limits=limits) as client:
             left = iter(range(count))
 
-            async def one_after_another() -> None:
+            async def ask_again_and_again() -> None:
                 for _ in left:
-                    await self.one(client, bad, leaving)
+                    await self.ask(client, bad, leaving)
 
-            await asyncio.gather(*(one_after_another() for _ in range(at_once)))
+            await asyncio.gather(*(ask_again_and_again() for _ in range(at_once)))
 
-    async def one(self, client: httpx.AsyncClient, bad: float, leaving: float) -> None:
+    async def ask(self, client: httpx.AsyncClient, bad: float, leaving: float) -> None:
         rng = self.rng
         path = rng.choice(["completions"] * 3 + ["chat/completions"])
         if rng.random() < bad:
             headers = {"content-type": rng.choice(["application/json", "text/plain", ""])}
-            content = broken(rng)
-            told = await client.post(f"{self.address}/v1/{path}", content=content, headers=headers)
-            self.count(told)
+            url = f"{self.address}/v1/{path}"
+            self.count(await client.post(url, content=broken(rng), headers=headers))
             return
         body, request = good(rng)
         url = f"{self.address}/v1/completions"
@@ -106,38 +95,36 @@ class Clients:
                 await client.post(url, json=body, timeout=rng.random() * 0.2)
             except httpx.TimeoutException:
                 return
-        told = await client.post(url, json=body)
-        self.count(told)
-        if told.status_code == 200:
-            self.asked.append((request, text_of(told, body["stream"])))
+        answer = await client.post(url, json=body)
+        self.count(answer)
+        if answer.status_code == 200:
+            self.texts.append((request, text_of(answer, body["stream"])))
 
-    def count(self, told: httpx.Response) -> None:
-        assert told.status_code in ANSWERS, told.text
-        if told.status_code != 200:
-            assert told.json()["error"]["message"], told.text
-        self.seen[told.status_code] = self.seen.get(told.status_code, 0) + 1
+    def count(self, answer: httpx.Response) -> None:
+        assert answer.status_code in ANSWERS, answer.text
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"], answer.text
+        self.statuses[answer.status_code] += 1
 
     def check(self) -> None:
         """Every text is the one that is written alone."""
-        engine, tokenizer = engine_of(target()), byte_tokenizer()
-        for request, text in self.asked:
-            assert text == plain_text(tokenizer, alone(engine, request))
+        for request, text in self.texts:
+            assert text == plain_text(byte_tokenizer(), alone(request))
 
 
 @pytest.mark.slow
 def test_ten_thousand_requests_good_and_bad_break_nothing(tmp_path):
     with served(*SERVED, f"longest={LONGEST}", f"hydra.run.dir={tmp_path}") as (address, process):
         clients, memory = Clients(address, seed=0), psutil.Process(process.pid).memory_info
-        asyncio.run(
-            clients.run(1000, at_once=32, bad=0.7, leaving=0.1)
-        )  # what it needs at the most
+        # what it needs at the most
+        asyncio.run(clients.run(1000, at_once=32, bad=0.7, leaving=0.1))
         before = memory().rss
         asyncio.run(clients.run(9000, at_once=32, bad=0.9, leaving=0.2))
         assert memory().rss < 1.05 * before
         health = httpx.get(f"{address}/health").json()
         assert health == {"status": "ok", "running": 0, "entering": 0, "waiting": 0}
         assert process.poll() is None
-    assert clients.seen[200] > 500 and clients.seen[400] > 5000 and len(clients.asked) > 500
+    assert clients.statuses[200] > 500 and clients.statuses[400] > 5000 and len(clients.texts) > 500
     clients.check()
 
 
@@ -151,17 +138,17 @@ def test_texts_are_right_across_cancellations_and_a_kill(tmp_path):
 
         async def until_killed() -> None:
             running = asyncio.create_task(clients.run(500, at_once=16, bad=0, leaving=0.3))
-            while len(clients.asked) < 100:
+            while len(clients.texts) < 100:
                 await asyncio.sleep(0.02)
             process.kill()
             with pytest.raises(httpx.TransportError):
                 await running
 
         asyncio.run(until_killed())
-        finished += clients.asked
+        finished += clients.texts
         clients.check()
     with served(*options) as (address, _):
         clients = Clients(address, seed=2)
         asyncio.run(clients.run(500 - len(finished), at_once=16, bad=0, leaving=0.3))
         clients.check()
-    assert len(finished) + len(clients.asked) > 300
+    assert len(finished) + len(clients.texts) > 300

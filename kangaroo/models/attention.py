@@ -174,8 +174,8 @@ def can_split(device: torch.device) -> bool:
     bias[..., 100:] = -torch.inf  # the second part is seen by nobody
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.1)
     try:
-        found = in_parts(q, k, v, bias, 0.1, 2, by_efficient_kernel)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+        out = in_parts(q, k, v, bias, 0.1, 2, by_efficient_kernel)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-2)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         log.warning(f"attention cannot be split on {device}, so long texts decode slower: {reason}")

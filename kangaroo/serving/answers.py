@@ -1,16 +1,23 @@
-"""From the steps of a job to what a client reads: text, and counts of tokens."""
+"""From the steps of a job to what a client reads: text, OpenAI's objects, and errors."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from fastapi.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
+from kangaroo.models.prompts import mended
 from kangaroo.serving.jobs import Event, Job
+from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Scheduler
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # as OpenAI calls them
@@ -18,7 +25,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # as OpenAI calls
 
 @dataclass
 class Piece:
-    """Text of a choice that became known.
+    """Text of a choice that can be shown.
 
     Args:
         drafted: how many of its characters came with tokens that were drafted and accepted; they
@@ -33,34 +40,8 @@ class Piece:
 
 
 @dataclass
-class Usage:
-    """Tokens of a request, all its choices together.
-
-    Args:
-        accepted, drafted: draft tokens.
-        rounds: forwards of the target, the prompts' included.
-        cached: tokens of the prompt that were in a row already; of several choices, the first's.
-    """
-
-    prompt: int
-    completion: int = 0
-    accepted: int = 0
-    drafted: int = 0
-    rounds: int = 0
-    cached: int = 0
-
-    def add(self, index: int, event: Event) -> None:
-        """Count a step of a choice."""
-        self.completion += len(event.tokens)
-        self.accepted += event.accepted
-        self.drafted += event.drafted
-        self.rounds += bool(event.tokens)
-        self.cached += 0 if index else event.reused
-
-
-@dataclass
 class Choice:
-    """One of the texts that a client asked for, as it grows."""
+    """One of the texts of an answer, as it grows."""
 
     index: int
     pieces: Pieces
@@ -85,15 +66,16 @@ class Choice:
 
 @dataclass
 class Answer:
-    """The texts that a request gets, step by step.
+    """The texts that a request gets, step by step; begun when it is made.
 
-    Errors: those of `Scheduler.submit`, when it is begun.
+    Errors: those of `Scheduler.submit`.
     """
 
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
     requests: Sequence[Request]
     deadline: float | None
+    metrics: Metrics
     usage: Usage = field(init=False)
     choices: list[Choice] = field(init=False)
 
@@ -103,30 +85,96 @@ class Answer:
             Choice(i, Pieces(self.tokenizer), UntilStop(request.stop))
             for i, request in enumerate(self.requests)
         ]
-
-    def begin(self) -> None:
-        """Let its texts wait for their rows."""
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def told(index: int, event: Event) -> None:
+        def tell(index: int, event: Event) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
         self.jobs = [
-            Job(request, lambda event, i=i: told(i, event), self.deadline)  # type: ignore[misc]
+            Job(request, lambda event, i=i: tell(i, event), self.deadline)  # type: ignore[misc]
             for i, request in enumerate(self.requests)
         ]
         self.scheduler.submit(*self.jobs)
 
     async def steps(self) -> AsyncGenerator[Piece, None]:
-        """What becomes known, until all texts have ended."""
+        """What can be shown after each step, timed, until all texts have ended."""
+        histogram, last = self.metrics.first, time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index, event)
-            yield self.choices[index].push(event)
+            piece, now = self.choices[index].push(event), time.perf_counter()
+            histogram.observe(now - last)
+            histogram, last = self.metrics.step, now
+            yield piece
 
     def end(self) -> None:
-        """End the texts that nobody will read; nothing where all have ended."""
+        """End the texts that nobody will read, and count what was written."""
         for job, choice in zip(self.jobs, self.choices, strict=True):
             if not choice.finish:
                 self.scheduler.cancel(job)
+        self.metrics.ended(self.usage)
+
+
+@dataclass
+class Form:
+    """How an answer is written down: OpenAI's object of a chat or of a completion."""
+
+    model: str
+    is_chat: bool
+
+    def __post_init__(self) -> None:
+        kind = "chatcmpl" if self.is_chat else "cmpl"
+        self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
+
+    def _object(self, chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = chat if self.is_chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """All choices."""
+        choices = []
+        for choice in answer.choices:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            text = {"message": message} if self.is_chat else {"text": choice.text}
+            head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
+            choices.append(head | text)
+        return self._object("chat.completion", choices) | {"usage": answer.usage.as_json()}
+
+    def part(self, piece: Piece, first: bool, usage: Usage | None) -> dict[str, Any]:
+        """What a step adds to a stream; with the counts so far, if they are wanted."""
+        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        text = {"delta": delta} if self.is_chat else {"text": piece.text}
+        choice = {
+            "index": piece.choice,
+            "logprobs": None,
+            "finish_reason": piece.finish or None,
+            "drafted": piece.drafted,
+        }
+        counts = {"usage": usage.as_json()} if usage else {}
+        return self._object("chat.completion.chunk", [choice | text]) | counts
+
+    def last(self, usage: Usage) -> dict[str, Any]:
+        """What a stream ends with where its counts are wanted."""
+        return self._object("chat.completion.chunk", []) | {"usage": usage.as_json()}
+
+
+def event(content: dict[str, Any]) -> str:
+    """As server-sent events have it; in ASCII, since some clients take more for ends of lines."""
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """An error as OpenAI's clients read it.
+
+    Args:
+        code: as OpenAI calls it; None is the status.
+    """
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    message = mended(message)  # it may name what was sent
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": error}, status, headers)

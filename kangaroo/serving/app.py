@@ -24,13 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine import requests as generation
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, prompt_ids
-from kangaroo.serving.answers import Answer, Piece
+from kangaroo.serving.answers import Answer, Form, event, problem
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.forms import AsChat, AsText, Form, event, problem
 from kangaroo.serving.guard import Guard
 from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
-from kangaroo.serving.metrics import Metrics, Watch
-from kangaroo.serving.protocol import Asked, Chat, Completion, StreamOptions
+from kangaroo.serving.metrics import Metrics
+from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import ConfigError, KangarooError, PromptError
 
@@ -52,43 +51,7 @@ ROLES = {"developer": "system"}
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def make_app(
-    scheduler: Scheduler,
-    tokenizer: PreTrainedTokenizerBase,
-    model: str,
-    drafter: str,
-    limits: ServeConfig,
-) -> FastAPI:
-    """The routes.
-
-    Args:
-        model, drafter: their names.
-    """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(scheduler.close, limits.grace)
-
-    server = Server(scheduler, tokenizer, model, drafter, limits)
-    app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, limits=limits, metrics=server.counts)
-    for error, status in STATUS.items():
-        app.add_exception_handler(error, partial(said, status))
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, unrouted)
-    app.add_exception_handler(Exception, server.failed)
-    app.post("/v1/completions", response_model=None)(server.completions)
-    app.post("/v1/chat/completions", response_model=None)(server.chat)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}", response_model=None)(server.one_model)
-    app.get("/health")(server.health)
-    app.get("/metrics")(server.metrics)
-    app.get("/", response_class=HTMLResponse)(page)
-    return app
-
-
-async def said(status: int, request: Request, error: Exception) -> Response:
+async def explained(status: int, request: Request, error: Exception) -> Response:
     """Of an error that says what is wrong."""
     return problem(status, str(error))
 
@@ -101,14 +64,14 @@ async def invalid(request: Request, error: Exception) -> Response:
         sent = f"; '{kind}' was sent" if kind else ""
         return problem(400, f"the header 'Content-Type: application/json' is missing{sent}.")
     faults = []
-    for one in error.errors()[:8]:
+    for fault in error.errors()[:8]:
         # of a field of several types pydantic names each, some by their validators
-        named = (str(part) for part in one["loc"][1:])
-        where = ".".join(part for part in named if "[" not in part)
-        message = one["msg"].removeprefix("Value error, ")
-        if one["type"] == "json_invalid":
-            where, message = "", f"the body is not JSON: {one['ctx']['error']} (at {where})"
-        elif not where and one["type"] != "value_error":
+        names = (str(part) for part in fault["loc"][1:])
+        where = ".".join(name for name in names if "[" not in name)
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "json_invalid":
+            where, message = "", f"the body is not JSON: {fault['ctx']['error']} (at {where})"
+        elif not where and fault["type"] != "value_error":
             where = "the body"
         faults.append(f"{where}: {message}" if where else message)
     return problem(400, "; ".join(dict.fromkeys(faults)))
@@ -128,7 +91,11 @@ async def page() -> str:
 
 @dataclass
 class Server:
-    """What the routes share."""
+    """The routes, and what they share.
+
+    Args:
+        model, drafter: their names.
+    """
 
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
@@ -137,7 +104,31 @@ class Server:
     limits: ServeConfig
 
     def __post_init__(self) -> None:
-        self.counts, self.begun = Metrics(), int(time.time())
+        self.metrics, self.begun = Metrics(), int(time.time())
+
+    def app(self) -> FastAPI:
+        """What uvicorn runs; when that stops, running texts are finished."""
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            yield
+            await asyncio.to_thread(self.scheduler.close, self.limits.grace)
+
+        app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
+        app.add_middleware(Guard, limits=self.limits, metrics=self.metrics)
+        for error, status in STATUS.items():
+            app.add_exception_handler(error, partial(explained, status))
+        app.add_exception_handler(RequestValidationError, invalid)
+        app.add_exception_handler(HTTPException, unrouted)
+        app.add_exception_handler(Exception, self.failed)
+        app.post("/v1/completions", response_model=None)(self.completions)
+        app.post("/v1/chat/completions", response_model=None)(self.chat)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}", response_model=None)(self.one_model)
+        app.get("/health")(self.health)
+        app.get("/metrics", name="metrics")(self.show_metrics)
+        app.get("/", response_class=HTMLResponse)(page)
+        return app
 
     async def health(self) -> Response:
         """Whether requests are decoded."""
@@ -145,13 +136,13 @@ class Server:
             return problem(503, self.scheduler.failure or "the server is shutting down.")
         return JSONResponse({"status": "ok"} | asdict(self.scheduler.load))
 
-    async def metrics(self) -> Response:
+    async def show_metrics(self) -> Response:
         """For Prometheus."""
-        return Response(self.counts.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.show(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
 
     async def failed(self, request: Request, error: Exception) -> Response:
         """Of a fault of the server's own, which its log shows; it is answered outside `Guard`."""
-        self.counts.requests.labels("500").inc()
+        self.metrics.requests.labels("500").inc()
         return problem(500, f"the server has failed ({type(error).__name__}); see its log.")
 
     async def models(self) -> dict[str, Any]:
@@ -170,111 +161,99 @@ class Server:
         message = f"there is no model '{name}'; this is '{self.model}'."
         return problem(404, message, "model_not_found")
 
-    async def completions(self, asked: Completion, request: Request) -> Response:
+    async def completions(self, body: Completion, request: Request) -> Response:
         """Text that goes on from a prompt."""
-        prompt = asked.prompt
+        prompt = body.prompt
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(self._encoded, prompt)
-        return await self._answer(asked, prompt, asked.max_tokens, request, AsText(self.model))
+        return await self._answer(body, prompt, body.max_tokens, request)
 
-    async def chat(self, asked: Chat, request: Request) -> Response:
+    async def chat(self, body: Chat, request: Request) -> Response:
         """The next turn of a conversation."""
-        turns = [Message(role=ROLES.get(m.role, m.role), content=m.text) for m in asked.messages]
+        turns = [Message(role=ROLES.get(m.role, m.role), content=m.text) for m in body.messages]
         prompt = await asyncio.to_thread(prompt_ids, self.tokenizer, turns)
-        limit = asked.max_completion_tokens or asked.max_tokens
-        return await self._answer(asked, prompt, limit, request, AsChat(self.model))
+        limit = body.max_completion_tokens or body.max_tokens
+        return await self._answer(body, prompt, limit, request)
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
 
     async def _answer(
-        self, asked: Asked, prompt: list[int], limit: int | None, request: Request, form: Form
+        self, body: Completion | Chat, prompt: list[int], limit: int | None, request: Request
     ) -> Response:
-        if asked.model is not None and asked.model != self.model:
-            return self._no_model(asked.model)
+        if body.model is not None and body.model != self.model:
+            return self._no_model(body.model)
         room = self.scheduler.longest - len(prompt)
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)
+        seed = secrets.randbits(31) if body.seed is None else body.seed
         requests = [
             generation.Request(
                 prompt=prompt,
                 max_new_tokens=limit or max(1, min(DEFAULT_TOKENS, room)),
                 seed=seed + i,
-                stop=asked.stop,
-                ignore_eos=asked.ignore_eos,
-                sampling=sampling,
+                stop=body.stop,
+                ignore_eos=body.ignore_eos,
+                sampling=Sampling(body.temperature, body.top_p, body.top_k),
             )
-            for i in range(asked.n)
+            for i in range(body.n)
         ]
         self.scheduler.check(requests[0])
         timeout = self.limits.timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        answer = Answer(self.scheduler, self.tokenizer, requests, deadline)
-        answer.begin()
-        if asked.stream:
-            told = asked.stream_options or StreamOptions()
-            return Streamed(answer, self.counts, self._events(answer, form, told))
-        return await self._whole(answer, form, request)
-
-    async def _watched(self, answer: Answer) -> AsyncIterator[Piece]:
-        """The answer's steps, timed."""
-        watch = Watch(self.counts)
-        async for piece in answer.steps():
-            watch.step()
-            yield piece
-
-    async def _events(self, answer: Answer, form: Form, told: StreamOptions) -> AsyncIterator[str]:
-        """A stream of what becomes known."""
-        so_far = answer.usage if told.include_usage and told.continuous_usage_stats else None
-        first = set[int]()
-        async for piece in self._watched(answer):
-            if piece.finish in FAULTS:
-                yield event(json.loads(bytes(problem(*FAULTS[piece.finish]).body)))
-                return
-            yield event(form.part(piece, piece.choice not in first, so_far))
-            first.add(piece.choice)
-        if told.include_usage:
-            yield event(form.last(answer.usage))
-        yield "data: [DONE]\n\n"
-
-    async def _whole(self, answer: Answer, form: Form, request: Request) -> Response:
-        """All texts at once, unless the client goes away before."""
-
-        async def read() -> None:
-            async for _ in self._watched(answer):
-                pass
-
-        tasks = {asyncio.create_task(read()), asyncio.create_task(left(request))}
-        try:
-            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*done)
-        finally:
-            answer.end()
-            self.counts.ended(answer.usage)
-        fault = next((FAULTS[c.finish] for c in answer.choices if c.finish in FAULTS), None)
-        if fault or not all(choice.finish for choice in answer.choices):
-            return problem(*(fault or FAULTS[CANCELLED]))
-        return JSONResponse(form.whole(answer))
+        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics)
+        form = Form(self.model, isinstance(body, Chat))
+        if body.stream:
+            return Streamed(answer, events(answer, form, body.stream_options or StreamOptions()))
+        return await whole(answer, form, request)
 
 
 class Streamed(StreamingResponse):
     """Server-sent events; when the client has all of them or goes away, the texts end."""
 
-    def __init__(self, answer: Answer, counts: Metrics, events: AsyncIterator[str]):
-        super().__init__(events, media_type="text/event-stream", headers=UNBUFFERED)
-        self.answer, self.counts = answer, counts
+    def __init__(self, answer: Answer, parts: AsyncIterator[str]):
+        super().__init__(parts, media_type="text/event-stream", headers=UNBUFFERED)
+        self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.answer.end()
-            self.counts.ended(self.answer.usage)
 
 
-async def left(request: Request) -> None:
-    """Until the client has gone away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def events(answer: Answer, form: Form, options: StreamOptions) -> AsyncIterator[str]:
+    """The answer as server-sent events."""
+    counts = options.include_usage and options.continuous_usage_stats
+    begun = set[int]()
+    async for piece in answer.steps():
+        if piece.finish in FAULTS:
+            yield event(json.loads(bytes(problem(*FAULTS[piece.finish]).body)))
+            return
+        yield event(form.part(piece, piece.choice not in begun, answer.usage if counts else None))
+        begun.add(piece.choice)
+    if options.include_usage:
+        yield event(form.last(answer.usage))
+    yield "data: [DONE]\n\n"
+
+
+async def whole(answer: Answer, form: Form, request: Request) -> Response:
+    """All texts at once, unless the client goes away before."""
+
+    async def read() -> None:
+        async for _ in answer.steps():
+            pass
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = {asyncio.create_task(read()), asyncio.create_task(left())}
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*done)
+    finally:
+        answer.end()
+    ends = [choice.finish for choice in answer.choices]
+    fault = next(filter(FAULTS.__contains__, ends), "" if all(ends) else CANCELLED)
+    return problem(*FAULTS[fault]) if fault else JSONResponse(form.whole(answer))

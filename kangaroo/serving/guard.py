@@ -13,8 +13,8 @@ from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kangaroo.serving.answers import problem
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.forms import problem
 from kangaroo.serving.metrics import Metrics
 
 
@@ -34,13 +34,12 @@ class Guard:
                 self.metrics.requests.labels(str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refusal(Headers(scope=scope), scope["path"])
-        if refusal is None:
-            body, refusal = await self._body(receive)
-        if refusal is not None:
-            await refusal(scope, receive, counted_send)
-            return
-        await self.app(scope, replayed(body, receive), counted_send)
+        app: ASGIApp | None = self._refusal(Headers(scope=scope), scope["path"])
+        if app is None:
+            body = await self._body(receive)
+            app = self._too_large() if body is None else self.app
+            receive = receive if body is None else replayed(body, receive)
+        await app(scope, receive, counted_send)
 
     def _refusal(self, headers: Headers, path: str) -> Response | None:
         host = headers.get("host", "")
@@ -52,11 +51,8 @@ class Guard:
             )
         key = self.limits.api_key
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if (
-            key is not None
-            and path.startswith("/v1/")
-            and not hmac.compare_digest(sent, key.encode())
-        ):
+        needs_key = key is not None and path.startswith("/v1/")
+        if needs_key and not hmac.compare_digest(sent, str(key).encode()):
             return problem(401, "send the server's key: 'Authorization: Bearer KEY'.")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.limits.most_bytes:
@@ -66,16 +62,14 @@ class Guard:
     def _too_large(self) -> Response:
         return problem(413, f"a request has at most {self.limits.most_bytes} bytes.")
 
-    async def _body(self, receive: Receive) -> tuple[bytes, Response | None]:
-        """All of it, or an answer to one that is too large."""
-        body = bytearray()
-        while True:
+    async def _body(self, receive: Receive) -> bytes | None:
+        """All of it; None where it is too large."""
+        body, more = bytearray(), True
+        while more and len(body) <= self.limits.most_bytes:
             message = await receive()
             body += message.get("body", b"")
-            if len(body) > self.limits.most_bytes:
-                return b"", self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body), None
+            more = message.get("more_body", False)
+        return bytes(body) if len(body) <= self.limits.most_bytes else None
 
 
 def is_allowed(host: str, names: Sequence[str]) -> bool:
@@ -94,13 +88,9 @@ def is_allowed(host: str, names: Sequence[str]) -> bool:
 
 def replayed(body: bytes, receive: Receive) -> Receive:
     """What gives a body that was read already, and then whatever comes."""
-    given = False
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def read() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return read

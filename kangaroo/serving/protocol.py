@@ -25,7 +25,6 @@ from kangaroo.utils.ranges import MOST, SEEDS
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 
-
 Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
 
@@ -63,11 +62,6 @@ NOTHING: dict[str, list[Any]] = {
 IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 
 
-def is_same(value: Any, harmless: Any) -> bool:
-    """Whether they are equal as JSON has it, where true is no number."""
-    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
-
-
 class Strict(BaseModel):
     """An object of a request: null is as good as left out; what is not served is refused by name.
 
@@ -86,13 +80,14 @@ class Strict(BaseModel):
         """The fields that ask for something."""
         if not isinstance(fields, dict):
             return fields
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = {n: v for n, v in fields.items() if v is not None and n not in cls.ignored}
         for name, harmless in cls.nothing.items():
-            if name in given:
-                value = given.pop(name)
-                if not any(is_same(value, one) for one in harmless):
-                    raise ValueError(f"'{name}' is not served here; leave it out")
-        return {name: value for name, value in given.items() if name not in cls.ignored}
+            value = given.pop(name, None)
+            # true is no number in JSON
+            same = (value == x and isinstance(value, bool) == isinstance(x, bool) for x in harmless)
+            if value is not None and not any(same):
+                raise ValueError(f"'{name}' is not served here; leave it out")
+        return given
 
 
 class StreamOptions(Strict):
@@ -108,7 +103,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: StrictBool = False
 
 
-class Asked(Strict):
+class TextRequest(Strict):
     """What both kinds of requests have in common."""
 
     nothing, ignored = NOTHING, IGNORED
@@ -127,14 +122,14 @@ class Asked(Strict):
     ignore_eos: StrictBool = False
 
     @model_validator(mode="after")
-    def with_seeds_for_all_choices(self) -> Asked:
+    def with_seeds_for_all_choices(self) -> TextRequest:
         """Choice i has seed + i."""
         if self.seed is not None and self.seed + self.n > SEEDS:
             raise ValueError(f"seed={self.seed} must be {SEEDS - self.n} or less where n={self.n}")
         return self
 
 
-class Completion(Asked):
+class Completion(TextRequest):
     """A request for text that goes on from a prompt.
 
     Args:
@@ -171,7 +166,7 @@ class Message(Strict):
         return content_text(self.model_dump()["content"])
 
 
-class Chat(Asked):
+class Chat(TextRequest):
     """A request for the next turn of a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

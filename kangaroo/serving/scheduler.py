@@ -137,11 +137,9 @@ class Scheduler:
             log.exception("decoding has failed")
             self.failure = f"decoding has failed: {type(error).__name__}: {error}"
             with self.changed:
-                left = self._jobs()
-                self.waiting.clear()
-                self.entering.clear()
-                self.running.clear()
-            for job in left:
+                jobs = self._jobs()
+            for job in jobs:
+                self._leave(job)
                 self._tell(job, Event([], finish=STOPPED))
 
     def _open(self) -> Batch:
@@ -194,12 +192,10 @@ class Scheduler:
         """A job leaves the queue, or its row, which is returned: the batch has to stop that."""
         row, job.row = job.row, None
         job.parts = job.generation = None
-        for jobs in (self.entering, self.running):
-            if job in jobs:
-                jobs.remove(job)
         with self.changed:
-            if job in self.waiting:
-                self.waiting.remove(job)
+            for jobs in (self.entering, self.running, self.waiting):
+                if job in jobs:
+                    jobs.remove(job)
         if row is not None:
             self.idle.append(row)
         return row
@@ -262,13 +258,13 @@ class Scheduler:
             self.running.append(job)
             self.read_tokens += len(job.text) - generation.reused
             self.read_seconds += generation.prefill_seconds
-            self._told(job, generation.steps[0])
+            self._record(job, generation.steps[0])
 
     def _due(self, batch: Batch, job: Job) -> float:
         """When a job's first token is due, by what prompts have taken so far."""
         if job.due is None:
-            _, known = self.engine.known(batch, 0, job.text)
-            unread = len(job.text) - known
+            _, cached = self.engine.known(batch, 0, job.text)
+            unread = len(job.text) - cached
             job.due = job.arrived + unread * self.read_seconds / max(self.read_tokens, 1)
         return job.due
 
@@ -286,9 +282,9 @@ class Scheduler:
     def _row_for(self, batch: Batch, text: list[int]) -> int:
         """The free row of a text that this one goes on from; where there is none, the row that
         was written longest ago, so that others may still be gone on from."""
-        known = {row: batch.shared(row, text) for row in self.idle}
-        best = max(known, key=known.__getitem__)
-        return best if 2 * known[best] > len(batch.texts[best]) else self.idle[0]
+        shared = {row: batch.shared(row, text) for row in self.idle}
+        best = max(shared, key=shared.__getitem__)
+        return best if 2 * shared[best] > len(batch.texts[best]) else self.idle[0]
 
     def _step(self, batch: Batch) -> None:
         """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
@@ -303,7 +299,7 @@ class Scheduler:
             assert job.row is not None and job.generation is not None
             with self._blaming(batch, job):
                 self.engine.record(batch, job.row, records[job.row], job.request, job.generation)
-                self._told(job, records[job.row])
+                self._record(job, records[job.row])
         if suspect is not None:
             self._acquit(batch, suspect)
 
@@ -317,7 +313,7 @@ class Scheduler:
             self.waiting.appendleft(job)
         batch.stop(row)
 
-    def _told(self, job: Job, record: StepRecord) -> None:
+    def _record(self, job: Job, record: StepRecord) -> None:
         """A job hears of its step; where that was the last, its row is free."""
         generation = job.generation
         assert generation is not None
@@ -325,8 +321,8 @@ class Scheduler:
         job.written += record.tokens
         if generation.finish:
             self._leave(job)
-        counts = record.accepted, record.drafted
-        self._tell(job, Event(list(record.tokens), *counts, generation.finish, reused))
+        tokens, finish = list(record.tokens), generation.finish
+        self._tell(job, Event(tokens, record.accepted, record.drafted, finish, reused))
 
     def _tell(self, job: Job, event: Event) -> None:
         """Whoever cannot be told has gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,9 +27,26 @@ log = logging.getLogger(__name__)
 def check_installed() -> None:
     """Errors: `MissingPackage` where the extra `serve` is not installed."""
     try:
-        from kangaroo.serving import http  # noqa: F401
+        import uvicorn  # noqa: F401
+
+        from kangaroo.serving import app  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """Where clients will be answered; who comes before that waits.
+
+    Errors: `ConfigError` where nothing can listen there.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can listen on {config.host}:{config.port}: {error.strerror}. Pass another "
+            "port= or host=."
+        ) from error
 
 
 def check_memory(lm: LM, rows: int, longest: int) -> None:
@@ -75,13 +93,23 @@ def serve(
     than there is; what loading raises.
     """
     check_installed()
-    from kangaroo.serving import http
+    import uvicorn
 
-    listening = http.listen(config)
+    from kangaroo.serving.app import Server
+
+    listening = listen(config)
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
     # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
         engine, tokenizer, longest = passing.submit(_loaded, model, drafter, config).result()
     scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
-    ready(listening.getsockname()[1])
-    http.run(listening, scheduler, tokenizer, model.name, drafter.name, config)
+    host, port, *_ = listening.getsockname()
+    ready(port)
+    options = uvicorn.Config(
+        Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
+        limit_concurrency=config.most_connections,
+        timeout_graceful_shutdown=int(config.grace) + 1,
+        log_level="warning",
+    )
+    log.info("%s with %s: http://%s:%d", model.name, drafter.name, host, port)
+    uvicorn.Server(options).run(sockets=[listening])

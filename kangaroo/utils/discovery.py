@@ -14,11 +14,11 @@ Kind = TypeVar("Kind")
 @cache
 def classes(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
     """The concrete subclass of `base` in each module of a package that has one, by module."""
-    found = {}
+    by_module = {}
     for info in pkgutil.iter_modules(import_module(package).__path__):
         module = import_module(f"{package}.{info.name}")
         for value in vars(module).values():
-            own = inspect.isclass(value) and value.__module__ == module.__name__
-            if own and issubclass(value, base) and not inspect.isabstract(value):
-                found[info.name] = value
-    return found
+            is_defined_here = inspect.isclass(value) and value.__module__ == module.__name__
+            if is_defined_here and issubclass(value, base) and not inspect.isabstract(value):
+                by_module[info.name] = value
+    return by_module

@@ -68,9 +68,10 @@ def _quoted(value: str | bool | Path) -> str:
 
 def located(path: str) -> Path:
     """Where a path leads: `adapters/NAME`, if the working folder has none, to the shipped one."""
-    own = Path(path).expanduser()
-    shipped = of_project("adapters") / own.name
-    return shipped if own.parent == SHIPPED and not own.exists() and shipped.exists() else own
+    given = Path(path).expanduser()
+    shipped = of_project("adapters") / given.name
+    is_shipped = given.parent == SHIPPED and not given.exists() and shipped.exists()
+    return shipped if is_shipped else given
 
 
 def cache_folder() -> Path:
@@ -133,24 +134,22 @@ def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
         excluded: names that are left out.
         part: "drafter" takes the drafter's own, by their short names; "others" all but these.
     """
-    found = []
+    parts = []
     for override in overrides:
         name, _, value = override.lstrip("+~").partition("=")
         name = name.removeprefix("drafter@")  # a part of a cascade
         if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
-            found.append(f",{name.removeprefix('drafter.')}={value}")
-    return fitting(re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(found))))
+            parts.append(f",{name.removeprefix('drafter.')}={value}")
+    return fitting(re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(parts))))
 
 
 def fitting(path: str) -> str:
     """The same path, but that of a name which is too long for a file system only the beginning is
     left, and a hash of all of it."""
-    return "/".join(map(_fitting_name, path.split("/")))
-
-
-def _fitting_name(name: str) -> str:
-    whole = name.encode()
-    if len(whole) <= LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(whole).hexdigest()[:16]
-    return whole[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore") + "-" + digest
+    names = path.split("/")
+    for i, whole in enumerate(map(str.encode, names)):
+        if len(whole) > LONGEST_NAME:
+            digest = hashlib.sha256(whole).hexdigest()[:16]
+            beginning = whole[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore")
+            names[i] = f"{beginning}-{digest}"
+    return "/".join(names)

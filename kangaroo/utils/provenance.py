@@ -61,7 +61,7 @@ def processor() -> str:
     """The processor's model, as the system calls it."""
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     try:
         names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -74,17 +74,13 @@ def git_revision() -> str | None:
     checkout = PACKAGE.parent
     if not (checkout / ".git").exists():  # an installed package may lie in somebody's repository
         return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=checkout,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.check_output(
+            command, cwd=checkout, stderr=subprocess.DEVNULL, text=True
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -98,13 +94,13 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted names, as they are written on the command line."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            leaves |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value.value if isinstance(value, Enum) else value
-    return found
+            leaves[prefix + name] = value.value if isinstance(value, Enum) else value
+    return leaves
 
 
 def _version(package: str) -> str | None:

@@ -82,9 +82,10 @@ class Ranged:
 def check_nodes(count: int, **options: int) -> None:
     """Errors: `ConfigError` where options of a drafter make more nodes than a draft may have."""
     if count > MOST_NODES:
-        told = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
+        settings = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
         raise ConfigError(
-            f"{told} make {count} nodes in a round; {MOST_NODES} is the most. Lower one of them."
+            f"{settings} make {count} nodes in a round; {MOST_NODES} is the most. Lower one of "
+            "them."
         )
 
 

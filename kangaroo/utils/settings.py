@@ -13,8 +13,8 @@ from kangaroo.utils.errors import ConfigError
 Settings = TypeVar("Settings")
 
 
-def made(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """The dataclass with these fields.
+def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
+    """Make the dataclass with these fields.
 
     Errors: `ConfigError` for a field that it has not, or a value of another type.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, cast
 
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
@@ -23,23 +23,18 @@ NAME = 128  # characters that a run's name may have
 
 # A table's row: a name and numbers by column.
 Row = Mapping[str, str | float]
+Tables = Mapping[str, Sequence[Row]]  # and plots, by name
+Plots = Mapping[str, Path]
 
 
-class Tracker(Protocol):
-    """Takes metrics by name, results, and files."""
+class Tracker:
+    """Takes metrics by name, results, and files; this one keeps none."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
-        ...
 
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
+    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
         """What the run found: metrics that stand for the whole of it, tables and plots by name."""
-        ...
 
     def save(
         self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
@@ -51,11 +46,9 @@ class Tracker(Protocol):
             kind: such as "adapter".
             about: what a reader wants to know before fetching it.
         """
-        ...
 
     def finish(self, failed: bool = False) -> None:
         """The run has ended."""
-        ...
 
 
 @contextmanager
@@ -75,27 +68,8 @@ def forget(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-class NoTracker:
+class NoTracker(Tracker):
     """For runs whose files are enough."""
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        pass
-
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
-        pass
-
-    def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
-    ) -> None:
-        pass
-
-    def finish(self, failed: bool = False) -> None:
-        pass
 
 
 @dataclass
@@ -107,10 +81,6 @@ class NoTrackerConfig:
     def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
         """What takes metrics and keeps none."""
         return NoTracker()
-
-
-# what wandb takes; it refuses another mode itself
-Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 @dataclass
@@ -135,7 +105,7 @@ class WandbConfig:
         return Wandb(self, settings, output)
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
@@ -154,7 +124,7 @@ class Wandb:
             name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
             **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
             group=config.group,
-            mode=cast(Mode | None, config.mode),
+            mode=cast(Any, config.mode),  # wandb refuses one that it does not take
             dir=output,
             config=flat(settings),
             resume="allow",
@@ -169,12 +139,7 @@ class Wandb:
             self.run.log(metrics, step=step)
             self.last.write_text(str(step))
 
-    def result(
-        self,
-        metrics: dict[str, float],
-        tables: Mapping[str, Sequence[Row]],
-        plots: Mapping[str, Path],
-    ) -> None:
+    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
         shown: dict[str, Any] = {f"plots/{k}": self.wandb.Image(str(v)) for k, v in plots.items()}
         shown |= {f"tables/{name}": self._table(rows) for name, rows in tables.items() if rows}
         self.run.log(shown)
@@ -203,7 +168,7 @@ class Wandb:
 
 def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
     """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
-    known = output / ID
-    if not known.exists():
-        known.write_text(secrets.token_hex(4))
-    return {"project": config.project, "entity": config.entity, "id": known.read_text()}
+    file = output / ID
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return {"project": config.project, "entity": config.entity, "id": file.read_text()}

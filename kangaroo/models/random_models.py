@@ -1,0 +1,105 @@
+"""Models with random weights, and a tokenizer over bytes: with these every command is fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from kangaroo.models.embedded import byte_level_tokenizer
+from kangaroo.models.known_configs import SHAPES, shape_of
+from kangaroo.models.prompts import chat_template
+from kangaroo.utils.errors import ConfigError
+
+TINY = "random:tiny"
+RANDOM = "random:"
+
+
+def random_model(
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    deep_scale: float = 1.0,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A small model with random weights, in eval mode; the same arguments give the same model.
+
+    Its vocabulary is that of `byte_tokenizer`. Its weights are larger than random ones usually are,
+    so that what it writes depends on what it reads.
+
+    Args:
+        architecture: transformers' `model_type`: llama, mistral, qwen2, qwen3, ...
+        deep_scale: factor on what the last two thirds of the layers add to the residual stream.
+            If it is small, a shallow drafter is often right, as in a trained model.
+        overrides: fields of the architecture's config.
+    """
+    fields: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.25,
+        "sliding_window": None,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    config = AutoConfig.for_model(architecture, **fields | overrides)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": torch.float32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, **options)
+    for layer in model.model.layers[config.num_hidden_layers // 3 :]:
+        layer.self_attn.o_proj.weight.data *= deep_scale
+        layer.mlp.down_proj.weight.data *= deep_scale
+    # only the parameters: the frequencies of RoPE stay float32, as in a loaded checkpoint
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model.eval()
+
+
+def random_of_shape(path: str, device: str, **options: Any) -> PreTrainedModel:
+    """A model of a known shape with random weights, made on its device.
+
+    Args:
+        options: of transformers' `from_config`.
+
+    Errors: `ConfigError` for a shape that is not known.
+    """
+    shape = shape_of(path)
+    if shape is None:
+        raise ConfigError(
+            f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
+        )
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), **options)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A ChatML tokenizer: one token for each byte, then bos, eos and pad."""
+    bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
+    return byte_level_tokenizer(
+        BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),
+        [ByteLevel(add_prefix_space=False, use_regex=False)],
+        [bos, eos, pad],
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        chat_template=chat_template("chatml"),
+    )
