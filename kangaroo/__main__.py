@@ -18,7 +18,6 @@ COMMANDS = {
     "make_data": "the first part of train alone: write the data",
     "estimate": "say what a training would take, without the model's weights",
     "cost": "measure what a training takes, part by part",
-    "compare": "measure finished adapters on text that they were not trained on",
     "learning_curve": "say what more text would bring an adapter",
     "import_adapter": "turn a checkpoint of the authors' code into an adapter",
     "export": "write an adapter for other software",

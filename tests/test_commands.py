@@ -70,7 +70,6 @@ ALONE = [
     cli.calibrate,
     cli.datastore,
     cli.chat,
-    cli.compare,
     cli.cost,
     cli.estimate,
     cli.export,

@@ -12,7 +12,7 @@ import kangaroo.evaluation.metrics
 from kangaroo.evaluation import comparison, report, summary
 from kangaroo.evaluation.metrics import METRICS, Metric, Place, metrics, runs, scalars
 from kangaroo.evaluation.records import METHOD, Fork, Run
-from kangaroo.evaluation.speedup import interval, paired_seconds, seconds_until
+from kangaroo.evaluation.statistics import interval, paired_seconds, seconds_until
 
 
 def test_metrics_of_one_question_by_hand():

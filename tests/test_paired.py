@@ -17,7 +17,7 @@ from kangaroo.evaluation.metrics import metrics
 from kangaroo.evaluation.planning import Spread
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
-from kangaroo.evaluation.speedup import interval
+from kangaroo.evaluation.statistics import interval
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.utils.errors import ConfigError
 

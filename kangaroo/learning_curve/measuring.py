@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.speedup import interval
+from kangaroo.evaluation.statistics import interval
 from kangaroo.evaluation.tune import replay
 from kangaroo.evaluation.tune.bench import trace_bench
 from kangaroo.evaluation.tune.recording import Recorder

@@ -20,7 +20,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation import speedup as speedups
+from kangaroo.evaluation import statistics as speedups
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
 from kangaroo.evaluation.speed.llama import llama_rivals

@@ -12,12 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kangaroo.evaluation.paired import shown
 from kangaroo.evaluation.plots import FAINT, FURTHER, HF, INK, METHOD, VANILLA
 from kangaroo.evaluation.speed.speed_batches import stops_paying
-from kangaroo.evaluation.speedup import interval, speedup
+from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.utils import tables
-from kangaroo.utils.tables import Row, number, share
+from kangaroo.utils.tables import Row, estimate, number, share
 
 NAMES = {"hf": "hf", "vanilla": "vanilla", "kangaroo": "Kangaroo"}
 LABELS = NAMES | {"hf": "transformers"}  # of the plot, which has no notes
@@ -101,7 +100,9 @@ def _speedups(result: dict[str, Any]) -> list[Row]:
         row = {"over": NAMES.get(slower, slower)}
         for faster in ours:
             pair = found.get(f"{faster}/{slower}")
-            cell = "-" if pair is None else shown(pair["speedup"], pair["speedup_ci95"], same=1.0)
+            cell = (
+                "-" if pair is None else estimate(pair["speedup"], pair["speedup_ci95"], same=1.0)
+            )
             row[NAMES.get(faster, faster)] = cell
         rows.append(row)
     return rows
@@ -118,7 +119,7 @@ def _tasks(result: dict[str, Any]) -> list[Row]:
         for name in drafters:
             pairs_P2 = np.array(result["speedups"][f"{name}/vanilla"]["seconds_of_prompt"])[mine]
             values[name].append(speedup(pairs_P2))
-            row[NAMES.get(name, name)] = shown(speedup(pairs_P2), interval(pairs_P2), same=1.0)
+            row[NAMES.get(name, name)] = estimate(speedup(pairs_P2), interval(pairs_P2), same=1.0)
         rows.append(row)
     means = {NAMES.get(name, name): number(statistics.mean(values[name])) for name in drafters}
     return [*rows, {"task": "mean of tasks", "prompts": ""} | means]

@@ -15,8 +15,9 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.evaluation import records, run
 from kangaroo.evaluation.bench import BenchConfig, Question
-from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig
-from kangaroo.evaluation.speedup import interval, paired_seconds, speedup
+from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
+from kangaroo.evaluation.metrics import paired_seconds
+from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.evaluation.tune.candidates import Candidate, SearchSpace, Source, chain, parts
 from kangaroo.evaluation.tune.player import CostsOf, Player, Score, score, vanilla_seconds
 from kangaroo.evaluation.tune.trace import TracedQuestion
@@ -64,7 +65,7 @@ class Decoding:
             resume=self.resume,
         )
         contestants = [
-            Contestant(
+            MethodSpec(
                 name,
                 config.build(self.lm),
                 {"model": self.model, "drafter": config.settings()},

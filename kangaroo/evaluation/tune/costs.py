@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from kangaroo.engine.costs import VerifyCosts
-from kangaroo.evaluation.records import Run, write_json
-from kangaroo.evaluation.speedup import prefill_seconds
+from kangaroo.evaluation.metrics import prefill_seconds
+from kangaroo.evaluation.records import MethodRun, write_json
 from kangaroo.evaluation.tune.replay import Replay
 
 Kind = tuple[str, str | None]  # a drafter, and what it drafts with
@@ -38,7 +38,7 @@ class Sample:
     """
 
     prompt_tokens: int
-    run: Run
+    run: MethodRun
     replay: Replay
 
     @property

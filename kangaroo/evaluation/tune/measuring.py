@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine.costs import measure as measure_verification
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.methods import Method, by_engine
-from kangaroo.evaluation.records import Run
+from kangaroo.evaluation.methods import Decoder, by_engine
+from kangaroo.evaluation.records import MethodRun
 from kangaroo.evaluation.tune.candidates import Candidate, SearchSpace, Source, candidates, chain
 from kangaroo.evaluation.tune.costs import Kind, RoundCosts, Sample, fit, prefill_costs
 from kangaroo.evaluation.tune.player import VANILLA, Player
@@ -75,7 +75,9 @@ def measure(
     return costs, (sum(exact), len(exact))
 
 
-def in_turns(methods: Sequence[Method], turns: Sequence[Turn]) -> list[tuple[int, Turn, Run]]:
+def in_turns(
+    methods: Sequence[Decoder], turns: Sequence[Turn]
+) -> list[tuple[int, Turn, MethodRun]]:
     """Every turn as each method decodes it, by the method's number; the first is vanilla decoding.
 
     A machine shared with others changes its speed by a tenth within a minute: more than two methods
@@ -96,12 +98,12 @@ def in_turns(methods: Sequence[Method], turns: Sequence[Turn]) -> list[tuple[int
     ]
 
 
-def glance(vanilla: Method, turn: Turn) -> float:
+def glance(vanilla: Decoder, turn: Turn) -> float:
     """Seconds of a step of vanilla decoding, now."""
     return float(np.median(vanilla(turn.prompt, GLANCE, 0).verify_seconds[1:]))
 
 
-def at_pace(run: Run, pace: float) -> Run:
+def at_pace(run: MethodRun, pace: float) -> MethodRun:
     """The run on a machine that needs 1 / `pace` of the time for everything."""
     draft, verify, host = (
         [seconds / pace for seconds in part]

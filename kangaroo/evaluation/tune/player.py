@@ -23,7 +23,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.costs import measured
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.speedup import interval, speedup
+from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.evaluation.tune import replay
 from kangaroo.evaluation.tune.candidates import Candidate, Source, parts
 from kangaroo.evaluation.tune.costs import Kind, RoundCosts
