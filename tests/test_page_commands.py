@@ -165,7 +165,9 @@ APPENDED = {
     ),
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py model=vicuna-7b": SHORT,
-    "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
+    # tests/test_paper.py, tests/test_result_page.py
+    "evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md": None,
+    "evaluate.py results=outputs/demo page=docs/mine.md": None,
     "scripts/estimate.py model=vicuna-7b": "",
     "scripts/estimate.py model=llama-3.1-70b +serving=two_models": "",
     "scripts/cost.py model=smollm2-135m cost.data=outputs/data/self_synthesis/smollm2-135m": (
@@ -194,7 +196,8 @@ APPENDED = {
     # test_hub.py runs these against a hub of its own
     "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME": None,
     "scripts/pull.py repo=USER/NAME output=adapters/NAME": None,
-    "scripts/compare.py data.shards=7 compare.adapters=[adapters/smollm2-135m, ...]": None,
+    "evaluate.py experiment=compare data.shards=7 "
+    "compare.adapters=[adapters/smollm2-135m, ...]": None,
     "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
     "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
     "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "
