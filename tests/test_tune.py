@@ -28,7 +28,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
-from kangaroo.evaluation.records import Run
+from kangaroo.evaluation.records import MethodRun
 from kangaroo.evaluation.tune import costs
 from kangaroo.evaluation.tune.bench import trace_bench
 from kangaroo.evaluation.tune.candidates import (
@@ -171,7 +171,9 @@ def made_of(own: RoundCosts, seed: int, noise: float = 0.0, cascade: bool = Fals
         right = int(rng.integers(0, count + 1))
         replayed.add(at, right, 1000, count, 0 if cascade and count > 4 else count)
         at += right + 1
-    run = Run([], "", "length", 0, 0.0, *(list(part) for part in rounds(replayed)), [], [], [])
+    run = MethodRun(
+        [], "", "length", 0, 0.0, *(list(part) for part in rounds(replayed)), [], [], []
+    )
     for number in range(len(replayed.emitted)):
         one = Replay(*([0, values[number]] for values in asdict(replayed).values()))
         late = rng.random() < noise

@@ -70,7 +70,8 @@ def compare(folder: Path) -> Comparison | None:
                 f"with other settings: {difference}. Move one of them elsewhere."
             )
     methods = [_method(name, summary) for name, summary in summaries.items()]
-    methods.sort(key=_slowness)
+    speeds = ("speedup", "tokens_per_second")
+    methods.sort(key=lambda method: [-(method["overall"][name] or 0.0) for name in speeds])
     by_question = {m["name"]: summaries[m["name"]]["by_question"] for m in methods}
     about = max(summaries.values(), key=lambda summary: summary["questions"])
     return {
@@ -117,12 +118,6 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
         "settings": {k: v for k, v in summary["settings"].items() if k not in common},
         "provenance": summary["provenance"],
     }
-
-
-def _slowness(method: Method) -> tuple[float, float]:
-    """What methods are sorted by: the speedup, then tokens/s."""
-    overall = method["overall"]
-    return -(overall["speedup"] or 0.0), -overall["tokens_per_second"]
 
 
 def drafters(methods: Sequence[Method]) -> list[Method]:
@@ -235,7 +230,11 @@ def rows_of(methods: Sequence[Method], place: Place) -> list[Row]:
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
             "lossless": lossless_cell(method["lossless"]),
-            "training": training(method["drafter_cost"]["training"]),
+            "training": ", ".join(
+                f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
+                for name, value in method["drafter_cost"]["training"].items()
+            )
+            or "none",
         }
         for method in methods
     ]
@@ -249,13 +248,16 @@ def ctars(results: dict[str, Any]) -> Row:
 
 def by_task(methods: Sequence[Method], metric: str) -> list[Row]:
     """One metric of every method under every task, with its interval where there is one."""
-    rows = []
-    for method in methods:
-        results = dict(groups(method))
-        of_task = {task: results.get(task, {}) for task in tasks(methods)}
-        row = {t: estimate(m.get(metric), m.get(f"{metric}_ci95"), 1) for t, m in of_task.items()}
-        rows.append({"method": method["name"]} | row)
-    return rows
+    results = {method["name"]: dict(groups(method)) for method in methods}
+    return [
+        {"method": name}
+        | {
+            task: estimate(m.get(metric), m.get(f"{metric}_ci95"), same=1.0)
+            for task in tasks(methods)
+            for m in [of_method.get(task, {})]
+        }
+        for name, of_method in results.items()
+    ]
 
 
 def differences(comparison: Comparison) -> list[str]:
@@ -338,15 +340,6 @@ def lossless_sentence(method: Method, comparison: Comparison) -> str:
     forks = ", ".join(f"{label}: {n}" for label, n in lossless["forks"].items()) or "none"
     turns = "{identical} of {turns} turns".format(**lossless)
     return f"{method['name']}: {turns} are vanilla's, token for token; forks: {forks}."
-
-
-def training(made_by: dict[str, Any]) -> str:
-    """What it took to make a method (`drafter_cost`), as a cell."""
-    parts = (
-        f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
-        for name, value in made_by.items()
-    )
-    return ", ".join(parts) or "none"
 
 
 def sentences(comparison: Comparison) -> list[str]:

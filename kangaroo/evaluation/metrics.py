@@ -162,14 +162,13 @@ def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
 # --- speed against a baseline
 
 
-def round_seconds(run: MethodRun) -> np.ndarray:
-    """Of each round, its parts together."""
+def _round_seconds(run: MethodRun) -> np.ndarray:
     return np.add(np.add(run.draft_seconds, run.verify_seconds), run.host_seconds)
 
 
 def prefill_seconds(run: MethodRun) -> float:
     """Time outside rounds: the cache's allocation, the prefill, the way into the engine and out."""
-    return run.seconds - float(round_seconds(run).sum())
+    return run.seconds - float(_round_seconds(run).sum())
 
 
 def seconds_until(run: MethodRun, count: int) -> float:
@@ -181,7 +180,7 @@ def seconds_until(run: MethodRun, count: int) -> float:
     if not run.emitted:
         return run.seconds * count / len(run.tokens)
     tokens = np.cumsum([0, *run.emitted])
-    seconds = prefill_seconds(run) + np.cumsum([0.0, *round_seconds(run)])
+    seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
     return float(np.interp(count, tokens, seconds))
 
 

@@ -7,7 +7,7 @@ Shapes: Q questions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,9 +244,7 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
         parts = {config.label(method.place(config.x)): (method.records, metrics)}
     curve = curve_of(config, method)
     return [
-        Point(
-            HERE, method.name, curve, x, {k: estimate(pairs(records, m)) for k, m in names.items()}
-        )
+        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in names.items()})
         for x, (records, names) in parts.items()
     ]
 
@@ -269,11 +267,18 @@ def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
     return [record for record in records if task in (None, OVERALL, record.task)]
 
 
-def estimate(pairs_Q2: np.ndarray) -> Estimate | None:
-    """The ratio of totals with its interval; None where there is nothing to divide by."""
-    if not pairs_Q2[:, 1].sum():
-        return None
-    return Estimate(statistics.speedup(pairs_Q2), *statistics.interval(pairs_Q2) or ())
+def estimate(
+    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = statistics.ratio
+) -> Estimate:
+    """A statistic of totals over questions, with its interval."""
+    value = float(statistic(totals_QK.sum(0)))
+    return Estimate(value, *statistics.interval(totals_QK, statistic) or ())
+
+
+def value_of(records: Sequence[Record], metric: str) -> Estimate | None:
+    """A metric over some questions; None where there is nothing to divide by."""
+    pairs_Q2 = pairs(records, metric)
+    return estimate(pairs_Q2) if pairs_Q2[:, 1].sum() else None
 
 
 def published(config: StudyConfig) -> list[Point]:
@@ -313,10 +318,13 @@ def check(
         )
     if not more_records:
         return None
-    more_Q2, less_Q2 = (pairs(records, claim.metric) for records in (more_records, less_records))
-    more, less = estimate(more_Q2), estimate(less_Q2)
+    both = more_records, less_records
+    more, less = (value_of(records, claim.metric) for records in both)
     if more is None or less is None:
         return None
+    # resampled together: what makes a question hard for both does not widen the interval
+    values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
+    difference = estimate(values_Q4, statistics.difference)
 
     def in_the_paper(method: str) -> dict[str, float]:
         """The published values of a method, by model; some are of no place along the plot."""
@@ -328,17 +336,7 @@ def check(
 
     of_more, of_less = in_the_paper(claim.more), in_the_paper(claim.less)
     values = next(((of_more[m], of_less[m]) for m in of_more if m in of_less), None)
-    difference = paired_difference(more_Q2, less_Q2)
-    return Checked(claim, more, less, difference, verdict(difference, len(more_Q2)), values)
-
-
-def paired_difference(more_Q2: np.ndarray, less_Q2: np.ndarray) -> Estimate:
-    """A ratio less another of the same questions, which both are resampled together: what makes a
-    question hard for both does not widen the interval.
-    """
-    values_Q4 = np.hstack([more_Q2, less_Q2])
-    value = float(statistics.difference(values_Q4.sum(0)))
-    return Estimate(value, *statistics.interval(values_Q4, statistics.difference) or ())
+    return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)), values)
 
 
 def verdict(difference: Estimate, questions: int) -> str:
