@@ -62,7 +62,7 @@ paper: setup  ## measure the paper's experiments, and write them into docs/paper
 	for name in $(filter-out table1,$(PAPER)); do \
 	  $(BIN)/python evaluate.py experiment=paper/$$name $(ARGS) || exit 1; \
 	done
-	$(BIN)/python scripts/paper.py outputs/paper/smollm2-135m docs/paper.md
+	$(BIN)/python evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md
 
 # Two workers with one thread each (tests/conftest.py).
 test: setup  ## run the CPU tests

@@ -12,7 +12,8 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig, evaluate
+from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
+from kangaroo.evaluation.run import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
@@ -26,8 +27,8 @@ model = model_config(options.model)
 adapter = options.adapter or f"adapters/{model.name}"
 lm, tokenizer = load_target(model)
 drafters = (KangarooConfig(adapter=adapter), PromptLookupConfig())
-contestants = [
-    Contestant(drafter.name, drafter.build(lm), {"drafter": drafter.settings()})
+methods = [
+    MethodSpec(drafter.name, drafter.build(lm), {"drafter": drafter.settings()})
     for drafter in drafters
 ]
 # Vanilla decoding and the two methods take turns on every question, and each text is compared with
@@ -39,9 +40,9 @@ config = EvaluateConfig(
     baselines=[Baseline.vanilla],
     warmup=1,
 )
-evaluate(lm, tokenizer, contestants, config, model_name=model.name)
+evaluate(lm, tokenizer, methods, config, model_name=model.name)
 
-found = comparison.compare(options.output)  # of all in that folder
-comparison.write(found, options.output)
-Console().print(comparison.terminal_table(found))
+results = comparison.compare(options.output)  # of all in that folder
+comparison.write(results, options.output)
+Console().print(comparison.terminal_table(results))
 print(f"The whole report: {options.output / 'report.md'}")

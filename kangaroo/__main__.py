@@ -16,7 +16,6 @@ COMMANDS = {
     "split": "split questions into some to learn from and some to measure on",
     "train": "let a model write its data, and train adapters on it; say first what that takes",
     "make_data": "the first part of train alone: write the data",
-    "compare": "measure finished adapters on text that they were not trained on",
     "import_adapter": "turn a checkpoint of the authors' code into an adapter",
     "export": "write an adapter for other software",
     "push": "upload an adapter with its model card to the hub",

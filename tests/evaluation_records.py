@@ -1,12 +1,18 @@
-"""Records of an evaluation, written by hand."""
+"""Records and results of an evaluation, written by hand."""
 
-from kangaroo.evaluation.records import METHOD, Record, Run, Turn
+import io
+import json
+
+from rich.console import Console
+
+from kangaroo.evaluation import summary
+from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
 
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
     """A text; all of a round's `seconds` but a fifth is drafting and verifying, half each."""
     count = sum(emitted)
-    return Run(
+    return MethodRun(
         tokens=list(range(count)) if tokens is None else tokens,
         text="text",
         finish="length",
@@ -23,6 +29,11 @@ def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenis
 
 def vanilla_run(count, seconds=1.0, **others):
     return run([1] * count, [0] * count, [0] * count, [seconds] * count, **others)
+
+
+def hf_run(count, seconds):
+    """An answer of transformers, which tells no rounds."""
+    return MethodRun(list(range(count)), "text", "length", count, seconds, *([] for _ in range(6)))
 
 
 def record(question_id, *pairs, category="qa", fork=None):
@@ -55,3 +66,27 @@ ABOUT = {
         "hardware": {"cpu": "x", "threads": 1, "cuda": None},
     },
 }
+
+
+def summarised(records, cost=None, **settings):
+    """The summary of a run."""
+    about = ABOUT | {"settings": SETTINGS | settings}
+    return summary.summarise(records, about | ({"drafter_cost": cost} if cost else {}))
+
+
+def finish(folder, records, cost=None, **settings):
+    """A finished run, called as its folder where nothing else is said."""
+    folder.mkdir(parents=True)
+    writer = Writer(folder, 0)
+    for each in records:
+        writer.append(each)
+    writer.close()
+    result = summarised(records, cost, **{"drafter": folder.name} | settings)
+    (folder / "summary.json").write_text(json.dumps(result))
+
+
+def printed(shown):
+    """A table as a terminal of 80 columns shows it."""
+    text = io.StringIO()
+    Console(width=80, file=text).print(shown)
+    return text.getvalue()

@@ -31,8 +31,8 @@ def composed(name, *overrides):
 def jobs(name, *overrides):
     """What an experiment tells Hydra: its folders and its sweep."""
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        asked = [f"experiment=paper/{name}", *overrides]
-        return compose("evaluate", asked, return_hydra_config=True).hydra
+        words = [f"experiment=paper/{name}", *overrides]
+        return compose("evaluate", words, return_hydra_config=True).hydra
 
 
 def methods_of(name):
@@ -41,9 +41,10 @@ def methods_of(name):
     names = [*varied(config.drafter, config.variants), *config.more]
     if name != "temperature":
         return names
-    params, found = jobs(name).sweeper.params, []
-    for temperature in str(params["sampling.temperature"]).split(","):
-        for rule in params["sampling.rule"].split(","):
-            found.append(f"temperature={temperature},Rule.{rule}")
+    params = jobs(name).sweeper.params
     assert len(names) == 1
-    return found
+    return [
+        f"temperature={temperature},Rule.{rule}"
+        for temperature in str(params["sampling.temperature"]).split(",")
+        for rule in params["sampling.rule"].split(",")
+    ]

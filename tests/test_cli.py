@@ -216,7 +216,8 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
         "data.keep_unfinished_questions=true",
     ]
     compared = run(
-        "scripts/compare.py",
+        "evaluate.py",
+        "experiment=compare",
         "model=tiny",
         "output=compared",
         "compare.holdout=8",
@@ -240,12 +241,12 @@ from kangaroo.evaluation import run
 def stop(*told, **options):
     os.kill(os.getpid(), signal.SIGINT)
 
-ConversationsConfig.make = run.begin = stop
+ConversationsConfig.make = run.Evaluator = stop
 cli.NAME()
 """
 
 
-@pytest.mark.parametrize("name, told", [("train", True), ("evaluate", True), ("compare", False)])
+@pytest.mark.parametrize("name, told", [("train", True), ("evaluate", True), ("datastore", False)])
 def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, told, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"messages": []}\n')
     script = tmp_path / "interrupted.py"

@@ -70,7 +70,6 @@ ALONE = [
     cli.calibrate,
     cli.datastore,
     cli.chat,
-    cli.compare,
     cli.export,
     cli.import_adapter,
     cli.search_layers,

@@ -41,11 +41,6 @@ def test_the_demo_is_shipped():
     }
 
 
-def test_an_unknown_bench_names_those_that_are_shipped():
-    with pytest.raises(ConfigError, match=r"no bench 'dmeo' is shipped .*demo\.jsonl"):
-        load_questions(BenchConfig("dmeo"))
-
-
 def test_a_download_is_kept(tmp_path, cache):
     config, home = served(tmp_path)
     assert load_questions(config)[0].turns == ["Why?"]
@@ -54,25 +49,38 @@ def test_a_download_is_kept(tmp_path, cache):
     assert [file.name for file in cache.iterdir()] == ["far.jsonl"]
 
 
-def test_a_wrong_checksum_is_refused_and_nothing_kept(tmp_path, cache):
+def test_a_wrong_checksum_is_refused_and_a_damaged_file_in_the_cache_is_named(tmp_path, cache):
     config, home = served(tmp_path)
+    content = home.read_bytes()
     home.write_text(json.dumps(GOOD | {"turns": ["How?"]}))
     with pytest.raises(CorruptFile, match=r"far from file:.* sha256 \w+, not \w+\. Try again"):
         load_questions(config)
-    assert not cache.exists()
-
-
-def test_a_damaged_cache_names_the_file_to_delete(tmp_path, cache):
-    config, _ = served(tmp_path)
+    assert not cache.exists()  # nothing is kept
+    home.write_bytes(content)
     load_questions(config)
     (cache / "far.jsonl").write_text("{}")
     with pytest.raises(CorruptFile, match=r"far\.jsonl' have sha256 .* Delete it"):
         load_questions(config)
 
 
-def test_offline_the_error_names_the_address_and_the_way_out(cache):
-    config = BenchConfig("far", url="http://127.0.0.1:9/question.jsonl")
-    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9/question\.jsonl .*bench\.path="):
+@pytest.mark.parametrize(
+    "config, error, told",
+    [
+        (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped .*demo\.jsonl"),
+        (
+            BenchConfig("far", url="http://127.0.0.1:9/question.jsonl"),
+            DataError,
+            r"http://127\.0\.0\.1:9/question\.jsonl .*bench\.path=",
+        ),
+        (
+            BenchConfig(path="none.jsonl"),
+            DataError,
+            r"bench\.path=none\.jsonl cannot be read: No such file",
+        ),
+    ],
+)
+def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, told, cache):
+    with pytest.raises(error, match=told):
         load_questions(config)
 
 
@@ -84,11 +92,6 @@ def test_a_local_file_needs_no_network_and_warns_of_other_questions(tmp_path, ca
     home.write_text(json.dumps(GOOD | {"turns": ["How?"]}))
     assert len(load_questions(config)) == 1
     assert "does not hold the questions of far" in caplog.text
-
-
-def test_a_missing_local_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"bench\.path=.*none\.jsonl cannot be read: No such file"):
-        load_questions(BenchConfig(path=str(tmp_path / "none.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -140,18 +143,14 @@ def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
     assert len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_null_in_a_question_is_as_good_as_left_out(tmp_path):
-    (tmp_path / "mine.jsonl").write_text(
-        '{"turns": ["Why?"], "category": null, "question_id": null, "reference": null}'
-    )
-    (question,) = load_questions(BenchConfig(path=str(tmp_path / "mine.jsonl")))
+def test_null_in_a_question_is_as_good_as_left_out_and_an_empty_file_holds_none(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"turns": ["Why?"], "category": None, "question_id": None}))
+    (question,) = load_questions(BenchConfig(path=str(file)))
     assert (question.question_id, question.category, question.reference) == (1, "mine", None)
-
-
-def test_an_empty_file_holds_no_questions(tmp_path):
-    (tmp_path / "mine.jsonl").write_text("\n")
+    file.write_text("\n")
     with pytest.raises(DataError, match="holds no questions"):
-        load_questions(BenchConfig(path=str(tmp_path / "mine.jsonl")))
+        load_questions(BenchConfig(path=str(file)))
 
 
 def test_the_fingerprint_follows_what_is_asked():

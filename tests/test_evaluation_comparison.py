@@ -1,70 +1,62 @@
-"""Methods side by side, from summaries of records written by hand."""
+"""Methods side by side and in pairs, and how many questions that takes, from records by hand."""
 
 import io
 import json
+import os
 import re
 
+import numpy as np
 import pytest
-from evaluation_records import ABOUT, SETTINGS, record, run, vanilla_run
+from evaluation_records import finish, hf_run, printed, record, run, vanilla_run
 from rich.console import Console
 
-from kangaroo.evaluation import comparison, conclusion, summary
+from kangaroo.evaluation import comparison, statistics
 from kangaroo.evaluation.metrics import Place
-from kangaroo.evaluation.records import Fork, Run
+from kangaroo.evaluation.records import Fork
+from kangaroo.evaluation.statistics import interval
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import fitting, named_by
 from kangaroo.utils.tables import short
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
-HF = Run(list(range(8)), "text", "length", 8, 12.0, [], [], [], [], [], [])
 
 
-def finish(folder, name, seconds=1.0, fork=None, drafts=True, cost=None, tasks=TASKS, **settings):
+def job(folder, name, seconds=1.0, fork=None, drafts=True, cost=None, **settings):
     """A job whose rounds took so long; vanilla took 9 seconds for each question, hf 12."""
     records = []
-    for i, task in enumerate([*tasks, *tasks]):
-        emitted = [4, 4] if drafts else [1] * 8
-        accepted = [3, 3] if drafts else [0] * 8
-        drafted = [5, 5] if drafts else [0] * 8
-        method = run(emitted, accepted, drafted, [seconds + i / 50] * len(emitted))
+    for i, task in enumerate([*TASKS, *TASKS]):
+        rounds = ([4, 4], [3, 3], [5, 5]) if drafts else ([1] * 8, [0] * 8, [0] * 8)
+        method = run(*rounds, [seconds + i / 50] * len(rounds[0]))
         some = record(i, (method, vanilla_run(8)), category=task, fork=fork if i == 0 else None)
-        some.turns[0].runs["hf"] = HF
+        some.turns[0].runs["hf"] = hf_run(8, 12.0)
         some.drafter_bytes = 1_250_000
         records.append(some)
-    about = ABOUT | {"settings": SETTINGS | {"drafter": name} | settings}
-    if cost is not None:
-        about |= {"drafter_cost": cost}
-    (folder / name).mkdir()
-    text = json.dumps(summary.summarise(records, about))
-    (folder / name / "summary.json").write_text(text)
-
-
-FREE = {"parameters": 0, "training": {}}
+    finish(folder / name, records, cost, **settings)
 
 
 @pytest.fixture
 def sweep(tmp_path):
     """Three methods, and a job that was stopped."""
-    finish(tmp_path, "vanilla", drafts=False, cost=FREE)
-    finish(tmp_path, "kangaroo,threshold=0.4")
-    finish(tmp_path, "medusa", 2.0, fork=Fork(3, 7.0, "bug"))
+    job(tmp_path, "vanilla", drafts=False, cost={"parameters": 0, "training": {}})
+    job(tmp_path, "kangaroo,threshold=0.4")
+    job(tmp_path, "medusa", 2.0, fork=Fork(3, 7.0, "bug"))
     (tmp_path / "lookahead").mkdir()
     (tmp_path / "lookahead/run.json").write_text("{}")
     return tmp_path
 
 
+# --- side by side
+
+
 def test_the_fastest_comes_first_and_what_is_not_finished_nowhere(sweep):
-    found = comparison.compare(sweep)
-    names = [method["name"] for method in found["methods"]]
+    names = [method["name"] for method in comparison.compare(sweep)["methods"]]
     assert names == ["kangaroo,threshold=0.4", "medusa", "vanilla"]
-
-
-def test_a_folder_without_a_finished_job_compares_nothing(tmp_path):
-    assert comparison.compare(tmp_path) is None
+    assert comparison.compare(sweep / "lookahead") is None
 
 
 def test_the_table_holds_each_methods_metrics_and_costs(sweep):
-    kangaroo, medusa, vanilla = comparison.methods(comparison.compare(sweep), Place.methods)
+    methods = comparison.compare(sweep)["methods"]
+    kangaroo, medusa, vanilla = comparison.rows_of(methods, Place.methods)
     assert kangaroo == {
         "method": "kangaroo,threshold=0.4",
         "speedup": "2.80",
@@ -89,149 +81,119 @@ def test_the_table_holds_each_methods_metrics_and_costs(sweep):
     # it drafts nothing, so accepts nothing
     assert [vanilla[name] for name in ("CR", "CTAR(1)", "CTAR(3)", "accepted")] == ["1.00", *"---"]
     assert vanilla["training"] == "none"
-
-
-def test_what_was_never_accepted_has_a_ctar_of_zero():
-    results = {"acceptance_rate": 0.5, "ctar": [0.75, 0.5]}
-    assert comparison.ctars(results) == {"CTAR(1)": "0.75", "CTAR(2)": "0.50", "CTAR(3)": "0.00"}
+    never_third = comparison.ctars({"acceptance_rate": 0.5, "ctar": [0.75, 0.5]})
+    assert never_third == {"CTAR(1)": "0.75", "CTAR(2)": "0.50", "CTAR(3)": "0.00"}
 
 
 @pytest.mark.parametrize(
     "name, value", [("max_new_tokens", 9), ("bench.fingerprint", "x"), ("model.path", "y")]
 )
 def test_jobs_that_were_asked_differently_are_not_compared(sweep, name, value):
-    finish(sweep, "rest", **{name: value})
+    job(sweep, "rest", **{name: value})
     fix = rf"'rest' and 'kangaroo,threshold=0.4' in .* other settings: {name}=.*{value}.* now"
     with pytest.raises(ConfigError, match=fix):
         comparison.compare(sweep)
 
 
 def test_settings_of_the_drafter_may_differ(sweep):
-    finish(sweep, "kangaroo", **{"drafter.steps": 4})
+    job(sweep, "kangaroo", **{"drafter.steps": 4})
     assert comparison.compare(sweep)["methods"][0]["settings"]["drafter.steps"] == 4
 
 
 def test_the_files_tell_every_method_under_every_task(sweep):
-    found = comparison.compare(sweep)
-    comparison.write(found, sweep)
-    assert json.loads((sweep / "comparison.json").read_text()) == found
+    result = comparison.compare(sweep)
+    comparison.write(result, sweep)
+    assert json.loads((sweep / "comparison.json").read_text()) == result
     text = (sweep / "report.md").read_text()
-    assert text.count("| kangaroo,threshold=0.4 |") == 5
+    assert text.count("| kangaroo,threshold=0.4 |") == 6
     assert "| method | qa | rag | math_reasoning |" in text
     assert "12 questions, 12 turns, at most 8 new tokens, greedy" in text
     for image in re.findall(r"\((\w+\.png)\)", text):
         assert (sweep / image).read_bytes().startswith(b"\x89PNG")
-    assert comparison.compare(sweep) == found  # it does not read what it wrote
+    assert comparison.compare(sweep) == result  # it does not read what it wrote
 
 
 def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_path):
-    some = record(1, (run([4], [3], [3], [1.0]), None))
-    about = ABOUT | {"settings": SETTINGS | {"baselines": []}}
-    (tmp_path / "kangaroo").mkdir()
-    text = json.dumps(summary.summarise([some], about))
-    (tmp_path / "kangaroo/summary.json").write_text(text)
-    found = comparison.compare(tmp_path)
-    comparison.write(found, tmp_path)
-    (row,) = comparison.methods(found, Place.methods)
+    finish(tmp_path / "kangaroo", [record(1, (run([4], [3], [3], [1.0]), None))], baselines=[])
+    result = comparison.compare(tmp_path)
+    comparison.write(result, tmp_path)
+    (row,) = comparison.rows_of(result["methods"], Place.methods)
     assert {row[name] for name in ("speedup", "95%", "vs hf", "95% vs hf")} == {"-"}
 
 
-def test_the_terminals_table_fits_80_columns(sweep):
-    finish(sweep, "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.4", 0.01)
-    found = comparison.compare(sweep)
-    for method in found["methods"]:
-        method["overall"] |= {"speedup": 12.5, "decoding_speedup": 12.5, "hf_speedup": 12.5}
-    text = io.StringIO()
-    Console(width=80, file=text).print(comparison.terminal_table(found))
-    assert max(map(len, text.getvalue().splitlines())) <= 80
-    assert "…" not in text.getvalue()
+def test_a_summary_of_an_earlier_version_is_named(sweep):
+    file = sweep / "medusa/summary.json"
+    result = json.loads(file.read_text())
+    del result["by_question"]
+    file.write_text(json.dumps(result))
+    with pytest.raises(ConfigError, match=r"medusa/summary.json' was written by an earlier"):
+        comparison.compare(sweep)
+
+
+NAMES = ["kangaroo", "prompt_lookup", "transformers", "vanilla"]
+LONG = "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.6"
+
+
+@pytest.mark.parametrize("names", [NAMES, ["kangaroo,threshold=0.4", "medusa", LONG]])
+def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(names, tmp_path):
+    for name in names:
+        job(tmp_path, name)
+    result = comparison.compare(tmp_path)
+    for method in result["methods"]:
+        method["overall"] |= {"speedup": 12.5, "hf_speedup": 12.5, "tokens_per_second": 123.4}
+        method["lossless"] |= {"turns": 82, "identical": 82}
+    text = printed(comparison.terminal_table(result))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert all(f"{name.split(',')[0]} " in text for name in names)
     whole = "speedup: of the whole time, prompts included; decoding: from the first token on."
-    assert whole in " ".join(text.getvalue().split())
+    assert whole in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
-    "names, common, shown",
+    "names, shown",
     [
-        (
-            ["kangaroo,threshold=0.4", "kangaroo,threshold=0.6"],
-            "kangaroo",
-            ["threshold=0.4", "threshold=0.6"],
-        ),
-        (
-            ["k,a=x,b=1,c=1", "k,a=x,b=1,c=2", "k,a=x,b=2,c=1"],
-            "k,a=x",
-            ["b=1 c=1", "b=1 c=2", "b=2 c=1"],
-        ),
-        (["k,a=x,b=1", "k,a=x,b=2", "vanilla"], "", ["k b=1", "k b=2", "vanilla"]),
-        (["k,exit=[1,2]", "k,exit=[3]"], "k", ["exit=[1,2]", "exit=[3]"]),
-        (["k", "k,b=1"], "", ["k", "k b=1"]),
-        (["k,b=1"], "", ["k"]),
+        (["k,a=x,b=1", "k,a=x,b=2", "vanilla"], ["k b=1", "k b=2", "vanilla"]),
+        (["k,exit=[1,2]", "k,exit=[3]"], ["k exit=[1,2]", "k exit=[3]"]),
+        (["k", "k,b=1"], ["k", "k b=1"]),
+        (["k,b=1"], ["k"]),
     ],
 )
-def test_the_terminal_shows_what_differs(names, common, shown):
-    assert comparison.labels(names) == (common, shown)
-
-
-def test_a_sweeps_table_has_a_line_for_each_setting(tmp_path):
-    for value in (0.2, 0.4):
-        finish(tmp_path, f"kangaroo,adapter=adapters-mine-of-long-ago,threshold={value}", value)
-    text = io.StringIO()
-    Console(width=80, file=text).print(comparison.terminal_table(comparison.compare(tmp_path)))
-    title, *lines = text.getvalue().splitlines()
-    assert "on b: kangaroo,adapter=adapters-mine-of-long-ago compared" in title
-    assert [line.split()[0] for line in lines[3:5]] == ["threshold=0.2", "threshold=0.4"]
+def test_the_terminal_shows_what_differs(names, shown):
+    assert comparison.labels(names) == shown
 
 
 def test_a_comparison_ends_with_the_winner_and_a_sentence_to_cite(sweep):
-    finish(sweep, "hybrid", 1.001)
-    found = comparison.compare(sweep)
-    first, last = conclusion.sentences(found)
+    job(sweep, "hybrid", 1.001)
+    result = comparison.compare(sweep)
+    first, last = comparison.sentences(result)
     name = "kangaroo,threshold=0.4"
     assert first == (
         f"{name} is the fastest drafter and, on these questions, differs from all others."
     )
-    low, high = found["methods"][0]["overall"]["speedup_ci95"]
+    low, high = result["methods"][0]["overall"]["speedup_ci95"]
     assert last == (
         f"To cite: {name} is 2.80 times as fast as vanilla decoding (95% interval {low:.2f} to "
         f"{high:.2f}) with m on b (12 questions, 12 turns, at most 8 new tokens, greedy, batch 1, "
         "float32 on cpu; x, CPU threads: 1; Kangaroo abc)."
     )
     text = io.StringIO()
-    comparison.show(found, Console(width=80, file=text))
-    for place in (comparison.markdown(found), text.getvalue()):
+    comparison.show(result, Console(width=80, file=text))
+    for place in (comparison.markdown(result), text.getvalue()):
         assert first in place and last in place
 
 
 @pytest.mark.parametrize(
-    "seconds, told",
+    "seconds, verdict",
     [
-        (
-            {"a": 1.0, "b": 1.0},
-            "a is the fastest drafter and, on these questions, does not differ from b.",
-        ),
-        (
-            {"a": 9.0, "vanilla": 4.0},
-            "a is the fastest drafter and, on these questions, differs from all others, but "
-            "vanilla is faster.",
-        ),
+        ({"a": 1.0, "b": 1.0}, "does not differ from b"),
+        ({"a": 9.0, "vanilla": 4.0}, "differs from all others, but vanilla is faster"),
     ],
 )
-def test_the_winner_is_named_with_what_it_does_not_differ_from(seconds, told, tmp_path):
+def test_the_winner_is_named_with_what_it_does_not_differ_from(seconds, verdict, tmp_path):
     for name, value in seconds.items():
-        finish(tmp_path, name, value)
-    assert conclusion.sentences(comparison.compare(tmp_path))[0] == told
-
-
-def test_names_of_drafters_are_not_folded_in_the_terminal(tmp_path):
-    names = ["kangaroo", "prompt_lookup", "transformers", "vanilla"]
-    for name in names:
-        finish(tmp_path, name)
-    found, text = comparison.compare(tmp_path), io.StringIO()
-    for method in found["methods"]:
-        method["overall"] |= {"speedup": 1.25, "hf_speedup": 12.5, "tokens_per_second": 123.4}
-        method["lossless"] |= {"turns": 82, "identical": 82}
-    Console(width=80, file=text).print(comparison.terminal_table(found))
-    assert all(f"{name} " in text.getvalue() for name in names)
+        job(tmp_path, name, value)
+    first = comparison.sentences(comparison.compare(tmp_path))[0]
+    assert first == f"a is the fastest drafter and, on these questions, {verdict}."
 
 
 @pytest.mark.parametrize(
@@ -243,12 +205,12 @@ def test_numbers_are_shortened_to_three_digits(value, text):
 
 
 def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_others():
-    asked = ["model=tiny", "drafter=kangaroo", "seed=3", "drafter.threshold=0.4", "bench=demo"]
-    asked += ["drafter.adapter=adapters/x", "+sampling.top_p=0.9", "logger=wandb"]
+    words = ["model=tiny", "drafter=kangaroo", "seed=3", "drafter.threshold=0.4", "bench=demo"]
+    words += ["drafter.adapter=adapters/x", "+sampling.top_p=0.9", "logger=wandb"]
     excluded = ["model", "drafter", "bench", "logger"]
-    assert named_by(asked, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
-    assert named_by(asked, excluded, "others") == ",sampling.top_p=0.9,seed=3"
-    assert named_by(asked[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert named_by(words, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
+    assert named_by(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert named_by(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by([], excluded, "drafter") == ""
 
 
@@ -258,3 +220,160 @@ def test_only_names_that_are_too_long_are_shortened():
     first, second = fitting(f"{long}/{long}").split("/")
     assert first == second and first.startswith("a" * 180) and first != fitting(other)
     assert len(first.encode()) <= 200
+
+
+# --- in pairs
+
+
+def by_question(seconds, vanilla, rounds=10):
+    """What a summary tells of each question."""
+    names = ("question_id", "paired_seconds", "vanilla_paired_seconds")
+    triples = zip(range(len(seconds)), seconds, vanilla, strict=True)
+    return [dict(zip(names, x, strict=True)) | {"emitted": 20, "rounds": rounds} for x in triples]
+
+
+def ends(questions):
+    return interval(
+        np.array([(q["vanilla_paired_seconds"], q["paired_seconds"]) for q in questions])
+    )
+
+
+def hard_and_easy(count=40):
+    """Vanilla's seconds, and those of a drafter that some questions suit far more than others."""
+    rng = np.random.default_rng(1)
+    vanilla = rng.uniform(1, 3, count)
+    return vanilla, vanilla / rng.uniform(1, 3, count)
+
+
+def compared(**methods):
+    return statistics.compare_all(methods)
+
+
+def test_a_difference_shows_that_the_intervals_of_the_speedups_hide():
+    """One method is 5% faster on every question, whose speedups differ by much more than that."""
+    vanilla, seconds = hard_and_easy()
+    fast, slow = by_question(seconds / 1.05, vanilla), by_question(seconds, vanilla)
+    assert ends(fast)[0] < ends(slow)[1]
+    (pair,) = compared(fast=fast, slow=slow)
+    low, high = pair["speed_ratio_ci95"]
+    assert pair["speed_ratio"] == pytest.approx(1.05)
+    assert 1 < low <= pair["speed_ratio"] <= high < 1.06
+
+
+def test_methods_that_differ_by_chance_show_no_difference():
+    vanilla, seconds = hard_and_easy()
+    noise = 1 + np.random.default_rng(2).normal(0, 0.03, len(seconds))
+    a, b = by_question(seconds, vanilla), by_question(seconds * noise, vanilla)
+    (pair,) = compared(a=a, b=b)
+    (row,) = comparison.pair_table([pair], "speed_ratio", same=1.0)
+    low, high = pair["speed_ratio_ci95"]
+    text = f"{pair['speed_ratio']:.2f} ({low:.2f}-{high:.2f}), no difference shown"
+    assert row == {"": "a", "b": text}
+
+
+def test_over_vanilla_it_is_the_speedup_with_its_interval():
+    vanilla, seconds = hard_and_easy()
+    questions = by_question(seconds, vanilla)
+    (pair,) = compared(kangaroo=questions, vanilla=by_question(vanilla, vanilla))
+    assert pair["speed_ratio"] == pytest.approx(vanilla.sum() / seconds.sum())
+    assert pair["speed_ratio_ci95"] == ends(questions)
+
+
+def test_jobs_of_a_sweep_are_compared_by_their_own_baselines():
+    """The machine was half as fast during one of them."""
+    vanilla, seconds = hard_and_easy()
+    slow = by_question(2 * 1.1 * seconds, 2 * vanilla)
+    (pair,) = compared(a=by_question(seconds, vanilla), b=slow)
+    assert pair["speed_ratio"] == pytest.approx(1.1)
+    assert pair["speed_ratio_ci95"] == pytest.approx([1.1, 1.1])
+
+
+def test_only_questions_that_both_answered_are_compared():
+    vanilla, seconds = hard_and_easy(10)
+    few = by_question(seconds[:4], vanilla[:4])
+    (pair,) = compared(all=by_question(seconds, vanilla), few=few)
+    assert pair["questions"] == 4 and pair["speed_ratio"] == 1
+    others = [q | {"question_id": 100} for q in few[:1]]
+    (pair,) = compared(others=others, few=few)
+    assert (pair["questions"], pair["speed_ratio"], pair["cr_difference"]) == (0, None, None)
+
+
+def test_compression_rates_are_compared_by_their_difference():
+    questions = [by_question(*hard_and_easy(10), rounds=n) for n in (8, 10, 0)]
+    (pair,) = compared(a=questions[0], b=questions[1])
+    assert pair["cr_difference"] == pytest.approx(2.5 - 2.0)
+    table = comparison.pair_table([pair], "cr_difference", same=0.0)
+    assert table == [{"": "a", "b": "0.50"}]  # no spread
+    (pair,) = compared(transformers=questions[2], b=questions[1])  # which tells no rounds
+    assert pair["cr_difference"] is None
+
+
+def test_what_met_no_vanilla_has_no_difference_in_speed():
+    questions = by_question([None] * 3, [None] * 3)
+    (pair,) = compared(a=questions, b=by_question([1, 2, 3], [1, 2, 3]))
+    assert pair["speed_ratio"] is pair["speed_ratio_ci95"] is None
+    assert comparison.pair_table([pair], "speed_ratio", same=1.0) == [{"": "a", "b": "-"}]
+
+
+def test_reports_and_json_have_every_pair_once(tmp_path):
+    for name, seconds in {"fast": [1.0, 1.2, 1.1], "slow": [2.0, 2.5, 2.1], "x": [3.0] * 3}.items():
+        pairs = [(run([4, 4], [3, 3], [5, 5], [s, s]), vanilla_run(8)) for s in seconds]
+        finish(tmp_path / name, [record(i, pair) for i, pair in enumerate(pairs)])
+    comparison.write(comparison.compare(tmp_path), tmp_path)
+    pair, *others = json.loads((tmp_path / "comparison.json").read_text())["paired"]
+    assert [(p["row"], p["column"]) for p in others] == [("fast", "x"), ("slow", "x")]
+    assert (pair["row"], pair["column"], pair["questions"]) == ("fast", "slow", 3)
+    assert pair["speed_ratio"] == pytest.approx((3 + 2 * 6.6) / (3 + 2 * 3.3))
+    text = (tmp_path / "report.md").read_text()
+    low, high = pair["speed_ratio_ci95"]
+    assert f"| fast | {pair['speed_ratio']:.2f} ({low:.2f}-{high:.2f}) |" in text
+    assert "## Compression rate, row less column" in text and "**row over column**" in text
+    assert "## Speed of fast over each of the others, by task" in text
+    assert "Noise floor" not in text
+
+
+# --- how many questions
+
+
+def questions_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    vanilla = rng.uniform(1, 3, count)
+    return by_question(vanilla / rng.lognormal(0.4, 0.3, count), vanilla)
+
+
+@pytest.mark.parametrize("count", [24, 240])
+def test_the_width_that_is_expected_is_about_the_bootstraps(count):
+    questions = questions_of(count, seed=7)
+    (low, high), spread = ends(questions), statistics.spread_of(questions_of(400))
+    ratio = sum(q["vanilla_paired_seconds"] for q in questions) / sum(
+        q["paired_seconds"] for q in questions
+    )
+    width = (high - low) / ratio
+    assert statistics.expected_width(spread, count) == pytest.approx(width, rel=0.25)
+
+
+def test_the_number_of_questions_gives_the_width():
+    width, questions = statistics.expected_width, statistics.questions_for
+    assert questions(0.3, width(0.3, 100)) == 100
+    assert questions(0.3, width(0.3, 100) / 2) == 400
+    count = questions(0.3, 0.05)
+    assert width(0.3, count) <= 0.05 < width(0.3, count - 1)
+
+
+def test_the_spread_is_that_of_the_newest_run_of_the_model_and_drafter(tmp_path):
+    assert statistics.spread_of(questions_of(7)) is None  # too few tell none
+    for age, name, count, drafter in (
+        (3, "old", 20, "kangaroo"),
+        (2, "other", 30, "hybrid"),
+        (1, "short", 3, "kangaroo"),
+    ):
+        file = tmp_path / name / "summary.json"
+        file.parent.mkdir()
+        about = {"model": "m", "drafter": drafter, "by_question": questions_of(count)}
+        file.write_text(json.dumps(about))
+        os.utime(file, (1e9 - age, 1e9 - age))
+    spread, source = statistics.earlier_spread(str(tmp_path), "m", "kangaroo")
+    assert spread == statistics.spread_of(questions_of(20)) and str(tmp_path / "old") in source
+    for folder, drafter in ((tmp_path, "medusa"), (tmp_path / "nowhere", "kangaroo"), (None, "x")):
+        spread, source = statistics.earlier_spread(folder and str(folder), "m", drafter)
+        assert spread == statistics.ASSUMED_SPREAD and "is assumed" in source

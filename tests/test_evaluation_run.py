@@ -1,6 +1,7 @@
-"""Whole evaluations on a tiny model: artefacts, resuming, ranks, forks."""
+"""Whole evaluations on a tiny model: artefacts, resuming, ranks, forks, several methods."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,39 +11,40 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation_worker import evaluate_tiny, tiny_lm
+from evaluation_records import printed
+from evaluation_worker import (
+    QUESTIONS,
+    evaluate_several,
+    evaluate_tiny,
+    tiny_lm,
+    write_questions,
+)
 from helpers import adapter_for
 from spec_bench_contract import lines, spec_bench_report
 
 import kangaroo.engine.engine
 import kangaroo.engine.verify
 import kangaroo.evaluation.bench
-from kangaroo.drafters.vanilla import Vanilla
+import kangaroo.evaluation.run
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation.metrics import runs
-from kangaroo.evaluation.records import METHOD
-from kangaroo.evaluation.run import Baseline
+from kangaroo.evaluation.config import Baseline
+from kangaroo.evaluation.metrics import Place, runs
+from kangaroo.evaluation.records import AGAIN, METHOD
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils.errors import ConfigError, CorruptFile, NotLossless, PromptError
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
-QUESTIONS = [
-    {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
-    {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
-    {"question_id": 321, "category": "qa", "turns": ["Who wrote it?"]},
-    {"question_id": 322, "category": "qa", "turns": ["When was that?"]},
-    {"question_id": 481, "category": "rag", "turns": ["Here is a text. What does it say?"]},
-]
+BOTH = ("kangaroo", "lookup")
+ONLY_VANILLA = [Baseline.vanilla]
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    file = tmp_path_factory.mktemp("bench") / "tiny.jsonl"
-    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    return file
+    return write_questions(tmp_path_factory.mktemp("bench") / "tiny.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +54,25 @@ def finished(tmp_path_factory, bench):
     return output, evaluate_tiny(output, bench)
 
 
-TIMES = {
-    "seconds",
-    "paired_seconds",
-    "vanilla_paired_seconds",
-    "draft_seconds",
-    "verify_seconds",
-    "host_seconds",
-    "prefill_seconds",
-    "finished",
-    "tstamp",
-    "wall_time",
-    "speedup",
-    "speedup_ci95",
-    "decoding_speedup",
-    "hf_speedup",
-    "hf_speedup_ci95",
-    "spec_bench_speedup",
-    "tokens_per_second",
-    "vanilla_tokens_per_second",
-    "hf_tokens_per_second",
-    "provenance",
-}
+@pytest.fixture(scope="module")
+def together(tmp_path_factory, bench):
+    """A run of two drafters, in which transformers answers every third question."""
+    output = tmp_path_factory.mktemp("together")
+    return output, evaluate_several(output, bench, BOTH, warmup=0, hf_every=3)
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The finished run's records and settings in a folder of their own."""
+    for name in ("run.json", "records-0.jsonl"):
+        (tmp_path / name).write_text((finished[0] / name).read_text())
+    return tmp_path
+
+
+TIMES = """seconds paired_seconds vanilla_paired_seconds draft_seconds verify_seconds host_seconds
+prefill_seconds finished tstamp wall_time speedup speedup_ci95 decoding_speedup hf_speedup
+hf_speedup_ci95 spec_bench_speedup tokens_per_second vanilla_tokens_per_second hf_tokens_per_second
+provenance""".split()
 
 
 def timeless(value):
@@ -181,38 +180,28 @@ def test_a_finished_run_is_not_run_again_and_its_artefacts_can_be_remade(
     assert (output / "report.md").exists()
 
 
-def test_a_record_cut_short_is_asked_again(finished, bench, tmp_path):
-    output, _ = finished
-    whole = (output / "records-0.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "run.json").write_text((output / "run.json").read_text())
-    (tmp_path / "records-0.jsonl").write_bytes(b"".join(whole[:2]) + whole[2][:-20])
-    evaluate_tiny(tmp_path, bench)
-    assert artefacts(tmp_path) == artefacts(output)
-
-
-def test_answers_of_another_revision_are_named_and_never_mixed(finished, bench, tmp_path, caplog):
-    output, _ = finished
-    for name in ("run.json", "records-0.jsonl"):
-        (tmp_path / name).write_text((output / name).read_text())
-    begun = json.loads((tmp_path / "run.json").read_text())
-    begun["provenance"]["git_revision"] = "abc"
-    (tmp_path / "run.json").write_text(json.dumps(begun))
-    evaluate_tiny(tmp_path, bench)
-    assert "measured at git revision abc; this is" in caplog.text
-    lines = (tmp_path / "records-0.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "records-0.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(
-        ConfigError, match=r"at git revision abc; this is .* check that revision out"
-    ):
-        evaluate_tiny(tmp_path, bench)
-
-
-def test_a_damaged_record_is_named(finished, bench, tmp_path):
-    output, _ = finished
-    (tmp_path / "run.json").write_text((output / "run.json").read_text())
-    (tmp_path / "records-0.jsonl").write_text('{"question_id": 1}\n')
+def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, bench, copied):
+    file = copied / "records-0.jsonl"
+    whole = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole[:2]) + whole[2][:-20])
+    evaluate_tiny(copied, bench)
+    assert artefacts(copied) == artefacts(finished[0])
+    file.write_text('{"question_id": 1}\n')
     with pytest.raises(CorruptFile, match=r"records-0\.jsonl', line 1 is no record"):
-        evaluate_tiny(tmp_path, bench)
+        evaluate_tiny(copied, bench)
+
+
+def test_answers_of_another_revision_are_named_and_never_mixed(bench, copied, caplog):
+    begun = json.loads((copied / "run.json").read_text())
+    begun["provenance"]["git_revision"] = "abc"
+    (copied / "run.json").write_text(json.dumps(begun))
+    evaluate_tiny(copied, bench)
+    assert "measured at git revision abc; this is" in caplog.text
+    lines = (copied / "records-0.jsonl").read_text().splitlines(keepends=True)
+    (copied / "records-0.jsonl").write_text("".join(lines[:-1]))
+    told = r"at git revision abc; this is .* check that revision out"
+    with pytest.raises(ConfigError, match=told):
+        evaluate_tiny(copied, bench)
 
 
 def test_kill_9_in_the_middle_changes_nothing(finished, bench, tmp_path):
@@ -250,29 +239,22 @@ def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
     assert not (tmp_path / "summary.json").exists()  # it told of texts that are gone
 
 
-def test_question_begin_and_end_are_indices(bench, tmp_path):
-    evaluate_tiny(tmp_path, bench, question_begin=1, question_end=3)
-    assert [record.question_id for record in store.read(tmp_path)] == [90, 321]
-    with pytest.raises(
-        ConfigError, match="question_begin=9, question_end=None select none of the 5"
-    ):
+def test_a_part_of_the_questions_is_taken_by_their_indices(bench, tmp_path):
+    settings = {"question_begin": 1, "question_end": 4, "question_every": 2, "warmup": 0}
+    evaluate_tiny(tmp_path, bench, **settings)
+    assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
+    with pytest.raises(ConfigError, match="question_every=2 there, 3 now"):
+        evaluate_tiny(tmp_path, bench, **settings | {"question_every": 3})
+    with pytest.raises(ConfigError, match="question_begin=9, question_end=None select none of"):
         evaluate_tiny(tmp_path, bench, question_begin=9)
 
 
-def test_question_every_takes_each_nth_of_the_range(bench, tmp_path):
-    evaluate_tiny(tmp_path, bench, question_begin=1, question_every=2, warmup=0)
-    assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
-    with pytest.raises(ConfigError, match="question_every=2 there, 3 now"):
-        evaluate_tiny(tmp_path, bench, question_begin=1, question_every=3)
-
-
-def test_a_run_of_before_a_setting_existed_is_refused_by_its_name(bench, tmp_path):
-    evaluate_tiny(tmp_path, bench, question_end=1, warmup=0)
-    about = json.loads((tmp_path / "run.json").read_text())
+def test_a_run_of_before_a_setting_existed_is_refused_by_its_name(bench, copied):
+    about = json.loads((copied / "run.json").read_text())
     del about["settings"]["question_every"], about["drafter_cost"]
-    (tmp_path / "run.json").write_text(json.dumps(about))
+    (copied / "run.json").write_text(json.dumps(about))
     with pytest.raises(ConfigError, match="question_every=None there, 1 now"):
-        evaluate_tiny(tmp_path, bench, question_end=1)
+        evaluate_tiny(copied, bench)
 
 
 def test_the_summary_tells_what_the_drafter_adds(finished):
@@ -314,54 +296,29 @@ def test_sampled_hf_texts_follow_from_the_seed_too(bench, tmp_path):
 
 
 def test_answers_end_where_the_context_does(bench, tmp_path):
-    question = {"question_id": 1, "category": "qa", "turns": ["x" * 50]}
-    file = tmp_path / "one.jsonl"
-    file.write_text(json.dumps(question))
+    file = write_questions(tmp_path / "one.jsonl", [{"turns": ["x" * 50]}])
     lm = tiny_lm(max_position_embeddings=120)
     evaluate_tiny(tmp_path / "out", file, lm, max_new_tokens=1000)
     (turn,) = store.read(tmp_path / "out")[0].turns
     assert turn.prompt_tokens + turn.max_new_tokens == 120
-    question["turns"] = ["x" * 200]
-    file.write_text(json.dumps(question))
-    with pytest.raises(PromptError, match=r"question 1, turn 0 has .* the model's context is 120"):
-        evaluate_tiny(tmp_path / "other", file, lm)
 
 
 def test_a_first_turn_without_room_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
     questions = [QUESTIONS[0], {"question_id": 7, "turns": ["x" * 200]}]
-    file = tmp_path / "two.jsonl"
-    file.write_text("\n".join(map(json.dumps, questions)))
+    file = write_questions(tmp_path / "two.jsonl", questions)
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(PromptError, match=r"question 7, turn 0 has .* the model's context is 120"):
         evaluate_tiny(tmp_path / "out", file, tiny_lm(max_position_embeddings=120))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_question_may_be_numbered_by_the_time_in_nanoseconds(tmp_path):
-    file = tmp_path / "big.jsonl"
-    file.write_text(json.dumps(QUESTIONS[2] | {"question_id": 1732579200000000000}))
-    summary = evaluate_tiny(tmp_path / "out", file, sampling=Sampling(1.0), warmup=0)
+def test_ids_of_64_bits_and_odd_categories_break_nothing(tmp_path):
+    odd = {"question_id": 1732579200000000000, "category": r"a|b [x] $\frac{$"}
+    file = write_questions(tmp_path / "mine.jsonl", [QUESTIONS[2] | odd])
+    settings = {"sampling": Sampling(1.0), "warmup": 0, "baselines": ONLY_VANILLA}
+    summary = evaluate_tiny(tmp_path / "out", file, **settings)
     assert summary["lossless"]["identical"] == 1
-
-
-def test_a_categorys_name_breaks_neither_tables_nor_plots(bench, tmp_path):
-    file = tmp_path / "mine.jsonl"
-    file.write_text(json.dumps(QUESTIONS[2] | {"category": r"a|b [x] $\frac{$"}))
-    evaluate_tiny(tmp_path / "out", file, warmup=0, baselines=[Baseline.vanilla])
     assert r"| a\|b [x] $\frac{$ | 1 |" in (tmp_path / "out/report.md").read_text()
-
-
-def test_who_goes_first_alternates(bench, tmp_path, monkeypatch):
-    calls = []
-    generate = kangaroo.engine.engine.Engine.generate
-
-    def noted(engine, *args, **kwargs):
-        calls.append("vanilla" if isinstance(engine.drafter, Vanilla) else "method")
-        return generate(engine, *args, **kwargs)
-
-    monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", noted)
-    evaluate_tiny(tmp_path, bench, question_begin=2, question_end=4, warmup=0)
-    assert calls == ["vanilla", "method", "method", "vanilla"]
 
 
 def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, monkeypatch):
@@ -428,3 +385,139 @@ def test_two_ranks_share_the_questions(finished, bench, tmp_path):
     shares = [len(lines(tmp_path / f"records-{rank}.jsonl")) for rank in (0, 1)]
     assert shares == [3, 2]
     assert artefacts(tmp_path) == artefacts(finished[0])
+
+
+# --- several methods
+
+
+def report_of(folder):
+    return (folder / "report.md").read_text()
+
+
+def test_each_has_its_own_folder_and_they_share_the_baselines_runs(together):
+    output, summaries = together
+    assert [summary["drafter"] for summary in summaries] == list(BOTH)
+    for a, b in zip(*(store.read(output / name) for name in BOTH), strict=True):
+        for turn, other in zip(a.turns, b.turns, strict=True):
+            assert turn.runs["vanilla"] == other.runs["vanilla"]
+            assert turn.runs.get("hf") == other.runs.get("hf")
+            assert turn.runs[METHOD] != other.runs[METHOD]
+    for summary in summaries:
+        assert summary["questions"] == 5 and summary["settings"]["drafter.of"] in BOTH
+        assert summary["lossless"]["identical"] == summary["lossless"]["turns"] == 7
+
+
+def test_transformers_answers_every_nth_question_and_is_compared_on_these(together):
+    output, summaries = together
+    for summary in summaries:
+        folder = output / summary["drafter"]
+        answered = [record for record in store.read(folder) if "hf" in record.turns[0].runs]
+        assert [record.question_id for record in answered] == [81, 322]
+        theirs, ours = (sum(r.seconds for r in runs(answered, name)) for name in ("hf", METHOD))
+        # texts are equal, so nothing is cut
+        assert summary["overall"]["hf_speedup"] == pytest.approx(theirs / ours)
+        assert summary["lossless"]["hf_turns"] == summary["lossless"]["hf_identical"] == 3
+        assert "vanilla's text in 3 of the 3 that it answered" in report_of(folder)
+
+
+def test_the_baselines_are_rows_beside_the_methods(together):
+    output, (first, _) = together
+    methods = {method["name"]: method for method in comparison.compare(output)["methods"]}
+    rows = comparison.rows_of(list(methods.values()), Place.methods)
+    table = {row["method"]: row for row in rows}
+    assert set(table) == {*BOTH, "vanilla", "transformers"}
+    vanilla, hf = table["vanilla"], table["transformers"]
+    assert vanilla["speedup"] == vanilla["CR"] == hf["vs hf"] == "1.00"
+    assert vanilla["tokens/s"] == f"{first['overall']['vanilla_tokens_per_second']:.1f}"
+    assert hf["lossless"] == "3/3" and vanilla["lossless"] == "7/7"
+    assert vanilla["memory"] == hf["memory"] == "0B"
+    assert hf["speedup"] == f"{1 / methods['vanilla']['overall']['hf_speedup']:.2f}"
+    assert hf["decoding"] == hf["CR"] == "-"  # it tells no rounds
+
+
+def test_the_table_and_the_report_say_who_answered_a_part(together, tmp_path):
+    result = comparison.compare(together[0])
+    comparison.write(result, tmp_path)
+    size = "5 questions, 7 turns, at most 16 new tokens, greedy"
+    part = "transformers answered 2 of them and is compared on these."
+    terminal = " ".join(printed(comparison.terminal_table(result)).split())
+    for text in (report_of(tmp_path), terminal):
+        assert size in text and part in text and "kangaroo answered" not in text
+    plots = {image.stem for image in tmp_path.glob("*.png")}
+    assert plots == {"speedup", "speedup_by_task", "cr_by_task"}
+
+
+def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
+    """It was killed after the first of two lines."""
+    for name, kept in zip(BOTH, (3, 2), strict=True):
+        (tmp_path / name).mkdir()
+        for file in ("run.json", "records-0.jsonl"):
+            whole = (together[0] / name / file).read_bytes()
+            (tmp_path / name / file).write_bytes(whole)
+        (tmp_path / name / file).write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+    numbers = []
+    settings = {"warmup": 0, "hf_every": 3, "log": numbers.append}
+    summaries = evaluate_several(tmp_path, bench, BOTH, **settings)
+    assert len(numbers) == 3
+    assert {name.split(".")[0] for name in numbers[0]} == set(BOTH)
+    assert [summary["questions"] for summary in summaries] == [5, 5]
+    assert numbers[-1]["lookup.speedup"] == summaries[1]["overall"]["speedup"]
+
+
+def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, monkeypatch):
+    """The conversation goes on with the first method's answers."""
+    by_engine, prompts = kangaroo.evaluation.run.by_engine, []
+
+    def noted(engine, tokenizer, sampling):
+        decode, name = by_engine(engine, tokenizer, sampling), type(engine.drafter).__name__
+
+        def answer(prompt, limit, seed):
+            prompts.append((name, tuple(prompt)))
+            return decode(prompt, limit, seed)
+
+        return answer
+
+    monkeypatch.setattr(kangaroo.evaluation.run, "by_engine", noted)
+    settings = {"warmup": 0, "question_begin": 1, "question_end": 3, "baselines": ONLY_VANILLA}
+    evaluate_several(tmp_path, bench, BOTH, **settings)
+    order = ["Vanilla", "Kangaroo", "PromptLookup"]
+    assert [name for name, _ in prompts] == [*order, *order, *order[::-1]]
+    for turn in (prompts[:3], prompts[3:6], prompts[6:]):
+        assert len({prompt for _, prompt in turn}) == 1
+
+
+@pytest.mark.parametrize("names", [("x", "x"), ("kangaroo", "vanilla"), ("transformers", "x")])
+def test_two_methods_of_one_name_are_refused(bench, tmp_path, names):
+    with pytest.raises(ConfigError, match=r"two of the methods are called '\w+'"):
+        evaluate_several(tmp_path, bench, names)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_may_be_called_vanilla_where_that_is_no_baseline(bench, tmp_path):
+    start = time.perf_counter()
+    settings = {"warmup": 0, "baselines": [Baseline.hf], "question_end": 1}
+    first, _ = evaluate_several(tmp_path, bench, ("vanilla", "x"), **settings)
+    assert first["drafter"] == "vanilla"
+    assert 0 < first["overall"]["verify_seconds"] < time.perf_counter() - start
+
+
+def test_the_noise_floor_is_vanilla_decoded_once_more(tmp_path, bench, caplog):
+    caplog.set_level(logging.INFO)
+    settings = {"warmup": 0, "noise_floor": True}
+    _, again = evaluate_several(tmp_path, bench, ["kangaroo"], baselines=ONLY_VANILLA, **settings)
+    assert again["drafter"] == AGAIN and again["overall"]["compression_rate"] == 1
+    assert again["lossless"]["identical"] == 7
+    for record in store.read(tmp_path / AGAIN):
+        for turn in record.turns:  # another decoding, not the baseline's numbers
+            assert turn.runs[METHOD].seconds != turn.runs["vanilla"].seconds
+    result = comparison.compare(tmp_path)
+    assert {method["name"] for method in result["methods"]} == {"kangaroo", "vanilla", AGAIN}
+    told = f"vanilla decoded once more is {again['overall']['speedup']:.2f} times as fast as"
+    assert f"Noise floor: {told} vanilla" in comparison.markdown(result)
+    assert "kangaroo, 5 questions: expect a 95% interval" in caplog.text
+    assert "a spread of 0.3 is assumed" in caplog.text and f"{AGAIN}, 5" not in caplog.text
+    caplog.clear()
+    with pytest.raises(ConfigError, match="noise_floor=true decodes vanilla a second time, but"):
+        evaluate_tiny(tmp_path / "out", bench, baselines=[], **settings)
+    evaluate_tiny(tmp_path / "out", bench, warmup=0, baselines=[])
+    assert "expect a 95% interval" not in caplog.text

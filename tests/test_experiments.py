@@ -15,7 +15,8 @@ from kangaroo.training.checkpoint import METRICS
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-EXPERIMENTS.remove("methods")  # it decodes: tests/test_page_commands.py
+for name in ("methods", "compare"):  # which evaluate.py takes: tests/test_page_commands.py
+    EXPERIMENTS.remove(name)
 
 
 def composed(*overrides, command="train"):

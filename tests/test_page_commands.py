@@ -155,7 +155,9 @@ APPENDED = {
     ),
     "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
     "scripts/datastore.py model=vicuna-7b": SHORT,
-    "scripts/paper.py outputs/paper/smollm2-135m docs/paper.md": None,  # tests/test_paper.py
+    # tests/test_paper.py, tests/test_result_page.py
+    "evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md": None,
+    "evaluate.py results=outputs/demo page=docs/mine.md": None,
     "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),
@@ -179,7 +181,8 @@ APPENDED = {
     # test_hub.py runs these against a hub of its own
     "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME": None,
     "scripts/pull.py repo=USER/NAME output=adapters/NAME": None,
-    "scripts/compare.py data.shards=7 compare.adapters=[adapters/smollm2-135m, ...]": None,
+    "evaluate.py experiment=compare data.shards=7 "
+    "compare.adapters=[adapters/smollm2-135m, ...]": None,
     "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
     "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
     "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "

@@ -22,9 +22,10 @@ from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.run import EvaluateConfig, asked
-from kangaroo.evaluation.study import page, ratios
-from kangaroo.evaluation.study.published import published
+from kangaroo.evaluation.config import EvaluateConfig, questions_of
+from kangaroo.evaluation.metrics import pairs
+from kangaroo.evaluation.study.report import STUDY
+from kangaroo.evaluation.study.study import published
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.target import LM
@@ -35,7 +36,7 @@ from kangaroo.utils.errors import ConfigError
 
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert {*NAMES, "base", "adapters"} == FILES
-    shown = page.STUDY.findall((ROOT / "docs/paper.md").read_text())
+    shown = STUDY.findall((ROOT / "docs/paper.md").read_text())
     assert sorted(name for _, name, _ in shown) == sorted(NAMES)
     makefile = (ROOT / "Makefile").read_text()
     (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
@@ -87,7 +88,7 @@ def test_claims_and_labels_name_methods_that_the_experiment_measures(name):
     assert set(config.study.labels) <= known
     for claim in config.study.claims:
         assert {claim.more, claim.less} <= set(names) and claim.more != claim.less
-        ratios.pairs([record(1, (run([3], [2], [4], [1.0]), vanilla_run(3)))], claim.metric)
+        pairs([record(1, (run([3], [2], [4], [1.0]), vanilla_run(3)))], claim.metric)
 
 
 def test_the_papers_draft_model_is_vicunas_and_other_models_have_their_own_layers():
@@ -125,36 +126,42 @@ def test_two_experiments_on_the_same_methods_share_their_answers():
 def test_published_values_lie_where_the_study_has_places_for_them(name):
     config, names = composed(name), methods_of(name)
     study = config.study
-    found = published(study)
-    assert found and all(one.values and one.source for one in found)
-    assert {m for one in found for m in one.values} <= set(study.metrics)
-    by_label = {study.labels.get(x, x) for x in names}
+    points = published(study)
+    assert points and all(point.values and point.source for point in points)
+    assert {m for point in points for m in point.values} <= set(study.metrics)
+    by_label = {study.label(x) for x in names}
     if study.curve == "method":
-        assert {one.curve for one in found} <= by_label
+        assert {point.curve for point in points} <= by_label
     if study.x == "method":
-        assert {one.x for one in found} == by_label
+        assert {point.x for point in points} == by_label
     if name in ("threshold", "steps", "tree"):
-        settings = {one.curve for one in found if isinstance(one.curve, float)}
+        settings = {point.curve for point in points if isinstance(point.curve, float)}
         assert settings <= set(map(float, config.variants[study.curve.removeprefix("drafter.")]))
 
 
-def test_published_values_are_the_papers():
-    def values(name, curve, x, model="Vicuna-7B"):
-        (one,) = [
-            o
-            for o in published(composed(name).study)
-            if (o.curve, o.x, o.model) == (curve, x, model)
-        ]
-        return one.values
-
-    told = values("table1", "Kangaroo, no tree", "math_reasoning")
-    assert told == {"compression_rate": 2.14, "speedup": 1.61}
-    assert values("table1", "Kangaroo, tree", "overall", "Vicuna-13B") == {"speedup": 1.65}
-    assert values("adapter_ablation", "", "MLP alone") == {"speedup": 1.22}
-    assert values("exit_layer", "", 8.0) == {"compression_rate": 2.61, "speedup": 1.275}
-    assert values("threshold", 6.0, 0.6) == values("steps", 0.6, 6.0)
-    assert values("parameters", "Medusa, no tree", 591e6) == {"speedup": 1.41}
-    assert values("tree", "chain", None) == {"speedup": 1.50}
+@pytest.mark.parametrize(
+    "name, curve, x, model, values",
+    [
+        (
+            "table1",
+            "Kangaroo, no tree",
+            "math_reasoning",
+            "Vicuna-7B",
+            {"compression_rate": 2.14, "speedup": 1.61},
+        ),
+        ("table1", "Kangaroo, tree", "overall", "Vicuna-13B", {"speedup": 1.65}),
+        ("adapter_ablation", "", "MLP alone", "Vicuna-7B", {"speedup": 1.22}),
+        ("exit_layer", "", 8.0, "Vicuna-7B", {"compression_rate": 2.61, "speedup": 1.275}),
+        ("threshold", 6.0, 0.6, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
+        ("steps", 0.6, 6.0, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
+        ("parameters", "Medusa, no tree", 591e6, "Vicuna-7B", {"speedup": 1.41}),
+        ("tree", "chain", None, "Vicuna-7B", {"speedup": 1.50}),
+    ],
+)
+def test_published_values_are_the_papers(name, curve, x, model, values):
+    points = published(composed(name).study)
+    (point,) = [p for p in points if (p.curve, p.x, p.model) == (curve, x, model)]
+    assert {metric: value.value for metric, value in point.values.items()} == values
 
 
 # --- what the experiments are made from
@@ -176,10 +183,10 @@ def test_variants_of_an_option_that_is_not_there_are_refused(options):
 
 def test_the_questions_of_one_task_are_counted_among_themselves():
     config = EvaluateConfig("out", BenchConfig(), task="math_reasoning", question_every=3)
-    found, _ = asked(config)
-    assert {question.category for question in found} == {"math_reasoning"} and len(found) == 4
+    questions, _ = questions_of(config)
+    assert {x.category for x in questions} == {"math_reasoning"} and len(questions) == 4
     with pytest.raises(ConfigError, match="demo has no task 'maths'; it has mt_bench, "):
-        asked(dataclasses.replace(config, task="maths"))
+        questions_of(dataclasses.replace(config, task="maths"))
 
 
 # --- the commands
@@ -233,7 +240,7 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     assert all(b.startswith(a) and b.count(b"\n") == 7 for a, b in pairs)  # two more answers
     assert json.loads((folder / "steps.json").read_text())["questions"] == 5
     shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
-    typed("scripts/paper.py", "outputs/paper/tiny", "paper.md", cwd=here)
+    typed("evaluate.py", "results=outputs/paper/tiny", "page=paper.md", cwd=here)
     assert "tiny on spec_bench: 5 questions" in (here / "paper.md").read_text()
 
 
@@ -263,5 +270,5 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
         found = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
         assert found["points"] and found["questions"] == 5
     shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
-    typed("scripts/paper.py", "outputs/paper/vicuna-7b", "paper.md", cwd=here)
+    typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
     assert "Not measured yet" not in (here / "paper.md").read_text()

@@ -19,7 +19,7 @@ from kangaroo.cli.training import SLOW_BFLOAT16
 from kangaroo.drafters import datastore, hybrid, layer_subset, odds
 from kangaroo.drafters.draft_verify import DraftVerifyConfig
 from kangaroo.evaluation import bench
-from kangaroo.evaluation.study import page
+from kangaroo.evaluation.study import report
 from kangaroo.heads import adapter_files
 from kangaroo.hub import card
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
@@ -119,7 +119,7 @@ TEXTS = {
     ),
     "tensor parallelism": lambda lm, other: load(ModelConfig("tiny", TINY, tp_plan="auto")),
     "slow training": lambda lm, other: SLOW_BFLOAT16,
-    "a study not measured yet": lambda lm, other: page.section("table1", None),
+    "a study not measured yet": lambda lm, other: report.section("table1", None),
     "a pulled adapter": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),
     "what an export prints": lambda lm, other: (
         "python scripts/export.py model=tiny to=draft_model source=adapters/tiny output=draft"

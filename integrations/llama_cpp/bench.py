@@ -17,11 +17,11 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.paired import shown
 from kangaroo.evaluation.speed.speed import against_vanilla
 from kangaroo.evaluation.speed.trials import question_prompts, take_turns, timed_engine
 from kangaroo.models.embedded import EMBEDDED, embedded_gguf
 from kangaroo.utils import tables
+from kangaroo.utils.tables import estimate
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         every = [trial for of_prompt in texts for trial in of_prompt]
         rate = sum(t.decoded for t in every) / sum(t.decode_seconds for t in every)
         result = against_vanilla(texts, trials["vanilla"])
-        times = shown(result["speedup"], result["speedup_ci95"], same=1.0)
+        times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         texts_alike = f"{result['equal_texts']} of {len(prompts)}"
         row = {"": name, "tokens/s": f"{rate:.1f}", "vanilla is faster by": times}
         rows.append(row | {"vanilla's texts": texts_alike})

@@ -5,7 +5,6 @@ from kangaroo.cli.decoding import chat, soak, speed
 from kangaroo.cli.evaluating import evaluate
 from kangaroo.cli.making import (
     calibrate,
-    compare,
     datastore,
     export,
     import_adapter,
@@ -22,7 +21,6 @@ __all__ = [
     "CONFIGS",
     "calibrate",
     "chat",
-    "compare",
     "datastore",
     "evaluate",
     "export",

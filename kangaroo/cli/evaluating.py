@@ -1,7 +1,8 @@
-"""The command that measures drafters."""
+"""The command that measures drafters, and writes pages of what was measured."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,20 +14,24 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
+from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.evaluation import comparison, report, run
-from kangaroo.evaluation.config import asked
+from kangaroo.evaluation import comparison, page, report, run
+from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
+from kangaroo.evaluation.plots import groups
 from kangaroo.evaluation.race import race
-from kangaroo.evaluation.run import Contestant
 from kangaroo.evaluation.study import report as study_report
-from kangaroo.evaluation.study.results import study_of
+from kangaroo.evaluation.study.study import study_of
 from kangaroo.models.target import LM
+from kangaroo.training import compare as adapters
+from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import flat, provenance
+from kangaroo.utils.provenance import flat, made_by, provenance
+from kangaroo.utils.ranks import check_alone
 from kangaroo.utils.tracking import NoTrackerConfig, Row, Tracker, finished
 
 # files of a run that are kept with it
@@ -40,18 +45,28 @@ def evaluate(config: EvaluateCommand) -> float | None:
     """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
     one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns
     the speedup of the drafter, or tokens/s where vanilla did not run.
+
+    With `results` write what follows from results that are there; with `compare.adapters` measure
+    adapters on held-out text.
     """
+    if config.results is not None or config.compare.adapters:
+        check_alone()
+        if config.results is not None:
+            _write_page(Path(config.results), config.page)
+        else:
+            _compare_adapters(config)
+        return None
     sweep = sweep_folder()
     if sweep is not None:
         _check(config, sweep)
     in_group(config.logger, config.model.name)
     drafters = _drafters(config)
-    with joined() as own:
-        # an adapter that is not there is told before gigabytes of target are fetched
+    with joined() as ranks:
+        # an adapter that is not there is named before gigabytes of target are fetched
         settings = {name: drafter.settings() for name, drafter in drafters.items()}
         lm, tokenizer = load_target(config.model)
-        contestants = [
-            Contestant(
+        methods = [
+            MethodSpec(
                 name,
                 drafter.build(lm),
                 {"model": asdict(config.model), "drafter": settings[name]},
@@ -59,33 +74,70 @@ def evaluate(config: EvaluateCommand) -> float | None:
             )
             for name, drafter in drafters.items()
         ]
-        if config.race and own.is_first:
-            _race(config, contestants, lm, tokenizer)
-        logger = config.logger if own.is_first else NoTrackerConfig()
+        if config.race and ranks.is_first:
+            _race(config, methods, lm, tokenizer)
+        logger = config.logger if ranks.is_first else NoTrackerConfig()
         # before a tracker has begun a run: this may refuse
-        begun = run.begin(
-            lm, tokenizer, contestants, config, model_name=config.model.name, ranks=own
+        evaluator = run.Evaluator(
+            lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks
         )
-        if own.is_first and not config.resume:
+        if ranks.is_first and not config.resume:
             tracking.forget(Path(config.output))
-        with finished(logger.start(_known(config, contestants[0]), Path(config.output))) as tracker:
+        about = _tracked(config, methods[0])
+        with finished(logger.start(about, Path(config.output))) as tracker:
             try:
-                results = run.finish(
-                    begun, log=lambda numbers: tracker.log(numbers, _answered(numbers))
+                results = evaluator.finish(
+                    log=lambda numbers: tracker.log(numbers, _answered(numbers))
                 )
-                if own.is_first and len(results) == 1:
+                if ranks.is_first and len(results) == 1:
                     Console().print(report.terminal_table(results[0]))
                     log.info("answers, summary, report and plots are in %s", config.output)
             finally:
                 # whatever became of this one; a text that is not vanilla's has to show there
                 several = sweep is not None or len(drafters) > 1 or config.noise_floor
-                if own.is_first and (several or config.study is not None):
-                    _together(config, sweep or Path(config.output))
-            if own.is_first:
-                _tell(results, config, tracker)
+                if ranks.is_first and (several or config.study is not None):
+                    _compare(config, sweep or Path(config.output))
+            if ranks.is_first:
+                _track(results, config, tracker)
         overall = results[0]["overall"]
         speedup: float | None = overall["speedup"]
         return overall["tokens_per_second"] if speedup is None else speedup
+
+
+def _write_page(results: Path, page_name: str | None) -> None:
+    """A study's page, or a page of the methods below a folder; without a page to write to, the
+    curves of a training run, which may still be going on.
+
+    Errors: `ConfigError`, `DataError`.
+    """
+    if not results.is_dir():
+        raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
+    if page_name is None:
+        curves.write(results)
+        log.info("%s and %s are in %s", curves.TABLE, curves.PLOT, results)
+        return
+    file = Path(page_name)
+    if file.is_file() and study_report.STUDY.search(file.read_text(encoding="utf-8")):
+        study_report.rewrite(file, results)
+    else:
+        page.write(results, file)
+    log.info("%s tells the results of %s", file, results)
+
+
+def _compare_adapters(config: EvaluateCommand) -> None:
+    """Measure finished adapters on the data's held-out part; write the table."""
+    if config.data is None:
+        raise ConfigError("compare.adapters= needs text: add experiment=compare, or data=.")
+    lm, tokenizer = load_target(config.model)
+    config.data.make(lm, tokenizer)
+    samples, about = store.load(Path(config.data.path))
+    output = Path(config.output)
+    rows = adapters.compare(lm, samples, config.compare)
+    table = f"{adapters.markdown(rows)}\n{made_by()}\n"
+    facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
+    (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (output / "compare.md").write_text(table)
+    log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
 def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
@@ -94,55 +146,55 @@ def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
     for name in drafters.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
-    return drafters | {k: one for k, one in config.more.items() if not isinstance(one, dict)}
+    return drafters | {k: more for k, more in config.more.items() if not isinstance(more, dict)}
 
 
 def _race(
     config: EvaluateCommand,
-    contestants: list[Contestant],
+    methods: list[MethodSpec],
     lm: LM,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Show the first turn of the first question by vanilla decoding and all contestants."""
-    questions, limit = asked(config)
-    drafters = {"vanilla": Vanilla()} | {one.name: one.drafter for one in contestants}
+    """Show the first turn of the first question by vanilla decoding and all methods."""
+    questions, limit = questions_of(config)
+    drafters = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
     sampling = replace(config.sampling, seed=config.seed)
     race(lm, tokenizer, drafters, questions[0].turns[0], limit, sampling, Console())
 
 
-def _known(config: EvaluateCommand, first: Contestant) -> dict[str, Any]:
-    """What a tracker is told of a run before it begins. An adapter knows its exit layer, which is
-    an axis of a sweep's plots.
+def _tracked(config: EvaluateCommand, first: MethodSpec) -> dict[str, Any]:
+    """What a tracker gets of a run before it begins. An adapter knows its exit layer, which is an
+    axis of a sweep's plots.
     """
-    known = plain(config) | {"provenance": provenance()}
+    about = plain(config) | {"provenance": provenance()}
     if isinstance(first.drafter, EarlyExit):
-        known["drafter.exit_layer"] = first.drafter.exit_layer
-    return known
+        about["drafter.exit_layer"] = first.drafter.exit_layer
+    return about
 
 
 def _answered(numbers: dict[str, float]) -> int:
-    """How many questions metrics are of, which is also a run's step; of several contestants the
+    """How many questions metrics are of, which is also a run's step; of several methods the
     names of metrics begin with theirs.
     """
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
 
 
-def _tell(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:
+def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:
     """Hand a finished run's results to the tracker."""
 
-    def row(heading: str, name: str, found: dict[str, Any]) -> Row:
-        return {heading: name, **scalars(found)}
+    def rows(heading: str, groups: dict[str, dict[str, Any]]) -> list[Row]:
+        return [{heading: name, **scalars(metrics)} for name, metrics in groups.items()]
 
-    folder, overall = Path(config.output), {one["drafter"]: one["overall"] for one in results}
+    overall = {result["drafter"]: result["overall"] for result in results}
     if len(results) == 1:
-        numbers, groups = scalars(results[0]["overall"]), report.groups(results[0])
-        tables = {"tasks": [row("task", *group) for group in groups]}
+        numbers = scalars(results[0]["overall"])
+        tables = {"tasks": rows("task", dict(groups(results[0])))}
     else:
-        numbers = scalars(flat(overall))
-        tables = {"methods": [row("method", *one) for one in overall.items()]}
+        numbers, tables = scalars(flat(overall)), {"methods": rows("method", overall)}
+    folder = Path(config.output)
     tracker.result(numbers, tables, {file.stem: file for file in sorted(folder.glob("*.png"))})
-    own = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
-    files = [file for file in own if "wandb" not in file.relative_to(folder).parts]
+    kept = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
+    files = [file for file in kept if "wandb" not in file.relative_to(folder).parts]
     name = "-".join((config.model.name, *overall, config.bench.name))
     tracker.save(folder, files, name, "evaluation", numbers)
 
@@ -156,14 +208,14 @@ def _check(config: EvaluateCommand, sweep: Path) -> None:
         )
 
 
-def _together(config: EvaluateCommand, folder: Path) -> None:
+def _compare(config: EvaluateCommand, folder: Path) -> None:
     """Print and write the study, or the table, of what a run or a sweep has measured so far."""
     if config.study is not None:
         if study := study_of(config.study, folder):
             study_report.write(study, folder)
             Console().print(study_report.terminal_table(study))
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
-    elif found := comparison.compare(folder):
-        comparison.write(found, folder)
-        comparison.show(found, Console())
+    elif methods := comparison.compare(folder):
+        comparison.write(methods, folder)
+        comparison.show(methods, Console())
         log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)

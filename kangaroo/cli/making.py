@@ -1,11 +1,10 @@
-"""Commands about what drafters use: compare adapters, search, index, import, export,
+"""Commands about what drafters use: search, index, import, export,
 push to the hub and pull from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections import Counter
@@ -16,7 +15,6 @@ from kangaroo.api import load_target
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import (
     CalibrateCommand,
-    CompareCommand,
     DatastoreCommand,
     ExportCommand,
     ImportAdapterCommand,
@@ -39,28 +37,11 @@ from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.models.loading import options_of
 from kangaroo.models.meta_model import blueprint
-from kangaroo.training import compare as comparing
 from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.provenance import made_by, provenance
+from kangaroo.utils.provenance import provenance
 
 log = logging.getLogger(__name__)
-
-
-@command("compare")
-def compare(config: CompareCommand) -> None:
-    """Measure finished adapters on the data's held-out part; write the table."""
-    lm, tokenizer = load_target(config.model)
-    config.data.make(lm, tokenizer)
-    samples, about = store.load(Path(config.data.path))
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)  # before the work, whose results go there
-    rows = comparing.compare(lm, samples, config.compare)
-    table = f"{comparing.markdown(rows)}\n{made_by()}\n"
-    facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
-    (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (output / "compare.md").write_text(table)
-    log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
 @command("search_layers", keeps=True)

@@ -23,7 +23,7 @@ from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, bench_name
-from kangaroo.evaluation.run import EvaluateConfig
+from kangaroo.evaluation.config import EvaluateConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.search import TuneConfig
@@ -64,7 +64,9 @@ class TrainCommand:
 
 @dataclass
 class EvaluateCommand(EvaluateConfig):
-    """`python evaluate.py`: a target, a drafter, and what they are asked."""
+    """`python evaluate.py`: a target, a drafter, and what they are asked; or finished results that
+    a page is made of; or adapters, measured on text that they were not trained on.
+    """
 
     output: str = MISSING
     model: ModelConfig = MISSING
@@ -75,6 +77,10 @@ class EvaluateCommand(EvaluateConfig):
     logger: Any = MISSING
     study: StudyConfig | None = None  # what the results are a table and a plot of
     race: bool = False  # before that, the first question by each method, side by side as they write
+    results: str | None = None  # a folder of finished results, which nothing is added to
+    page: str | None = None  # the Markdown file that tells them
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    data: Any = None  # whose end the adapters of `compare` are measured on
 
 
 @dataclass
@@ -109,16 +115,6 @@ class TuneCommand(TuneConfig):
     model: ModelConfig = MISSING
     drafter: Any = MISSING  # today's
     hardware: Sizes = field(default_factory=dict)
-
-
-@dataclass
-class CompareCommand:
-    """`python scripts/compare.py`: finished adapters on text that they were not trained on."""
-
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    compare: CompareConfig = field(default_factory=CompareConfig)
-    output: str = MISSING
 
 
 @dataclass
@@ -259,7 +255,6 @@ def register() -> None:
     cs.store(name="serve_schema", node=ServeCommand)
     cs.store(name="load_schema", node=LoadCommand)
     cs.store(name="tune_schema", node=TuneCommand)
-    cs.store(name="compare_schema", node=CompareCommand)
     cs.store(name="calibrate_schema", node=CalibrateCommand)
     cs.store(name="search_layers_schema", node=SearchCommand)
     cs.store(name="datastore_schema", node=DatastoreCommand)
@@ -282,6 +277,7 @@ def register() -> None:
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)
     OmegaConf.register_new_resolver("bench_name", bench_name, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
+    OmegaConf.register_new_resolver("if", lambda x, a, b: b if x is None else a, replace=True)
     OmegaConf.register_new_resolver("fitting", fitting, replace=True)
     OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
     OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SPLIT = "outputs/questions"  # where a message says to write a bench
 DEMO = "demo"
 OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
+CONVERSATION = {"conversations", "conversation", "messages"}  # where files for training have it
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -118,8 +119,8 @@ def check_first_turns(
 
 def seed_of(question_id: int, turn: int, seed: int) -> int:
     """That of a turn, in 64 bits."""
-    whole = seed + 1000 * question_id + turn
-    return whole if abs(whole) < 2**63 else whole % 2**63
+    full = seed + 1000 * question_id + turn
+    return full if abs(full) < 2**63 else full % 2**63
 
 
 def task_of(category: str) -> str:
@@ -134,27 +135,26 @@ def load_questions(config: BenchConfig) -> list[Question]:
     Errors: `DataError` for a file that is missing, cannot be downloaded or is malformed,
     `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
     """
+    name = f"{config.name}.jsonl"
     if config.path is not None:
-        content = _local(config, Path(config.path))
-        return parse(content, config.path, config.name)
+        return parse(_local(config, Path(config.path)), config.path, config.name)
     if config.url is not None:
-        file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        return parse(_cached(config, config.url, file), str(file), config.name)
+        file = cache_folder() / "benches" / name
+        return parse(_downloaded(config, config.url, file), str(file), config.name)
     shipped = resources.files(__package__) / "benches"
-    if not (shipped / f"{config.name}.jsonl").is_file():
+    if not (shipped / name).is_file():
         names = sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".jsonl"))
         raise ConfigError(
             f"no bench '{config.name}' is shipped (there is {', '.join(names)}); pass bench.path= "
             "or bench.url=."
         )
-    name = f"{config.name}.jsonl"
     return parse((shipped / name).read_bytes(), name, config.name)
 
 
 def fingerprint(questions: list[Question]) -> str:
     """Hash of what is asked, in order."""
-    asked = json.dumps([question.content() for question in questions])
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+    content = json.dumps([question.content() for question in questions])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _local(config: BenchConfig, path: Path) -> bytes:
@@ -167,12 +167,20 @@ def _local(config: BenchConfig, path: Path) -> bytes:
     return content
 
 
-def _cached(config: BenchConfig, url: str, file: Path) -> bytes:
+def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
+    """The file in the cache, which is downloaded where it is not there."""
     if file.is_file():
         content = file.read_bytes()
         _check(config, content, f"'{file}'", "Delete it, so that it is downloaded again")
         return content
-    content = _download(url)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file elsewhere "
+            "and pass bench.path=."
+        ) from error
     _check(config, content, url, "Try again, or check what stands between you and that address")
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}")  # ranks may download at the same time
@@ -181,22 +189,11 @@ def _cached(config: BenchConfig, url: str, file: Path) -> bytes:
     return content
 
 
-def _download(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(
-            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file elsewhere "
-            "and pass bench.path=."
-        ) from error
-
-
-def _check(config: BenchConfig, content: bytes, where: str, fix: str) -> None:
+def _check(config: BenchConfig, content: bytes, source: str, fix: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         raise CorruptFile(
-            f"the questions of {config.name} from {where} have sha256 {digest}, not "
+            f"the questions of {config.name} from {source} have sha256 {digest}, not "
             f"{config.sha256}. {fix}, or pass bench.path=."
         )
 
@@ -227,13 +224,6 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
     if not questions:
         raise DataError(f"{where} holds no questions.")
     return list(questions.values())
-
-
-CONVERSATION = {
-    "conversations",
-    "conversation",
-    "messages",
-}  # where files of text for training have it
 
 
 def _check_kind(fields: Any, where: str) -> None:

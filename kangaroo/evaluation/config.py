@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: settings, who takes part, which questions, what to expect."""
+"""What an evaluation is asked for: settings, the methods, which questions, what to expect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation import planning
+from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
-from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.summary import BASELINES
+from kangaroo.evaluation.records import AGAIN, BASELINES
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Baseline(Enum):
-    """What the method is timed against."""
+    """What the methods are timed against."""
 
     vanilla = "vanilla"  # the same engine, proposing nothing
     hf = "hf"  # transformers' generate
@@ -45,7 +44,7 @@ class EvaluateConfig(Ranged):
         question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
         max_new_tokens: a turn; None takes the bench's own.
         seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
-        baselines: each answers every turn from the same prompt as the method.
+        baselines: each answers every turn from the same prompt as the methods.
         hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
             of a run, and a part of the questions tells its speed as well.
         warmup: the first question is answered this often by every method, and discarded.
@@ -77,7 +76,7 @@ class EvaluateConfig(Ranged):
 
 
 @dataclass(frozen=True)
-class Contestant:
+class MethodSpec:
     """A drafter that is measured.
 
     Args:
@@ -89,37 +88,34 @@ class Contestant:
 
     name: str
     drafter: Drafter
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
     made_by: dict[str, Any] = field(default_factory=dict)
 
 
-def asked(config: EvaluateConfig) -> tuple[list[Question], int]:
+def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
     """The questions of a run, and the most new tokens of a turn.
 
-    Errors: `ConfigError` for settings that leave nothing to ask or to write; those of
-    `load_questions`.
+    Errors: `ConfigError` for settings that leave nothing to ask; those of `load_questions`.
     """
-    all_questions = load_questions(config.bench)
+    questions = load_questions(config.bench)
     if config.task is not None:
-        tasks = list(dict.fromkeys(question.task for question in all_questions))
+        tasks = list(dict.fromkeys(question.task for question in questions))
         if config.task not in tasks:
             raise ConfigError(
                 f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
             )
-        all_questions = [x for x in all_questions if x.task == config.task]
-    questions = all_questions[config.question_begin : config.question_end : config.question_every]
-    if not questions:
+        questions = [question for question in questions if question.task == config.task]
+    chosen = questions[config.question_begin : config.question_end : config.question_every]
+    if not chosen:
         raise ConfigError(
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
-            f"none of the {len(all_questions)} questions of {config.bench.name}."
+            f"none of the {len(questions)} questions of {config.bench.name}."
         )
     limit = config.max_new_tokens
-    if limit is None:
-        limit = config.bench.max_new_tokens
-    return questions, limit
+    return chosen, config.bench.max_new_tokens if limit is None else limit
 
 
-def noise_floor(first: Contestant, config: EvaluateConfig) -> Contestant:
+def vanilla_again(first: MethodSpec, config: EvaluateConfig) -> MethodSpec:
     """Vanilla decoding once more, beside the baseline.
 
     Errors: `ConfigError` where there is no such baseline.
@@ -130,30 +126,39 @@ def noise_floor(first: Contestant, config: EvaluateConfig) -> Contestant:
             "it there, or leave noise_floor out."
         )
     shared = {name: value for name, value in first.settings.items() if name != "drafter"}
-    return Contestant(AGAIN, Vanilla(), shared)
+    return MethodSpec(AGAIN, Vanilla(), shared)
 
 
-def foretell(
-    contestants: Sequence[Contestant], config: EvaluateConfig, model: str, questions: int
+def log_expected_interval(
+    methods: Sequence[MethodSpec], config: EvaluateConfig, model: str, questions: int
 ) -> None:
-    """Say what intervals so many questions will give."""
+    """Say what intervals so many questions will give, where vanilla runs."""
     if Baseline.vanilla not in config.baselines:
         return
-    for one in contestants:
-        spread = planning.known_spread(config.spread_from, model, one.name)
-        if one.name != AGAIN:
-            log.info(planning.told(one.name, spread, questions, config.interval_width))
+    for method in methods:
+        if method.name == AGAIN:
+            continue
+        spread, source = statistics.earlier_spread(config.spread_from, model, method.name)
+        needed = statistics.questions_for(spread, config.interval_width)
+        takes = f"interval_width={config.interval_width} takes {needed} questions ({source})"
+        if questions == 1:
+            expected = "1 question: the speedup of one has no interval"
+        else:
+            width = statistics.expected_width(spread, questions)
+            expected = f"{questions} questions: expect a 95% interval of the speedup that is "
+            expected += f"{width:.0%} of it wide"
+        log.info("%s, %s; %s", method.name, expected, takes)
 
 
-def folders(contestants: Sequence[Contestant], config: EvaluateConfig) -> list[Path]:
+def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:
     """Where the results of each are: in `output`, or where there are several in a folder of its own
     name there.
 
     Errors: `ConfigError` for a name that is another's.
     """
-    if len(contestants) == 1:
+    if len(methods) == 1:
         return [Path(config.output)]
-    names = [one.name for one in contestants]
+    names = [method.name for method in methods]
     taken = [*names, *(BASELINES[baseline.value] for baseline in config.baselines)]
     for name in names:
         if taken.count(name) > 1:

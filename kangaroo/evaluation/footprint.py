@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,13 @@ def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
     CUDA graphs keep are not counted.
     """
     seen: set[int] = set()
-    theirs = {where for where, _, _ in _memory(shared, seen)}
-    sizes: dict[tuple[str, int], int] = {}
-    parameters: dict[tuple[str, int], int] = {}
-    for where, size, elements in _memory([drafter], seen):
-        if where not in theirs:
-            sizes[where] = max(size, sizes.get(where, 0))
-            parameters[where] = max(elements, parameters.get(where, 0))
-    return Footprint(sum(parameters.values()), sum(sizes.values()))
+    theirs = {address for address, _, _ in _memory(shared, seen)}
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
+    for address, size, elements in _memory([drafter], seen):
+        if address not in theirs:
+            largest = sizes.get(address, (0, 0))
+            sizes[address] = max(size, largest[0]), max(elements, largest[1])
+    return Footprint(sum(x for _, x in sizes.values()), sum(x for x, _ in sizes.values()))
 
 
 def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str, int], int, int]]:
@@ -69,13 +68,8 @@ def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str
             while isinstance(item.base, np.ndarray):
                 item = item.base
             yield ("cpu", item.ctypes.data), item.nbytes, 0
+        elif isinstance(item, list | tuple | set | frozenset | deque):
+            todo.extend(item)
         else:
-            todo.extend(_parts(item))
-
-
-def _parts(item: Any) -> Iterable[object]:
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, list | tuple | set | frozenset | deque):
-        return item
-    return getattr(item, "__dict__", {}).values()
+            fields = item if isinstance(item, dict) else getattr(item, "__dict__", {})
+            todo.extend(fields.values())

@@ -33,8 +33,8 @@ def fork(
     if position == min(len(method), len(vanilla)):  # same limit, same EOS, yet one goes on
         return Fork(position, None, "bug")
     logits_V = target_logits(lm, prompt + vanilla[:position])
-    two = method[position], vanilla[position]
-    return Fork(position, *judge(logits_V, *two, lm.dtype, sampling, seed, len(prompt) + position))
+    tokens, place = (method[position], vanilla[position]), len(prompt) + position
+    return Fork(position, *judge(logits_V, *tokens, lm.dtype, sampling, seed, place))
 
 
 def first_difference(a: list[int], b: list[int]) -> int:

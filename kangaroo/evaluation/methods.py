@@ -1,7 +1,7 @@
-"""The methods that are timed side by side: our engine with some drafter, and `generate`.
+"""The decoders that are timed side by side: our engine with some drafter, and `generate`.
 
-Each takes the prompt's ids, the most new tokens and a seed, and returns a `Run`. Tokenising is
-outside the time; prefill, and the allocation of the cache, are inside.
+Each takes the prompt's ids, the most new tokens and a seed, and returns a `MethodRun`. Tokenising
+is outside the time; prefill, and the allocation of the cache, are inside.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.records import Run
+from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
 from kangaroo.models.target import LM
 
-Method = Callable[[list[int], int, int], Run]
+Decoder = Callable[[list[int], int, int], MethodRun]
 
 
-def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
+def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Decoder:
     """Our engine with its drafter."""
 
-    def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
+    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
         start = now(engine.lm.device)
         (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
         seconds = now(engine.lm.device) - start
         return as_run(tokenizer, generation.tokens, generation.finish, seconds, generation.steps)
 
-    return write
+    return decode
 
 
 @contextmanager
@@ -47,17 +47,17 @@ def transformers_attention(lm: LM) -> Iterator[None]:
         lm.hf.set_attn_implementation(ATTENTION)
 
 
-def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Method:
+def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Decoder:
     """`generate` with the cache and the attention that transformers uses by itself.
 
     Under sampling it draws from the same distribution with noise of its own: its time can be
     compared, its text can't.
     """
     eos_ids = lm.eos_ids()
-    choice = generate_settings(sampling, eos_ids)
+    settings = generate_settings(sampling, eos_ids)
 
-    def write(prompt: list[int], max_new_tokens: int, seed: int) -> Run:
-        config = GenerationConfig(max_new_tokens=max_new_tokens, **choice)
+    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
+        config = GenerationConfig(max_new_tokens=max_new_tokens, **settings)
         tokens_1T = torch.tensor([prompt], device=lm.device)
         with transformers_attention(lm), torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -69,11 +69,11 @@ def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampli
         tokens = written_1T[0, len(prompt) :].tolist()
         return as_run(tokenizer, tokens, "eos" if tokens[-1] in eos_ids else "length", seconds, [])
 
-    return write
+    return decode
 
 
 def generate_settings(sampling: Sampling, eos_ids: Collection[int]) -> dict[str, Any]:
-    """What `generate` is told. All spelled out: what is unset, it would take from the model's own
+    """What `generate` gets. All spelled out: what is unset, it would take from the model's own
     generation config.
     """
     return {
@@ -95,10 +95,10 @@ def as_run(
     finish: str,
     seconds: float,
     steps: list[StepRecord],
-) -> Run:
-    """A text and its times as records keep them."""
+) -> MethodRun:
+    """A text and its times as records keep them: to the microsecond, so that they stay small."""
     text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
-    return Run(
+    return MethodRun(
         tokens=tokens,
         text=text,
         finish=finish,
@@ -107,7 +107,6 @@ def as_run(
         emitted=[len(step.tokens) for step in steps],
         accepted=[step.accepted for step in steps],
         drafted=[step.drafted for step in steps],
-        # to the microsecond: a long run's records stay small
         draft_seconds=[round(step.draft_seconds, 6) for step in steps],
         verify_seconds=[round(step.verify_seconds, 6) for step in steps],
         host_seconds=[round(step.host_seconds, 6) for step in steps],

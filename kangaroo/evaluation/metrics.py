@@ -6,6 +6,8 @@ explanations are made from it.
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
 The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
 accepted, and so does the token of the prefill.
+
+Shapes: Q questions.
 """
 
 from __future__ import annotations
@@ -18,18 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.evaluation.records import METHOD, Record, Run
-from kangaroo.evaluation.speedup import (
-    against,
-    has,
-    interval,
-    paired_seconds,
-    prefill_seconds,
-    speedup,
-)
+from kangaroo.evaluation.records import METHOD, MethodRun, Record
+from kangaroo.evaluation.statistics import interval, speedup
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
+CTAR = "ctar"
 
 
 class Place(Flag):
@@ -85,49 +82,139 @@ def scalars(results: Results) -> dict[str, float]:
 
 def cells(results: Results, place: Place) -> Row:
     """The part of a table's row that metrics fill."""
-    shown = [metric for metric in METRICS if metric.heading and place in metric.places]
+    columns = [metric for metric in METRICS if metric.heading and place in metric.places]
     # a summary of an earlier version lacks what has been added since
-    return {metric.heading: metric.show(results.get(metric.name)) for metric in shown}
+    return {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
 
 
 def definitions(place: Place) -> list[str]:
-    """What the metrics of a table and those without a column mean, by heading and name, in
-    Markdown."""
-    told = [m for m in METRICS if m.meaning and (place in m.places or not m.heading)]
-    return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in told]
+    """What the metrics of a table and those without a column mean, in Markdown."""
+    listed = [m for m in METRICS if m.meaning and (place in m.places or not m.heading)]
+    return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in listed]
 
 
-def runs(records: Iterable[Record], name: str) -> list[Run]:
+def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
     """All turns' answers by a method or a baseline, in order."""
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 
-def total(records: Sequence[Record], of: Callable[[Run], Sequence[float]]) -> float:
-    """The sum over all rounds of the method."""
-    return sum(sum(of(run)) for run in runs(records, METHOD))
+def has(record: Record, name: str) -> bool:
+    """Whether that method answered the question."""
+    return name in record.turns[0].runs
 
 
-def rounds(records: Sequence[Record]) -> int:
-    """All rounds of some runs."""
-    return sum(len(run.emitted) for run in runs(records, METHOD))
+# --- ratios of what is counted
 
 
-def ratio(over: float, under: float) -> float | None:
+def divided(over: float, under: float) -> float | None:
     """None where there is nothing to divide by."""
     return float(over / under) if under else None
 
 
-def tokens_per_second(some: Sequence[Run]) -> float | None:
-    """All tokens over all seconds."""
-    return ratio(sum(len(run.tokens) for run in some), sum(run.seconds for run in some))
+def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
+    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens were all accepted. A
+    tree's are those of one path: how many nodes it had does not matter.
+
+    Args:
+        accepted: draft tokens of each round.
+        longest: the last w; None is the most that were ever accepted.
+    """
+    accepted_R = np.asarray(accepted)
+    last = int(accepted_R.max(initial=0)) if longest is None else longest
+    return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
 
 
-def decoding_speedup(records: Sequence[Record]) -> float | None:
-    """None where vanilla did not run, or the method tells no rounds."""
-    if not all(run.emitted for run in runs(records, METHOD)):
+# What a ratio divides, counted in one answer.
+COUNTS: dict[str, Callable[[MethodRun], tuple[float, float]]] = {
+    "compression_rate": lambda run: (sum(run.emitted), len(run.emitted)),
+    "acceptance_rate": lambda run: (sum(run.accepted), sum(run.drafted)),
+    "tokens_per_second": lambda run: (len(run.tokens), run.seconds),
+}
+
+
+def totals(records: Sequence[Record], metric: str, name: str = METHOD) -> tuple[float, float]:
+    """What a metric of `COUNTS`, or CTAR(w) as `ctarW`, divides over some questions.
+
+    Errors: `ConfigError` for a metric that is not known.
+    """
+    count, position = COUNTS.get(metric), metric.removeprefix(CTAR)
+    if metric.startswith(CTAR) and position.isdecimal():
+        count = lambda run: (sum(n >= int(position) for n in run.accepted), len(run.accepted))  # noqa: E731
+    if count is None:
+        names = ", ".join(["speedup", *COUNTS, "ctar1", "ctar2"])
+        raise ConfigError(f"study.metrics: there is no '{metric}'; there are {names}, ...")
+    counts = [count(run) for run in runs(records, name)]
+    return sum(over for over, _ in counts), sum(under for _, under in counts)
+
+
+def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
+    """What the speedup, or a metric of `totals`, divides: `[Q, 2]`.
+
+    Errors: `ConfigError` for a metric that is not known, and for a speedup without vanilla.
+    """
+    if metric != "speedup":
+        return np.array([totals([record], metric) for record in records], float)
+    if not all(has(record, "vanilla") for record in records):
+        raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
+    return np.array([paired_seconds(record) for record in records], float)
+
+
+# --- speed against a baseline
+
+
+def _round_seconds(run: MethodRun) -> np.ndarray:
+    return np.add(np.add(run.draft_seconds, run.verify_seconds), run.host_seconds)
+
+
+def prefill_seconds(run: MethodRun) -> float:
+    """Time outside rounds: the cache's allocation, the prefill, the way into the engine and out."""
+    return run.seconds - float(_round_seconds(run).sum())
+
+
+def seconds_until(run: MethodRun, count: int) -> float:
+    """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
+
+    hf tells no rounds: it is charged its mean time a token. Its prefill is spread over the whole
+    text with that, so of a text that is cut it is charged too little, if anything.
+    """
+    if not run.emitted:
+        return run.seconds * count / len(run.tokens)
+    tokens = np.cumsum([0, *run.emitted])
+    seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
+    return float(np.interp(count, tokens, seconds))
+
+
+def paired_seconds(
+    record: Record, baseline: str = "vanilla", prefill: bool = True
+) -> tuple[float, float]:
+    """Seconds of a baseline and of the method for the same number of tokens, with the prefill or
+    without.
+
+    In each turn both get as many tokens as the shorter of the two texts has, so that a text which
+    ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
+    """
+    theirs = method = 0.0
+    for turn in record.turns:
+        a, b = turn.runs[baseline], turn.runs[METHOD]
+        count = min(len(a.tokens), len(b.tokens))
+        theirs += seconds_until(a, count) - (0.0 if prefill else prefill_seconds(a))
+        method += seconds_until(b, count) - (0.0 if prefill else prefill_seconds(b))
+    return theirs, method
+
+
+def against(
+    baseline: str,
+    statistic: Callable[[np.ndarray], Any],
+    records: Sequence[Record],
+    prefill: bool = True,
+) -> Any:
+    """`speedup` or `interval` of the questions that a baseline answered; None where it did not, or
+    where the prefill is left out and the method tells no rounds.
+    """
+    if not prefill and not all(run.emitted for run in runs(records)):
         return None
-    pairs = [paired_seconds(r, prefill=False) for r in records if has(r, "vanilla")]
-    return ratio(sum(vanilla for vanilla, _ in pairs), sum(method for _, method in pairs))
+    seconds = [paired_seconds(r, baseline, prefill) for r in records if has(r, baseline)]
+    return statistic(np.array(seconds)) if seconds else None
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -139,42 +226,39 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
 
     Source: Spec-Bench, evaluation/speed.py.
     """
-    paired = [record for record in records if has(record, "vanilla")]
-    if not paired:
-        return None
     method, vanilla = [], []
-    for record in paired:
-        a, b = runs([record], METHOD), runs([record], "vanilla")
-        method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
-        vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
-    return ratio(float(np.mean(method)), float(np.mean(vanilla)))
+    for record in records:
+        if has(record, "vanilla"):
+            a, b = runs([record]), runs([record], "vanilla")
+            method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
+            vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
+    return divided(float(np.mean(method)), float(np.mean(vanilla))) if method else None
 
 
-def ctar(some: Sequence[Run]) -> list[float]:
-    """Share of rounds whose first w draft tokens were all accepted, for w = 1, 2, ...
-
-    A tree's are those of one path: how many nodes it had does not matter.
-    """
-    accepted = np.array([count for run in some for count in run.accepted])
-    longest = int(accepted.max(initial=0))
-    return [float((accepted >= w).mean()) for w in range(1, longest + 1)]
+# --- the table of all
 
 
-def ends(found: Sequence[float] | None) -> str:
+def ends(limits: Sequence[float] | None) -> str:
     """An interval; a dash where there is none, or where it is that of a method over itself."""
-    return "-" if found is None or found[0] == found[1] else span(found, "-")
+    return "-" if limits is None or limits[0] == limits[1] else span(limits, "-")
 
 
-def speed_of(name: str) -> Callable[[Sequence[Record]], Any]:
-    """Tokens a second of one of the methods, or None if it did not run."""
-    return lambda records: tokens_per_second(runs(records, name))
+def rate(metric: str, name: str = METHOD) -> Callable[[Sequence[Record]], float | None]:
+    """A ratio of `COUNTS` over all answers by one of the methods; None if it did not run."""
+    return lambda records: divided(*totals(records, metric, name))
 
 
+def seconds_of(part: str) -> Callable[[Sequence[Record]], float]:
+    """The sum of a part of all rounds of the method."""
+    return lambda records: sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
+
+
+speed_of = partial(rate, "tokens_per_second")
 tenths = partial(number, digits=1)
 
 METRICS = [
     Metric("questions", len, "questions", Place.tasks, str),
-    Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records, METHOD))),
+    Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records))),
     Metric(
         "speedup",
         partial(against, "vanilla", speedup),
@@ -194,7 +278,7 @@ METRICS = [
     ),
     Metric(
         "decoding_speedup",
-        decoding_speedup,
+        partial(against, "vanilla", speedup, prefill=False),
         "decoding",
         Place.pages | Place.methods_terminal,
         meaning="the speedup of decoding alone: the same ratio without the time until the first "
@@ -220,30 +304,28 @@ METRICS = [
     ),
     Metric(
         "compression_rate",
-        lambda records: ratio(total(records, lambda run: run.emitted), rounds(records)),
+        rate("compression_rate"),
         "CR",
         Place.everywhere,
         meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
     ),
     Metric(
         "ctar",
-        lambda records: ctar(runs(records, METHOD)),
+        lambda records: ctar([count for run in runs(records) for count in run.accepted]),
         meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
         "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
         "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
     ),
     Metric(
         "acceptance_rate",
-        lambda records: ratio(
-            total(records, lambda run: run.accepted), total(records, lambda run: run.drafted)
-        ),
+        rate("acceptance_rate"),
         "accepted",
         show=share,
         meaning="accepted over drafted tokens; all nodes of a tree are drafted.",
     ),
     Metric(
         "tokens_per_second",
-        speed_of(METHOD),
+        speed_of(),
         "tokens/s",
         Place.everywhere,
         tenths,
@@ -253,8 +335,8 @@ METRICS = [
     Metric("vanilla_tokens_per_second", speed_of("vanilla"), "vanilla", Place.by_task, tenths),
     Metric("hf_tokens_per_second", speed_of("hf"), "hf", Place.by_task, tenths),
     # these four add up to the method's time
-    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records, METHOD)))),
-    Metric("draft_seconds", lambda records: total(records, lambda run: run.draft_seconds)),
-    Metric("verify_seconds", lambda records: total(records, lambda run: run.verify_seconds)),
-    Metric("host_seconds", lambda records: total(records, lambda run: run.host_seconds)),
+    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records)))),
+    Metric("draft_seconds", seconds_of("draft")),
+    Metric("verify_seconds", seconds_of("verify")),
+    Metric("host_seconds", seconds_of("host")),
 ]

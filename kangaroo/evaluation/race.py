@@ -69,13 +69,19 @@ def race(
             (answer,) = engine.generate([prompt], limit, sampling, seeds=[sampling.seed])
         runners.append(Runner(name, answer, list(timed_pieces(answer, tokenizer))))
     console.print(Text(question, style="bold"), soft_wrap=not console.is_interactive)
-    if console.is_interactive:
-        console.print(ABOUT, style="dim", highlight=False)
-        replay(runners, console)
+    if not console.is_interactive:
+        for runner in runners:
+            console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
+            console.print(runner.text(runner.generation.seconds), soft_wrap=True)
         return
-    for runner in runners:
-        console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
-        console.print(runner.text(runner.generation.seconds), soft_wrap=True)
+    console.print(ABOUT, style="dim", highlight=False)
+    start, end = time.perf_counter(), max(runner.generation.seconds for runner in runners)
+    lines = max(1, console.height - MARGIN)
+    with Live(console=console, auto_refresh=False) as live:
+        while (now := time.perf_counter() - start) < end:
+            live.update(frame(runners, now, console, lines), refresh=True)
+            time.sleep(FRAME_SECONDS)
+        live.update(frame(runners, end, console), refresh=True)  # they stand there whole
 
 
 def timed_pieces(
@@ -93,17 +99,6 @@ def timed_pieces(
 
     for text, drafted in pieces(tokens(), tokenizer):
         yield seconds, text, drafted
-
-
-def replay(runners: list[Runner], console: Console) -> None:
-    """Let the answers grow until the last one ends; then they stand there whole."""
-    start, end = time.perf_counter(), max(runner.generation.seconds for runner in runners)
-    lines = max(1, console.height - MARGIN)
-    with Live(console=console, auto_refresh=False) as live:
-        while (now := time.perf_counter() - start) < end:
-            live.update(frame(runners, now, console, lines), refresh=True)
-            time.sleep(FRAME_SECONDS)
-        live.update(frame(runners, end, console), refresh=True)
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:

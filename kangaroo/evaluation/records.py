@@ -19,13 +19,15 @@ from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla again"  # a method: vanilla decoding a second time, to see what noise does
+# What the baselines are called where they are methods among others, by what records call them.
+BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
 RUN, SUMMARY = "run.json", "summary.json"
 
 T = TypeVar("T")
 
 
 @dataclass
-class Run:
+class MethodRun:
     """One method's answer to one turn.
 
     Args:
@@ -80,7 +82,7 @@ class Turn:
 
     prompt_tokens: int
     max_new_tokens: int
-    runs: dict[str, Run]
+    runs: dict[str, MethodRun]
     fork: Fork | None
 
 
@@ -198,7 +200,7 @@ def _record(fields: dict[str, Any]) -> Record:
         Turn(
             prompt_tokens=turn["prompt_tokens"],
             max_new_tokens=turn["max_new_tokens"],
-            runs={name: Run(**run) for name, run in turn["runs"].items()},
+            runs={name: MethodRun(**run) for name, run in turn["runs"].items()},
             fork=None if turn["fork"] is None else Fork(**turn["fork"]),
         )
         for turn in fields["turns"]

@@ -10,11 +10,10 @@ from rich.table import Table
 
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import Place, cells, definitions
+from kangaroo.evaluation.plots import groups
 from kangaroo.utils import tables
 from kangaroo.utils.provenance import machine
 from kangaroo.utils.tables import Row, number
-
-PLOTS = {"speedup": plots.speedup, "ctar": plots.ctar, "time": plots.time_split}
 
 FORK = (
     "**fork**: the first token of a turn that is not vanilla's. The gap says how far below the "
@@ -26,16 +25,14 @@ FORK = (
 def write(summary: dict[str, Any], folder: Path) -> None:
     """`report.md` and its plots."""
     (folder / "report.md").write_text(markdown(summary), encoding="utf-8")
-    for name, plot in PLOTS.items():
+    for name, plot in plots.OF_A_METHOD.items():
         plot(summary).savefig(folder / f"{name}.png", dpi=150)
 
 
 def terminal_table(summary: dict[str, Any]) -> Table:
     """The main table, for a rich console of 80 columns."""
-    rows = [
-        row | {"task": plots.NAMES.get(row["task"], row["task"])}
-        for row in by_task(summary, Place.tasks_terminal)
-    ]
+    rows = by_task(summary, Place.tasks_terminal)
+    rows = [row | {"task": plots.NAMES.get(row["task"], row["task"])} for row in rows]
     return tables.terminal(rows, title(summary), verdict(summary), bold=("overall",))
 
 
@@ -49,8 +46,14 @@ def markdown(summary: dict[str, Any]) -> str:
         "![speedup by task](speedup.png)",
         "## Losslessness",
         verdict(summary),
-        *([tables.markdown(fork_rows(forks))] if forks else []),
-        *(acceptance(summary) if summary["overall"]["ctar"] else []),
+    ]
+    if forks:
+        parts.append(tables.markdown([fork_row(**fork) for fork in forks]))
+    if summary["overall"]["ctar"]:
+        parts.append("## Acceptance by position")
+        parts.append(tables.markdown(ctars(summary)))
+        parts.append("![CTAR by position](ctar.png)")
+    parts += [
         "## Where the time goes",
         "Milliseconds per token of the method; vanilla's total beside it.",
         tables.markdown(times(summary)),
@@ -63,12 +66,6 @@ def markdown(summary: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def acceptance(summary: dict[str, Any]) -> list[str]:
-    """The part on it, where drafts were accepted at all."""
-    table = tables.markdown(ctars(summary))
-    return ["## Acceptance by position", table, "![CTAR by position](ctar.png)"]
-
-
 def title(summary: dict[str, Any]) -> str:
     """The report's title."""
     return "{model} with {drafter} on {bench}".format(**summary)
@@ -78,11 +75,11 @@ def headline(summary: dict[str, Any]) -> str:
     """The first sentence: the speedup, or tokens/s where vanilla did not run."""
     overall = summary["overall"]
     if overall["speedup"] is None:
-        return f"{number(overall['tokens_per_second'], 1)} tokens/s. {asked(summary)}"
+        return f"{number(overall['tokens_per_second'], 1)} tokens/s. {size(summary)}"
     return (
         f"**{overall['speedup']:.2f}x** the speed of vanilla decoding"
         f"{within(overall['speedup_ci95'])}, {overall['compression_rate']:.2f} tokens per forward "
-        f"of the target. {asked(summary)}"
+        f"of the target. {size(summary)}"
     )
 
 
@@ -91,7 +88,7 @@ def within(limits: Sequence[float] | None) -> str:
     return "" if limits is None else f" (95% interval {tables.span(limits)})"
 
 
-def asked(summary: dict[str, Any]) -> str:
+def size(summary: dict[str, Any]) -> str:
     """What was asked, and how it was answered."""
     settings = summary["settings"]
     greedy = settings["sampling.temperature"] == 0
@@ -105,21 +102,21 @@ def asked(summary: dict[str, Any]) -> str:
 
 def verdict(summary: dict[str, Any]) -> str:
     """What the comparison with vanilla's texts found, in a sentence or two."""
-    found, settings = summary["lossless"], summary["settings"]
-    if found["identical"] is None:
+    lossless, settings = summary["lossless"], summary["settings"]
+    if lossless["identical"] is None:
         why = (
             "the rejection rule keeps the distribution, not the text"
             if "vanilla" in settings["baselines"]
             else "vanilla did not run"
         )
         return f"Texts were not compared: {why}."
-    labels = [fork["label"] for fork in found["forks"]]
-    text = f"{found['identical']} of {found['turns']} turns are vanilla's token for token"
+    labels = [fork["label"] for fork in lossless["forks"]]
+    text = f"{lossless['identical']} of {lossless['turns']} turns are vanilla's token for token"
     if labels:
         ties = labels.count("near-tie")
         text += f"; forks explained by rounding: {ties}, not explained: {len(labels) - ties}"
-    if found["hf_identical"] is not None:
-        hf = f"{found['hf_identical']} of the {found['hf_turns']} that it answered"
+    if lossless["hf_identical"] is not None:
+        hf = f"{lossless['hf_identical']} of the {lossless['hf_turns']} that it answered"
         text += f". transformers wrote vanilla's text in {hf}"
     return text + "."
 
@@ -145,23 +142,15 @@ def times(summary: dict[str, Any]) -> list[Row]:
     for task, m in groups(summary):
         parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in plots.PARTS}
         vanilla = m["vanilla_tokens_per_second"]
-        took = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
-        rows.append({"task": task} | {name: number(value) for name, value in took.items()})
+        columns = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
+        rows.append({"task": task} | {name: number(value) for name, value in columns.items()})
     return rows
 
 
-def fork_rows(forks: list[dict[str, Any]]) -> list[Row]:
-    """A row for each place where the text leaves vanilla's."""
-    return [
-        {
-            "question": str(fork["question_id"]),
-            "turn": str(fork["turn"]),
-            "position": str(fork["position"]),
-            "gap": number(fork["gap"], 4),
-            "label": fork["label"],
-        }
-        for fork in forks
-    ]
+def fork_row(question_id: int, turn: int, position: int, gap: float | None, label: str) -> Row:
+    """A place where a text leaves vanilla's."""
+    places = {"question": str(question_id), "turn": str(turn), "position": str(position)}
+    return places | {"gap": number(gap, 4), "label": label}
 
 
 def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -187,8 +176,3 @@ def assigned(settings: dict[str, Any]) -> str:
 def listed(lines: Iterable[str]) -> str:
     """A Markdown list."""
     return "\n".join(f"- {line}" for line in lines)
-
-
-def groups(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The metrics of each task and of all, by name."""
-    return [*summary["by_task"].items(), ("overall", summary["overall"])]

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import metrics, runs
-from kangaroo.evaluation.records import METHOD, SUMMARY, Record, Run, begun, read, write_json
-from kangaroo.evaluation.speedup import has, paired_seconds
-
-# What the baselines are called where they are methods among others, by what records call them.
-BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
+from kangaroo.evaluation.metrics import has, metrics, paired_seconds, runs, totals
+from kangaroo.evaluation.records import (
+    BASELINES,
+    METHOD,
+    SUMMARY,
+    MethodRun,
+    Record,
+    begun,
+    read,
+    write_json,
+)
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
         **{name: settings[name] for name in names},
         "questions": len(records),
         "overall": metrics(records),
-        "by_task": {task: metrics(some) for task, some in by_task.items()},
+        "by_task": {task: metrics(of_task) for task, of_task in by_task.items()},
         "lossless": lossless(records, settings),
         "drafter_cost": about["drafter_cost"]
         | {"bytes": max(record.drafter_bytes for record in records)},
@@ -59,19 +64,21 @@ def of_question(record: Record) -> dict[str, Any]:
     `paired_seconds` and `vanilla_paired_seconds` are of the method and of vanilla for the same
     number of tokens, None where vanilla did not run; `seconds` are of all `tokens`.
     """
-    some = runs([record], METHOD)
+    tokens, seconds = totals([record], "tokens_per_second")
     vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
+    emitted, rounds = totals([record], "compression_rate")
+    accepted, drafted = totals([record], "acceptance_rate")
     return {
         "question_id": record.question_id,
         "task": record.task,
-        "tokens": sum(len(run.tokens) for run in some),
-        "seconds": sum(run.seconds for run in some),
+        "tokens": tokens,
+        "seconds": seconds,
         "paired_seconds": method,
         "vanilla_paired_seconds": vanilla,
-        "rounds": sum(len(run.emitted) for run in some),
-        "emitted": sum(sum(run.emitted) for run in some),
-        "drafted": sum(sum(run.drafted) for run in some),
-        "accepted": sum(sum(run.accepted) for run in some),
+        "rounds": rounds,
+        "emitted": emitted,
+        "drafted": drafted,
+        "accepted": accepted,
     }
 
 
@@ -80,20 +87,14 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
-    by_hf = runs([record for record in records if has(record, "hf")], "vanilla")
+    beside_hf = runs([record for record in records if has(record, "hf")], "vanilla")
     return {
         "turns": len(method),
         "identical": equal(method, vanilla) if comparable and vanilla else None,
         "hf_turns": len(hf),
-        "hf_identical": equal(hf, by_hf) if greedy and hf and vanilla else None,
+        "hf_identical": equal(hf, beside_hf) if greedy and hf and vanilla else None,
         "forks": [
-            {
-                "question_id": record.question_id,
-                "turn": number,
-                "position": turn.fork.position,
-                "gap": turn.fork.gap,
-                "label": turn.fork.label,
-            }
+            {"question_id": record.question_id, "turn": number} | asdict(turn.fork)
             for record in records
             for number, turn in enumerate(record.turns)
             if turn.fork is not None
@@ -101,9 +102,9 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
-def equal(some: Sequence[Run], others: Sequence[Run]) -> int:
+def equal(texts: Sequence[MethodRun], others: Sequence[MethodRun]) -> int:
     """How many turns have the same tokens."""
-    return sum(a.tokens == b.tokens for a, b in zip(some, others, strict=True))
+    return sum(a.tokens == b.tokens for a, b in zip(texts, others, strict=True))
 
 
 def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
@@ -113,15 +114,15 @@ def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
     each of vanilla's tokens. Turn by turn their sum is `new_tokens`, or one more where an EOS or
     the limit cut the bonus token off.
     """
-    some = runs([record], name)
+    turns = runs([record], name)
     choice = {
         "index": 0,
-        "turns": [run.text for run in some],
-        "decoding_steps": [len(run.emitted) or len(run.tokens) for run in some],
-        "new_tokens": [len(run.tokens) for run in some],
-        "wall_time": [run.seconds for run in some],
+        "turns": [run.text for run in turns],
+        "decoding_steps": [len(run.emitted) or len(run.tokens) for run in turns],
+        "new_tokens": [len(run.tokens) for run in turns],
+        "wall_time": [run.seconds for run in turns],
         "accept_lengths": [
-            count + 1 for run in some for count in run.accepted or [0] * len(run.tokens)
+            count + 1 for run in turns for count in run.accepted or [0] * len(run.tokens)
         ],
     }
     return {
@@ -134,28 +135,23 @@ def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
     }
 
 
-def write_answers(records: Sequence[Record], name: str, model_id: str, file: Path) -> None:
-    """All answers of one method, by question id."""
-    lines = [json.dumps(answer(record, name, model_id)) for record in records]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> None:
     """`answers.jsonl`, `baseline.jsonl` (vanilla's, where it ran) and `summary.json`."""
-    model, drafter = summary["model"], summary["drafter"]
-    write_answers(records, METHOD, f"{model}-{drafter}", folder / "answers.jsonl")
-    if runs(records, "vanilla"):
-        write_answers(records, "vanilla", f"{model}-vanilla", folder / "baseline.jsonl")
+    files = {"answers": (METHOD, summary["drafter"]), "baseline": ("vanilla", "vanilla")}
+    for file, (name, shown) in files.items():
+        if runs(records, name):
+            lines = [json.dumps(answer(r, name, f"{summary['model']}-{shown}")) for r in records]
+            (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_json(folder / SUMMARY, summary)
 
 
-def write_baseline(name: str, contestant: Path, output: Path) -> None:
+def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as if it were a method that was measured against itself, so
-    that it has a row beside the contestants.
+    that it has a row beside the methods.
 
     Args:
         name: as records call it.
-        contestant: the folder of one whose records hold its runs.
+        method: the folder of one whose records hold its runs.
         output: gets the baseline's folder.
     """
     records = [
@@ -167,10 +163,10 @@ def write_baseline(name: str, contestant: Path, output: Path) -> None:
             ],
             drafter_bytes=0,
         )
-        for record in read(contestant)
+        for record in read(method)
         if has(record, name)
     ]
-    about = begun(contestant)
+    about = begun(method)
     settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
     about["settings"] = settings | {"drafter": BASELINES[name]}
     about["drafter_cost"] = {"parameters": 0, "training": {}}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import torch
-
 from kangaroo.data.filters import answers
 from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.drafters.chain import Chain
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.evaluation.metrics import ctar
 from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
@@ -85,10 +84,9 @@ def _greedy(
     lm: LM, drafter: Drafter, name: str, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
     greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
-    accepted = torch.tensor([record.accepted for record in greedy])
-    ctar = [float((accepted >= w).double().mean()) for w in range(1, STEPS + 1)]
+    reached = ctar([record.accepted for record in greedy], STEPS)
     written = sum(len(record.tokens) for record in greedy)
-    return compression(name, ctar, written / len(greedy))
+    return compression(name, reached, written / len(greedy))
 
 
 def _rounds(

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation.plots import FAINT, VANILLA
-from kangaroo.evaluation.study.plots import COLORS
+from kangaroo.evaluation.plots import COLORS, FAINT, VANILLA
 from kangaroo.under_load.client import Measured
 from kangaroo.under_load.config import BASELINE, Cell
 from kangaroo.utils import tables

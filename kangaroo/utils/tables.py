@@ -71,6 +71,19 @@ def span(ends: Sequence[float], between: str = " to ") -> str:
     return between.join(f"{end:.2f}" for end in ends)
 
 
+def estimate(value: float | None, ends: Sequence[float] | None, same: float | None = None) -> str:
+    """A value and its interval, which is left out where there is none, or where it has no width.
+
+    Args:
+        same: the value that says that there is no difference.
+    """
+    if value is None or ends is None or ends[0] == ends[1]:
+        return number(value)
+    text = f"{number(value)} ({span(ends, ' to ' if min(ends) < 0 else '-')})"
+    holds_same = same is not None and ends[0] <= same <= ends[1]
+    return f"{text}, no difference shown" if holds_same else text
+
+
 def short(value: float) -> str:
     """Three digits and a prefix: 1.27M."""
     prefix = ""

@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.paired import shown
 from kangaroo.evaluation.speed.speed import CORE
 from kangaroo.utils import tables
 from kangaroo.utils.provenance import machine
-from kangaroo.utils.tables import Row, number, share
+from kangaroo.utils.tables import Row, estimate, number, share
 
 # Columns of tables: heading, a result's key, decimals.
 SPEEDS = {
@@ -61,7 +60,7 @@ def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
         "Decoding speed": [
             {"method": name}
             | _cells(m, SPEEDS)
-            | {"times vanilla": shown(m["speedup"], m["speedup_ci95"], same=1.0)}
+            | {"times vanilla": estimate(m["speedup"], m["speedup_ci95"], same=1.0)}
             for name, m in methods
         ],
         "A round: one forward of the target": [

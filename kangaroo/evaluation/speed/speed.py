@@ -20,7 +20,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation import speedup
+from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed import trials
 from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
@@ -194,7 +194,7 @@ def against_vanilla(
         [[np.mean([t.decode_seconds / t.decoded for t in own]) for own in pair] for pair in pairs]
     )
     return {
-        "speedup": speedup.speedup(seconds_P2),
-        "speedup_ci95": speedup.interval(seconds_P2),
+        "speedup": statistics.speedup(seconds_P2),
+        "speedup_ci95": statistics.interval(seconds_P2),
         "equal_texts": sum(theirs[0].tokens == own[0].tokens for theirs, own in pairs),
     }

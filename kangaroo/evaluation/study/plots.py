@@ -9,13 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kangaroo.evaluation.plots import FAINT, HF, INK, NAMES
+from kangaroo.evaluation.plots import COLORS, FAINT, HF, INK, NAMES
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study.points import Place, Point, in_order
-from kangaroo.evaluation.study.published import Published
-from kangaroo.evaluation.study.study import StudyConfig
+from kangaroo.evaluation.study.study import HERE, Place, Point, StudyConfig, in_order
 
-COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 TITLES = {
     "speedup": "speedup over vanilla decoding",
     "compression_rate": "compression rate",
@@ -23,12 +20,12 @@ TITLES = {
     "ctar": "CTAR(w)",
     "ctar1": "CTAR(1)",
 }
-# Of the models in the paper; ours are circles and whole lines.
-MARKERS = [("D", "--"), ("s", ":"), ("^", "-.")]
+# Ours are circles and whole lines; hollow are those of the models in the paper.
+MARKERS = [("o", "-"), ("D", "--"), ("s", ":"), ("^", "-.")]
 
 
 def plot(
-    study: StudyConfig, ours: Sequence[Point], theirs: Sequence[Published], subtitle: str
+    study: StudyConfig, ours: Sequence[Point], theirs: Sequence[Point], subtitle: str
 ) -> Figure:
     """The points with their intervals as circles; hollow and dashed are the paper's.
 
@@ -41,35 +38,33 @@ def plot(
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(f"{study.title}: {subtitle}", fontsize=10, x=0.01, ha="left")
     panels = figure.subplots(rows, columns, squeeze=False, sharey="row" if apart else False)
-    scale = Scale(study, ours, theirs)
+    scale = Scale(study, [*ours, *theirs])
     for i, metric in enumerate(metrics):
         title = TITLES.get(metric, metric)
         if apart:
-            scale.draw(panels[i, 0], f"{title}, here", metric, ours, [])
-            scale.draw(panels[i, 1], f"{title}, the paper", metric, [], theirs)
+            scale.draw(panels[i, 0], f"{title}, here", metric, ours)
+            scale.draw(panels[i, 1], f"{title}, the paper", metric, theirs)
         else:
-            scale.draw(panels[0, i], title, metric, ours, theirs)
+            scale.draw(panels[0, i], title, metric, [*ours, *theirs])
     handles = scale.legend()
     if len(handles) > 1:
         columns = min(len(handles), 4 if size[0] < 8 else 5)
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
-        )
+        place: dict[str, Any] = dict(loc="outside lower center", ncols=columns, frameon=False)
+        figure.legend(handles=handles, fontsize=8, **place)
     return figure
 
 
 class Scale:
     """Where places lie and which colours curves have, the same in all panels of a study."""
 
-    def __init__(self, study: StudyConfig, ours: Sequence[Point], theirs: Sequence[Published]):
+    def __init__(self, study: StudyConfig, points: Sequence[Point]):
         self.study = study
-        places = [(point.curve, point.x) for point in ours]
-        places += [(one.curve, one.x) for one in theirs]
-        along = in_order(x for _, x in places)
+        along = in_order(point.x for point in points)
         self.places: list[float | str] = [x for x in along if x is not None]
         self.words = [x for x in self.places if isinstance(x, str)]
-        self.curves = in_order(curve for curve, _ in places)
-        self.models = list(dict.fromkeys(one.model for one in theirs))
+        self.curves = in_order(point.curve for point in points)
+        models = dict.fromkeys([HERE, *(point.model for point in points)])
+        self.markers = dict(zip(models, MARKERS, strict=False))
 
     def at(self, x: float | str, curve: Place) -> float:
         """Along the plot; words are one apart, and the curves beside each other there."""
@@ -78,14 +73,7 @@ class Scale:
         beside = self.curves.index(curve) - (len(self.curves) - 1) / 2
         return self.places.index(x) + 0.8 * beside / len(self.curves)
 
-    def draw(
-        self,
-        axes: Axes,
-        title: str,
-        metric: str,
-        ours: Sequence[Point],
-        theirs: Sequence[Published],
-    ) -> None:
+    def draw(self, axes: Axes, title: str, metric: str, points: Sequence[Point]) -> None:
         """One panel."""
         axes.set_title(title, fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -95,50 +83,45 @@ class Scale:
         if metric == "speedup":
             axes.axhline(1, color=INK, linewidth=1, linestyle=":")
         for curve in self.curves:
-            color = self.color(curve)
-            for model, (marker, dashes) in zip(self.models, MARKERS, strict=False):
-                told = {
-                    one.x: one.values[metric]
-                    for one in theirs
-                    if (one.model, one.curve) == (model, curve) and metric in one.values
-                }
-                look: dict[str, Any] = dict(linestyle=dashes, linewidth=1, alpha=0.7, color=color)
-                self.line(axes, curve, told, markerfacecolor="white", marker=marker, **look)
-            own = [point for point in ours if point.curve == curve]
-            values = {point.x: v.value for point in own if (v := point.values[metric])}
-            self.line(axes, curve, values, marker="o", linewidth=1.6, color=color)
-            self.intervals(axes, curve, own, metric)
+            for model in [*list(self.markers)[1:], HERE]:  # ours lie on top
+                of_curve = [p for p in points if (p.model, p.curve) == (model, curve)]
+                self.line(axes, metric, model, curve, of_curve)
+            self.intervals(axes, metric, curve, of_curve)
         self.ticks(axes)
 
-    def line(self, axes: Axes, curve: Place, values: dict[Place, float], **look: Any) -> None:
+    def line(
+        self, axes: Axes, metric: str, model: str, curve: Place, points: Sequence[Point]
+    ) -> None:
         """A curve; words are not joined, and a value without a place is a level."""
+        values = {point.x: v.value for point in points if (v := point.values.get(metric))}
+        marker, dashes = self.markers[model]
+        look: dict[str, Any] = dict(color=self.color(curve), linestyle=dashes, linewidth=1.6)
+        if model != HERE:
+            look |= dict(linewidth=1, alpha=0.7)
         if None in values:
-            level = {k: look[k] for k in ("color", "linewidth", "linestyle", "alpha") if k in look}
-            axes.axhline(values[None], **level)
-        known = {x: value for x, value in values.items() if x is not None}
-        if self.words:
-            look |= {"linestyle": ""}
-        if known:
-            at = [self.at(x, curve) for x in known]
-            axes.plot(at, list(known.values()), markersize=4.5, **look)
+            axes.axhline(values.pop(None), **look)
+        if values:
+            if model != HERE:
+                look |= dict(markerfacecolor="white")
+            if self.words:
+                look |= dict(linestyle="")
+            x = [self.at(place, curve) for place in values if place is not None]
+            axes.plot(x, list(values.values()), marker=marker, markersize=4.5, **look)
 
-    def intervals(self, axes: Axes, curve: Place, own: Sequence[Point], metric: str) -> None:
+    def intervals(self, axes: Axes, metric: str, curve: Place, points: Sequence[Point]) -> None:
         """A band along a curve, where the lines of several would hide each other; else lines."""
         ends = [
-            (self.at(point.x, curve), v.low, v.high)
-            for point in own
-            if point.x is not None
-            and (v := point.values[metric]) is not None
-            and v.low is not None
-            and v.high is not None
+            (self.at(point.x, curve), *value.ends)
+            for point in points
+            if point.x is not None and (value := point.values[metric]) and value.ends
         ]
         color = self.color(curve)
         if self.words or len(ends) == 1 or len(self.curves) == 1:
-            for at, low, high in ends:
-                axes.plot([at, at], [low, high], color=color, linewidth=1, alpha=0.7)
+            for x, low, high in ends:
+                axes.plot([x, x], [low, high], color=color, linewidth=1, alpha=0.7)
         elif ends:
-            at_P, low_P, high_P = zip(*ends, strict=True)
-            axes.fill_between(at_P, low_P, high_P, color=color, alpha=0.12, linewidth=0)
+            x_P, low_P, high_P = zip(*ends, strict=True)
+            axes.fill_between(x_P, low_P, high_P, color=color, alpha=0.12, linewidth=0)
 
     def ticks(self, axes: Axes) -> None:
         """The places, and what they are of."""
@@ -147,48 +130,31 @@ class Scale:
             turned: dict[str, Any] = dict(rotation=30, ha="right") if len(names) > 3 else {}
             axes.set_xticks(range(len(names)), names, **turned)
             axes.set_xlim(-0.5, len(names) - 0.5)
-        elif self.study.log_x:
+            return
+        axes.set_xlabel(self.study.x_label, fontsize=8)
+        if self.study.log_x:
             axes.set_xscale("log")
         elif len(self.places) <= 10:
             axes.set_xticks([x for x in self.places if isinstance(x, float)])
-        if not self.words:
-            axes.set_xlabel(self.study.x_label, fontsize=8)
 
     def color(self, curve: Place) -> str:
         """Of a curve; the noise floor is grey."""
-        if curve == AGAIN:
-            return HF
-        return COLORS[self.curves.index(curve) % len(COLORS)]
+        return HF if curve == AGAIN else COLORS[self.curves.index(curve) % len(COLORS)]
 
     def legend(self) -> list[Line2D]:
         """What colours and marks stand for."""
         of = f"{self.study.curve_label} " if self.study.curve_label else ""
-        curves = [
-            Line2D([], [], color=self.color(curve), linewidth=2, label=named(curve, of))
+        handles = [
+            Line2D([], [], color=self.color(curve), linewidth=2, label=label)
             for curve in self.curves
             if curve != ""
+            for label in [f"{of}{curve:g}" if isinstance(curve, float) else str(curve)]
         ]
-        ink: dict[str, Any] = dict(color=INK, linewidth=1, markersize=5)
-        lines: list[tuple[str, str, Any, str]] = [("here", "o", "-", INK)]
-        lines += [
-            (f"paper: {model}", marker, dashes, "white")
-            for model, (marker, dashes) in zip(self.models, MARKERS, strict=False)
-        ]
-        marks = [
-            Line2D(
-                [],
-                [],
-                marker=marker,
-                linestyle="" if self.words else dashes,
-                markerfacecolor=face,
-                label=label,
-                **ink,
-            )
-            for label, marker, dashes, face in lines
-        ]
-        return [*curves, *marks]
-
-
-def named(curve: Place, of: str) -> str:
-    """A curve's name in the legend."""
-    return f"{of}{curve:g}" if isinstance(curve, float) else str(curve)
+        for model, (marker, dashes) in self.markers.items():
+            look: dict[str, Any] = dict(marker=marker, color=INK, linewidth=1, markersize=5)
+            look |= dict(linestyle="" if self.words else dashes)
+            look |= dict(label=HERE, markerfacecolor=INK)
+            if model != HERE:
+                look |= dict(label=f"paper: {model}", markerfacecolor="white")
+            handles.append(Line2D([], [], **look))
+        return handles

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kangaroo.evaluation.speedup import speedup
+from kangaroo.evaluation.statistics import speedup
 from kangaroo.evaluation.tune.candidates import Candidate, Source
 from kangaroo.evaluation.tune.replay import Player, Replay
 from kangaroo.evaluation.tune.trace import TracedQuestion

@@ -11,7 +11,7 @@ import yaml
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.conclusion import sentences
+from kangaroo.evaluation.comparison import sentences
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import write_json
 from kangaroo.evaluation.tune.costs import Score
@@ -74,7 +74,7 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
         f"questions and reported on {counts[1]} others (seed {config.seed}); none is in both.",
         "## On questions that nothing was chosen by",
         *sentences(tuned.report),
-        markdown(comparison.methods(tuned.report, Place.methods)),
+        markdown(comparison.rows_of(tuned.report["methods"], Place.methods)),
         "![speedup](report/speedup.png)\n\n[All of it](report/report.md)",
         "## Prediction and decoding",
         "On a part of the questions for tuning ([all of it](confirm/report.md)), prompts not "

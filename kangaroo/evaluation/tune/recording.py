@@ -29,7 +29,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, take
 from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, occupied
+from kangaroo.engine.cache import Block
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
@@ -179,7 +179,7 @@ def draft_from(
     choices = width if is_tree else min(CHOICES, drafter.head.size)
     count, length, room = len(states_PD), batch.lengths[0], drafter.steps * width
     base_P = first + torch.arange(count, device=lm.device)
-    extent = occupied(batch.n_slots, length + count * room, lm.acceleration.bucket)
+    extent = lm.extent(batch.n_slots, length + count * room)
     hidden_PLE = (torch.arange(extent, device=lm.device) > base_P[:, None])[:, None]
     slots_PM = length + torch.arange(count * room, device=lm.device).view(count, room)
     score_PL, states_PLD = torch.ones(count, 1, device=lm.device), states_PD[:, None]

@@ -39,7 +39,7 @@ from kangaroo.utils.errors import ConfigError
 
 @dataclass
 class Replay:
-    """The rounds of a turn, the prefill's first, as `kangaroo.evaluation.records.Run` has them.
+    """The rounds of a turn, the prefill's first, as `evaluation.records.MethodRun` has them.
 
     Args:
         emitted, accepted, drafted: tokens of each round.

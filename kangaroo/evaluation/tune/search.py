@@ -24,7 +24,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.costs import measured
 from kangaroo.evaluation import comparison, run
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
-from kangaroo.evaluation.run import Baseline, Contestant, EvaluateConfig
+from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
 from kangaroo.evaluation.tune.candidates import Candidate, SearchSpace, Source, candidates, sources
 from kangaroo.evaluation.tune.costs import Score, score
 from kangaroo.evaluation.tune.recording import Recorder, trace_bench
@@ -221,11 +221,11 @@ def decode(
         baselines=[Baseline.vanilla],
         warmup=1,
     )
-    contestants = []
+    methods = []
     for name, drafter in drafters.items():
         about = {"model": model, "drafter": drafter.settings()}
-        contestants.append(Contestant(name, drafter.build(lm), about, drafter.made_by()))
-    run.evaluate(lm, tokenizer, contestants, settings, model_name=model["name"])
+        methods.append(MethodSpec(name, drafter.build(lm), about, drafter.made_by()))
+    run.evaluate(lm, tokenizer, methods, settings, model_name=model["name"])
     compared = comparison.compare(folder)
     assert compared is not None
     comparison.write(compared, folder)
