@@ -7,10 +7,10 @@ prompt, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ def summarise(texts: Sequence[Trial], reads: Reads | None, bandwidth: float) -> 
         "ms_per_token": 1e3 * seconds / decoded,
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
-        "first_ms": 1e3 * statistics.median(t.first_seconds for t in texts),
+        "first_ms": 1e3 * median(t.first_seconds for t in texts),
         "compression_rate": decoded / rounds,
         "drafted_per_round": drafted / rounds,
         **{f"{part}_ms": 1e3 * took / rounds if verify else None for part, took in parts.items()},
