@@ -18,7 +18,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files, medusa_heads
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.adapter_files import (
     CONFIG,
     VOCABULARY,
@@ -160,7 +160,7 @@ def test_an_exit_layer_outside_the_target_is_refused(lm, exit_layer):
 
 def test_attention_layers_without_attention_are_refused():
     with pytest.raises(ConfigError, match=r"attention_layers=2 needs .*attention=true"):
-        Architecture(attention_layers=2, attention=False, feed_forward=True)
+        AdapterHeadConfig(attention_layers=2, attention=False, feed_forward=True)
 
 
 # ---- save and load -----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     with caplog.at_level("INFO"):
         load("adapters/mine", lm, Adapter)
     assert f"'adapters/mine' is that in {trained}" in caplog.text
-    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
     save(heads, describe(lm, heads, {}), torch.arange(9), trained.parent / "medusa")
     assert find("adapters/mine") == trained  # heads are no adapter
     assert find("adapters/mine-medusa") == trained.parent / "medusa"
@@ -286,7 +286,7 @@ def test_truncated_weights_are_reported_as_such(lm, saved, length):
 
 @pytest.mark.parametrize("kind", ["adapter", "eagle", "medusa"])
 def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
-    medusa = MedusaHeads(lm, medusa_heads.Architecture())
+    medusa = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig())
     made = {"adapter": adapter_for(lm), "eagle": eagle_for(lm), "medusa": medusa}[kind]
     name, weight = next(iter(made.named_parameters()))
     weight.data.view(-1)[-1] = torch.inf

@@ -184,8 +184,8 @@ VARIANTS = [
     {},
     {"own_head": True},
     {"feed_forward": True, "fused": True, "draft_steps": 3},
-    {"architecture": medusa_heads.Architecture(heads=2, own_head=False)},
-    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+    {"architecture": medusa_heads.MedusaHeadsConfig(heads=2, own_head=False)},
+    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
 ]
 
 

@@ -18,7 +18,7 @@ from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
-from kangaroo.heads.eagle_head import Architecture, EagleHead
+from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import look, teach
@@ -50,7 +50,7 @@ def test_the_head_reads_an_embedding_and_the_state_before_it():
 
 
 def gradients(lm, regression, weight=0.5):
-    recipe = AdapterRecipe("eagle", Architecture(regression))
+    recipe = AdapterRecipe("eagle", EagleHeadConfig(regression))
     made = trainees(lm, [recipe], None)
     made[0].adapter.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
@@ -79,7 +79,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     """Its loss falls, and it is then right more often."""
     lm = tiny("llama", deep_scale=0.5)
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
-    recipe = AdapterRecipe("eagle", Architecture(regression=1.0), learning_rate=1e-2)
+    recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     data = [sample(text, 6) for text in texts]
     folder = run(lm, tmp_path, recipe, data, epochs=6, packing=True, holdout=3)
     assert folder.name == "eagle"
@@ -87,7 +87,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2
     assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
     config = adapter_files.read_config(str(folder))
-    assert (config.exit_layer, config.architecture) == (0, Architecture(regression=1.0))
+    assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
     chain = EagleConfig(adapter=str(folder), steps=4).build(lm)
     assert isinstance(chain, LayerChain)
     tree = EagleConfig(adapter=str(folder), steps=3, top_k=3, nodes=8).build(lm)

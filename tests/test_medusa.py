@@ -22,17 +22,17 @@ from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
-from kangaroo.heads.medusa_heads import GUESSES, Architecture, MedusaHeads
+from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
 from kangaroo.training import loop
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import teach
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
-HEADS = Architecture(heads=3)
+HEADS = MedusaHeadsConfig(heads=3)
 
 
-def heads_for(lm, parts: Architecture = HEADS, vocabulary_K=None) -> MedusaHeads:
+def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> MedusaHeads:
     """Heads that say something of their own."""
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     generator = torch.Generator().manual_seed(5)
@@ -158,7 +158,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="train them again"):
         MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
     with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
-        _ = AdapterRecipe("medusa", Architecture(), draft_steps=3).steps
+        _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
@@ -167,7 +167,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     prompts = random_prompts(*[6] * 14)
     texts = vanilla_texts(lm, prompts, 40)
     data = [sample(text, 6) for text in texts]
-    recipe = AdapterRecipe("medusa", Architecture(heads=2), learning_rate=1e-2)
+    recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
     assert folder.name == "medusa"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
@@ -199,7 +199,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
 
 
 def test_training_of_heads_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    recipe = AdapterRecipe("medusa", Architecture(heads=2, own_head=False))
+    recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2, own_head=False))
     whole = run(tiny("llama"), tmp_path / "whole", recipe)
     calls = []
 

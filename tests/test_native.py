@@ -23,7 +23,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.outcomes import back_natively, found_natively
@@ -183,7 +183,7 @@ def computed_in_two_threads() -> list[torch.Tensor]:
     torch.set_num_threads(2)
     try:
         lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
-        adapter = adapter_for(lm, architecture=Architecture(fused=True))
+        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
         engine = Engine(lm, Kangaroo(lm, adapter, steps=4, threshold=0))
         texts = engine.generate(random_prompts(6, 40), 12, Sampling(temperature=1.0), 1)
         assert any(step.accepted for text in texts for step in text.steps)
@@ -316,7 +316,7 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
 def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype):
     """As bits, and close to what the modules make of it."""
     lm = tiny(dtype=dtype)
-    adapter = adapter_for(lm, architecture=Architecture(fused=True)).to(dtype)
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True)).to(dtype)
     f_BND, deep_BND = torch.randn(2, 2, 70, lm.config.hidden_size).to(dtype)
     by_modules_BND = adapter.combined(f_BND, deep_BND)
     adapter.accelerate(lm.compile_for_decoding())
@@ -337,7 +337,7 @@ def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype
 def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
     """Keys and values are those of a whole pass, bit by bit."""
     lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
-    adapter = adapter_for(lm, architecture=Architecture(**parts)).accelerate(lm)
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts)).accelerate(lm)
     devices = [lm.device] * adapter.depth
     passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
     block = lm.chunk(20, 50, 0, SLOTS)

@@ -30,7 +30,7 @@ from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.tracking import NoTracker, WandbConfig, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
-EAGLE = {"architecture": eagle_head.Architecture()}
+EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
 
 
 def sample(ids, prompt_length):

@@ -18,7 +18,7 @@ from helpers import adapter_for
 from test_commands import PAGES, ROOT, questions, shown, talks
 
 from kangaroo.heads import adapter_files, medusa_heads
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
@@ -224,11 +224,11 @@ def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
     here = tmp_path_factory.mktemp("begun")
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    for name, parts in ("tiny", Architecture()), ("tiny-fused", Architecture(fused=True)):
+    for name, parts in ("tiny", AdapterHeadConfig()), ("tiny-fused", AdapterHeadConfig(fused=True)):
         adapter = adapter_for(lm, architecture=parts)
         about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
         adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters" / name)
-    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
     about = adapter_files.describe(
         lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
     )

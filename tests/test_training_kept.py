@@ -188,8 +188,8 @@ def test_a_first_token_of_the_assistant_is_not_learnt():
 
 READING_DEEP = [
     recipe_of("mine", fused=True, exit_layers=[EXIT]),
-    recipe_of("mine", architecture=eagle_head.Architecture()),
-    recipe_of("mine", architecture=medusa_heads.Architecture(heads=2)),
+    recipe_of("mine", architecture=eagle_head.EagleHeadConfig()),
+    recipe_of("mine", architecture=medusa_heads.MedusaHeadsConfig(heads=2)),
 ]
 
 

@@ -54,7 +54,7 @@ VARIANTS = [
     {},
     {"fused": True, "draft_steps": 3},
     {"own_head": True},
-    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
 ]
 
 

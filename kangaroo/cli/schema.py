@@ -30,7 +30,7 @@ from kangaroo.evaluation.speed.cost_parts import CostConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.tune import TuneConfig
-from kangaroo.heads.base import Architecture
+from kangaroo.heads.base import HeadConfig
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models.loading import ModelConfig
@@ -312,7 +312,7 @@ def register() -> None:
     cs.store(group="data", name="mix_schema", node=MixConfig)
     for name, drafter in classes("kangaroo.drafters", DrafterConfig).items():
         cs.store(group="drafter", name=f"{name}_schema", node=drafter)
-    for name, architecture in classes("kangaroo.heads", Architecture).items():
+    for name, architecture in classes("kangaroo.heads", HeadConfig).items():
         cs.store(group="adapter/architecture", name=name, node=architecture)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)

@@ -19,7 +19,7 @@ from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter, adapter_files
 from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.base import Architecture
+from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import LM
@@ -50,7 +50,7 @@ class EarlyExitConfig(TrainedConfig):
     vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
-    parts: ClassVar[type[Architecture]] = adapter.Architecture  # of an untrained one
+    parts: ClassVar[type[HeadConfig]] = adapter.AdapterHeadConfig  # of an untrained one
 
     @classmethod
     def chain(cls, steps: int) -> EarlyExitConfig:

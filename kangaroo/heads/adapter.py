@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Architecture(base.Architecture):
+class AdapterHeadConfig(base.HeadConfig):
     """What an adapter is made of; the default is the paper's.
 
     Args:
@@ -87,16 +87,16 @@ class Adapter(Layer):
         vocabulary_K: the tokens it drafts from, ascending; None is all of them.
     """
 
-    architecture: Architecture
+    architecture: AdapterHeadConfig
 
     def __init__(
         self,
         lm: LM,
         exit_layer: int,
-        architecture: Architecture | None = None,
+        architecture: AdapterHeadConfig | None = None,
         vocabulary_K: Tensor | None = None,
     ):
-        parts = architecture or Architecture()
+        parts = architecture or AdapterHeadConfig()
         super().__init__(parts, exit_layer, lm.n_layers - 1 if parts.fused else None)
         if not 0 < exit_layer < lm.n_layers:
             raise AdapterMismatch(
@@ -148,7 +148,7 @@ class Adapter(Layer):
             own.norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
             own.attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
 
-    def grown(self, lm: LM, wanted: Architecture) -> Adapter:
+    def grown(self, lm: LM, wanted: AdapterHeadConfig) -> Adapter:
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
         trained: attention of layers further above, the feed-forward part of the layer above the
         exit, or reading deep states."""

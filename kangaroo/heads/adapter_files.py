@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kangaroo.heads.base import Architecture, Trainable
+from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import LM
@@ -63,7 +63,7 @@ class AdapterConfig:
     exit_layer: int
     n_layers: int
     parameters: int
-    architecture: Architecture
+    architecture: HeadConfig
     vocabulary: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
@@ -192,9 +192,9 @@ def _trained(missing: Path) -> Path:
     )
 
 
-def kinds() -> dict[str, type[Architecture]]:
+def kinds() -> dict[str, type[HeadConfig]]:
     """What can be trained, by the name in config.json."""
-    return classes("kangaroo.heads", Architecture)
+    return classes("kangaroo.heads", HeadConfig)
 
 
 def weights_hash(path: str) -> str:

@@ -1,6 +1,6 @@
 """What all trained parts of drafters have in common: how they are made, trained, saved and used.
 
-A further one is a module beside this, with an `Architecture` and a `Trainable`, and a drafter; see
+A further one is a module beside this, with a `HeadConfig` and a `Trainable`, and a drafter; see
 docs/add-a-drafter.md.
 
 Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Architecture(Ranged, ABC):
+class HeadConfig(Ranged, ABC):
     """What a trained part is made of: a dataclass of options, kept in its config.json.
 
     Attributes:
@@ -86,7 +86,7 @@ class Trainable(nn.Module, ABC):
 
     def __init__(
         self,
-        architecture: Architecture,
+        architecture: HeadConfig,
         exit_layer: int,
         taps: Sequence[int],
         deep_tap: int | None,

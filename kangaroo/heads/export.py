@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kangaroo.heads import adapter_files, base
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
@@ -25,14 +25,14 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
 
 
-def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
+def check(parts: base.HeadConfig, vocabulary: int | None, name: str) -> None:
     """Raise `ConfigError` for what is no layer on the target's first ones.
 
     Args:
         vocabulary: how many tokens it drafts from; None is all.
         name: what the message calls it.
     """
-    if not isinstance(parts, Architecture):
+    if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
 from kangaroo.engine.cache import Block, BlockCache, PastKeys
-from kangaroo.heads.base import Architecture, Trainable
+from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.unroll import unroll
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import LM
@@ -47,7 +47,7 @@ class Layer(Trainable):
     With a `deep_tap` it also reads that state of the token before each, or its own in that place.
     """
 
-    def __init__(self, architecture: Architecture, exit_layer: int, deep_tap: int | None):
+    def __init__(self, architecture: HeadConfig, exit_layer: int, deep_tap: int | None):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import new_folder
@@ -145,7 +145,7 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
     """
     _check_target(lm)
     adapter, _ = adapter_files.as_saved(path, lm, vocabulary=None)
-    if not isinstance(adapter, Adapter) or adapter.architecture != Architecture():
+    if not isinstance(adapter, Adapter) or adapter.architecture != AdapterHeadConfig():
         raise ConfigError(
             f"adapter '{path}' is not the paper's, and the official layout has room for nothing "
             f"else: it is {adapter.architecture}. Pass adapter= one of adapter=attention."

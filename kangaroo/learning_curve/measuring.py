@@ -22,7 +22,7 @@ from kangaroo.evaluation.tune.bench import trace_bench
 from kangaroo.evaluation.tune.recording import Recorder
 from kangaroo.evaluation.tune.trace import TracedQuestion, Turn
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.ranges import Count, DraftSize, Positive, Ranged
@@ -101,7 +101,7 @@ def readers(runs: Path) -> list[Reader]:
     found = []
     for file in sorted(runs.glob(f"**/{adapter_files.CONFIG}")):
         saved = adapter_files.read_config(str(file.parent))
-        if not isinstance(saved.architecture, Architecture):
+        if not isinstance(saved.architecture, AdapterHeadConfig):
             continue  # another drafter's
         try:
             epochs = saved.training["trainer"]["epochs"]

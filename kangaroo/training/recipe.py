@@ -27,7 +27,7 @@ class AdapterRecipe(Ranged):
 
     Args:
         name: with the exit layer it names the adapter's folder and results.
-        architecture: what it is made of: the `Architecture` of a module in `kangaroo/heads`.
+        architecture: what it is made of: the `HeadConfig` of a module in `kangaroo/heads`.
         exit_layers: how many of the target's layers lie below each adapter; not read by kinds that
             have but one place.
         draft_steps: trained on its own states too, as it reads them when it drafts this many tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.data import store
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.training import backend as backends
 from kangaroo.training.batches import Tokens, collate, frequent_tokens, plan
@@ -74,11 +74,11 @@ def parts(config: CostConfig) -> list[Part]:
     first, few = config.exit_layers[:1], config.vocabulary
 
     def attention(exits: Sequence[int]) -> tuple[AdapterRecipe, ...]:
-        return (AdapterRecipe("attention", Architecture(), list(exits)),)
+        return (AdapterRecipe("attention", AdapterHeadConfig(), list(exits)),)
 
     counts = sorted({2, len(config.exit_layers)} - {0, 1})
-    layer = AdapterRecipe("layer", Architecture(feed_forward=True), first)
-    fused = AdapterRecipe("fused", Architecture(feed_forward=True, fused=True), first)
+    layer = AdapterRecipe("layer", AdapterHeadConfig(feed_forward=True), first)
+    fused = AdapterRecipe("fused", AdapterHeadConfig(feed_forward=True, fused=True), first)
     return [
         Part(FROZEN, head=False),
         Part(HEAD),

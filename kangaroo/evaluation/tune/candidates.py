@@ -19,7 +19,7 @@ from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import SHIPPED, of_project
@@ -180,7 +180,7 @@ def shipped(model_name: str) -> list[str]:
     }
     names = [model_name, *sorted(beside)]
     known = {name: adapter_files.read_config(str(SHIPPED / name)) for name in names}
-    own = [name for name in names if isinstance(known[name].architecture, Architecture)]
+    own = [name for name in names if isinstance(known[name].architecture, AdapterHeadConfig)]
     return [str(SHIPPED / name) for name in own]
 
 
