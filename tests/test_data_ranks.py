@@ -29,15 +29,15 @@ class Meeting:
 class Threaded(Ranks):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
-    def gather(self, value):
+    def all_gather(self, value):
         self.meeting.values[self.rank] = value
         self.meeting.barrier.wait()
         values = list(self.meeting.values)
         self.meeting.barrier.wait()
         return values
 
-    def share(self, value):
-        return self.gather(value)[0]
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
 
 
 def target():

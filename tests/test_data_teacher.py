@@ -17,14 +17,14 @@ from helpers import vanilla_texts as texts_of
 from test_data import NO_FILTERS, settings
 
 from kangaroo.cpu.stepper import CpuStepper
-from kangaroo.data import beside, making, store
+from kangaroo.data import logit_store, making, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
@@ -122,7 +122,7 @@ def test_a_number_that_cannot_be_kept_is_refused(count, target):
 def written(text, numbers):
     """A generation whose records are told apart by their likeliest token."""
     tokens = np.array(numbers)[:, None]
-    kept = teacher.records(tokens, np.ones_like(tokens), 64)
+    kept = topk_logits.records(tokens, np.ones_like(tokens), 64)
     return Generation(text, [StepRecord(text, 0, 0, 0.0, 0.0, 0.0, kept)])
 
 
@@ -135,11 +135,11 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
         dialogue.append([1, 2, *again, 3], mask, written([6, 6], [4, 5]))
         assert dialogue.teacher["tokens"][:, 0].tolist() == [*expected, 4, 5]
         known = [number > 0 for number in expected]
-        assert teacher.known(dialogue.teacher).tolist() == [*known, True, True]
+        assert topk_logits.known(dialogue.teacher).tolist() == [*known, True, True]
     dialogue = Dialogue(0)
     dialogue.append([1, 2], [0, 0], written([7, 8, 9], [1, 2, 3]))
     dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], written([6], [4]))  # another question
-    assert teacher.known(dialogue.teacher).tolist() == [False, False, False, True]
+    assert topk_logits.known(dialogue.teacher).tolist() == [False, False, False, True]
 
 
 def several_turns(path, **changes):
@@ -157,10 +157,10 @@ def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(target, t
     for sample in samples:
         ids, mask = sample["input_ids"], np.array(sample["loss_mask"], dtype=bool)
         all_MV = forward_logits(lm, ids).softmax(-1)[:-1][torch.from_numpy(mask[1:])]
-        is_known = teacher.known(sample["teacher"])
+        is_known = topk_logits.known(sample["teacher"])
         assert len(is_known) == mask.sum()
         known += is_known.tolist()
-        _, chances_MK = teacher.tensors(sample["teacher"][is_known])
+        _, chances_MK = topk_logits.tensors(sample["teacher"][is_known])
         top_MK = all_MV[torch.from_numpy(is_known)].topk(4).values
         torch.testing.assert_close(chances_MK, top_MK, **HALF)
         last = answers(sample["loss_mask"])[-1]
@@ -245,7 +245,7 @@ def test_conversations_keep_what_their_answers_were_chosen_from(target, tmp_path
 
 def test_records_that_are_not_those_of_the_samples_are_named(target, tmp_path):
     settings(tmp_path / "data", teacher=4).make(*target)
-    path = tmp_path / "data" / beside.NAME
+    path = tmp_path / "data" / logit_store.NAME
     kept = np.load(path)
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(CorruptFile, match=r"teacher\.npy cannot be read .*delete"):

@@ -21,7 +21,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import AdapterMismatch
 
@@ -54,8 +54,8 @@ def gradients(lm, regression, weight=0.5):
     made = trainees(lm, [recipe], None)
     made[0].adapter.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
-    seen = look(lm, tokens, made, 7)
-    teach(lm, seen, made, 7, weight=weight)
+    seen = forward_target(lm, tokens, made, 7)
+    train_step(lm, seen, made, 7, weight=weight)
     return made[0].adapter, seen, {n: p.grad for n, p in made[0].adapter.named_parameters()}
 
 

@@ -24,8 +24,8 @@ from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train
-from kangaroo.training.micro_batch import look
+from kangaroo.training.loop import Trainer
+from kangaroo.training.micro_batch import forward_target
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.tracking import NoTracker
@@ -128,7 +128,7 @@ def test_activations_are_what_autograd_keeps(recipe, dtype):
     lm = LM(load(replace(MODEL, dtype=dtype))[0])
     made = trainees(lm, [replace(recipe, exit_layers=[2])], None)
     adapter = made[0].adapter
-    seen = look(lm, collate(samples(2, 40), 100, lm.device), made, 32)
+    seen = forward_target(lm, collate(samples(2, 40), 100, lm.device), made, 32)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     own = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
@@ -162,7 +162,8 @@ def test_files_have_the_expected_size(tmp_path):
     expected = expect(lm, RECIPES, config, text).disk
     arrow = sum(file.stat().st_size for file in (tmp_path / "data").glob("*.arrow"))
     assert arrow == pytest.approx(expected["dataset"], rel=0.05)
-    folders = train(lm, data, RECIPES, config, tmp_path, NoTracker(), {"fingerprint": "test"})
+    trainer = Trainer(lm, data, RECIPES, config, tmp_path, {"fingerprint": "test"})
+    folders = trainer.train(NoTracker())
     checkpoint = (tmp_path / CHECKPOINT).stat().st_size
     assert 2 * checkpoint == pytest.approx(expected["checkpoint, while it is replaced"], rel=0.05)
     names = (adapter_files.WEIGHTS, adapter_files.VOCABULARY)
@@ -183,7 +184,7 @@ def kept_samples(number, length, likeliest=4):
 
 def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_path):
     lm, data = LM(load(MODEL)[0]), kept_samples(64, 200)
-    text, config = Text.of(data, 2048), TrainerConfig(epochs=2, holdout=8, remember=True)
+    text, config = Text.of(data, 2048), TrainerConfig(epochs=2, holdout=8, cache_target_states=True)
     assert text.teacher == 4
     whole = replace(text, teacher=0)
     shallow, fused = [RECIPES[0]], [RECIPES[0], RECIPES[3]]
@@ -197,7 +198,7 @@ def test_kept_distributions_save_the_deep_layers_and_the_head_and_take_disk(tmp_
     part = deep.flops["frozen forward"] / whole_deep.flops["frozen forward"]
     assert part == pytest.approx((lm.n_layers - 1) / lm.n_layers)
     assert deep.flops["teacher's head"] == 0 < whole_deep.flops["teacher's head"]
-    told = expect(lm, shallow, replace(config, kept=False), text)
+    told = expect(lm, shallow, replace(config, use_stored_logits=False), text)
     assert (told.flops, told.memory) == (full.flops, full.memory)
     store.save(data, tmp_path / "data", {}, {"teacher": {"model": lm.name, "likeliest": 4}})
     sizes = {file.suffix: file.stat().st_size for file in (tmp_path / "data").iterdir()}
@@ -227,9 +228,9 @@ def held_by(*things) -> int:
 def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
     lm, data = LM(load(MODEL)[0]), kept_samples(17, 200)
     recipe = recipe_of(exit_layers=[2], fused=fused)
-    config = TrainerConfig(epochs=2, holdout=1, remember=True, batch_tokens=200)
-    seen = look(
-        lm, collate(data[:-1], 200, lm.device, kept=True), trainees(lm, [recipe], None), 256
+    config = TrainerConfig(epochs=2, holdout=1, cache_target_states=True, batch_tokens=200)
+    seen = forward_target(
+        lm, collate(data[:-1], 200, lm.device, stored=True), trainees(lm, [recipe], None), 256
     )
     told = expect(lm, [recipe], config, Text.of(data, 200)).memory["remembered states"]
     assert told == pytest.approx(held_by(vars(seen)), rel=0.05)
@@ -237,7 +238,7 @@ def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
 
 def test_text_that_is_not_learnt_costs_nothing():
     text = Text(1000, 400_000, 200_000, 500)
-    config = TrainerConfig(remember=True, holdout=100)
+    config = TrainerConfig(cache_target_states=True, holdout=100)
     whole = expect(blueprint(MODEL), RECIPES, config, text)
     half = expect(blueprint(MODEL), RECIPES, replace(config, tokens=90_000), text)
     most = expect(blueprint(MODEL), RECIPES, replace(config, tokens=200_000), text)

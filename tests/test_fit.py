@@ -228,6 +228,6 @@ def test_data_that_are_there_are_counted_and_not_written_again(monkeypatch):
 
 def test_remembered_states_count_once_the_text_is_known(monkeypatch):
     Gpus(monkeypatch, (A100, 80 * GB))
-    devices, expected, _ = foreseen("model=vicuna-7b", "trainer.remember=true")
-    with pytest.raises(ConfigError, match=r"trainer\.remember=false"):
+    devices, expected, _ = foreseen("model=vicuna-7b", "trainer.cache_target_states=true")
+    with pytest.raises(ConfigError, match=r"trainer\.cache_target_states=false"):
         check_training(expected.memory, devices)

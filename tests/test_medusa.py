@@ -25,7 +25,7 @@ from kangaroo.heads.base import Trainable
 from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
 from kangaroo.training import loop
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import teach
+from kangaroo.training.micro_batch import train_step
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
@@ -207,10 +207,10 @@ def test_training_of_heads_that_was_stopped_goes_on(tmp_path, monkeypatch):
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return teach(*args)
+        return train_step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "teach", lambda *args, **named: stop(*args, *named.values()))
+        patch.setattr(loop, "train_step", lambda *args, **named: stop(*args, *named.values()))
         with pytest.raises(KeyboardInterrupt):
             run(tiny("llama"), tmp_path / "part", recipe)
     again = run(tiny("llama"), tmp_path / "part", recipe)

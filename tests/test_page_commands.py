@@ -123,7 +123,7 @@ APPENDED = {
     "scripts/load.py": None,  # test_under_load.py runs it
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
-    "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "
+    "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.cache_target_states=true "
     "output=outputs/medusa": f"model=tiny {BRIEF} {MIXED}",
     "scripts/make_data.py model=vicuna-33b recipe=own_text model.device_map=auto": (
         f"{ONE} {BRIEF} {SHORT}"
@@ -199,7 +199,8 @@ APPENDED = {
     "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
     "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "
     "more.shallow.learning_rate=7e-3 +adapter@more.third=attention "
-    "more.third.start=<attention of A> more.third.learning_rate=4e-3 trainer.remember=true "
+    "more.third.start=<attention of A> more.third.learning_rate=4e-3 "
+    "trainer.cache_target_states=true "
     "trainer.vocabulary=8192 trainer.epochs=3 trainer.holdout=96": None,
 }
 FAST = {"evaluate.py model=smollm2-135m drafter=kangaroo bench=demo", "train.py model=smollm2-135m"}

@@ -19,7 +19,7 @@ from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
-from kangaroo.training.loop import settled
+from kangaroo.training.loop import resolve_options
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
@@ -154,12 +154,12 @@ def test_the_sum_of_gradients_does_not_depend_on_their_order():
 
 def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monkeypatch):
     items = list("abcde")
-    shares = [Ranks(rank, 3).deal(items) for rank in range(3)]
+    shares = [Ranks(rank, 3).scatter(items) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2]
     assert sorted(item for share in shares for item, counts in share if counts) == items
     results = [[item for item, _ in share] for share in shares]
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: results)
-    assert Ranks(0, 3).merge(results[0], len(items)) == items
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: results)
+    assert Ranks(0, 3).gather(results[0], len(items)) == items
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
     [
         ({"shard_target": True}, 1, "shard_target=true.*there is one"),
         (
-            {"shard_target": True, "remember": True},
+            {"shard_target": True, "cache_target_states": True},
             2,
-            "remember=true and trainer.shard_target=true exclude",
+            "cache_target_states=true and trainer.shard_target=true exclude",
         ),
     ],
 )
@@ -182,13 +182,13 @@ def test_options_that_do_not_fit_the_processes_are_refused(settings, world, mess
 def test_a_step_has_a_micro_batch_for_each_process_unless_said_or_begun_otherwise(tmp_path):
     """Two processes run on what one has begun, and one on what two have."""
     asked, alone, lm = TrainerConfig(), Ranks(), tiny()
-    assert settled(asked, lm, tmp_path, alone)[1] == 1
-    assert settled(replace(asked, accumulate=3), lm, tmp_path, alone)[0].accumulate == 3
+    assert resolve_options(asked, lm, tmp_path, alone).accumulate == 1
+    assert resolve_options(replace(asked, accumulate=3), lm, tmp_path, alone).accumulate == 3
     run = Checkpoint(tmp_path, TrainerConfig(accumulate=8).identity(), data="test")
     run.save({}, Progress())
-    assert settled(asked, lm, tmp_path, alone)[0].accumulate == 8
+    assert resolve_options(asked, lm, tmp_path, alone).accumulate == 8
     assert (
-        settled(replace(asked, accumulate=3), lm, tmp_path, alone)[1] == 3
+        resolve_options(replace(asked, accumulate=3), lm, tmp_path, alone).accumulate == 3
     )  # and is refused later
 
 
@@ -197,8 +197,8 @@ def test_processes_without_a_micro_batch_are_named(
     accumulate, warnings, tmp_path, caplog, monkeypatch
 ):
     """The first of two processes; what the second says is what the first does."""
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * self.world)
-    for alike in ("share", "add_up", "copy_from"):
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value] * self.world)
+    for alike in ("broadcast", "add_up", "copy_from"):
         monkeypatch.setattr(Ranks, alike, lambda self, *values: values[-1])
     once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
     train_tiny(tmp_path, once, ranks=Ranks(0, 2))
@@ -215,13 +215,13 @@ def test_a_missing_deepspeed_is_named(monkeypatch):
 
 def test_a_run_keeps_the_chunk_of_the_loss_that_it_began_with(tmp_path, monkeypatch):
     asked, lm = TrainerConfig(accumulate=1), tiny()
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 256
+    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 256
     monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 4096
-    assert settled(replace(asked, loss_chunk=7), lm, tmp_path, Ranks())[0].loss_chunk == 7
+    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 4096
+    assert resolve_options(replace(asked, loss_chunk=7), lm, tmp_path, Ranks()).loss_chunk == 7
     run = Checkpoint(tmp_path, replace(asked, loss_chunk=512).identity(), data="test")
     run.save({}, Progress())
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 512
+    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 512
 
 
 @pytest.mark.parametrize(

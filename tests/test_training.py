@@ -25,11 +25,11 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import WEIGHTS, load, read_config
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend, muon
+from kangaroo.training.batches import Work
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS
 from kangaroo.training.loop import evaluate
 from kangaroo.training.losses import Loss
 from kangaroo.training.recipe import trainees
-from kangaroo.training.work import Work
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
@@ -218,10 +218,10 @@ def test_only_the_first_samples_with_so_many_tokens_are_learnt(tmp_path):
     written = [sum(one["loss_mask"][1:]) for one in data]
     whole = Work.of(data, config())
     some = Work.of(data, config(tokens=sum(written[:3])))
-    assert some.kept == data[:3] and some.positions == written[:3]
+    assert some.training == data[:3] and some.positions == written[:3]
     assert some.held_out == whole.held_out == data[-2:]
-    assert Work.of(data, config(tokens=sum(written[:3]) + 1)).kept == data[:4]
-    assert Work.of(data, config(tokens=sum(written[:10]))).kept == whole.kept
+    assert Work.of(data, config(tokens=sum(written[:3]) + 1)).training == data[:4]
+    assert Work.of(data, config(tokens=sum(written[:10]))).training == whole.training
     most = sum(written[:10])
     with pytest.raises(ConfigError, match=rf"trainer\.tokens={most + 1} is more than the {most}"):
         Work.of(data, config(tokens=most + 1))

@@ -29,7 +29,7 @@ from kangaroo.models import attention
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import schedule
-from kangaroo.training.micro_batch import grade, look
+from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.tracking import NoTracker
@@ -59,7 +59,7 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
-    """So it meets the process that has it: `Ranks.deal` goes by places."""
+    """So it meets the process that has it: `Ranks.scatter` goes by places."""
     lengths = list(range(10, 60))
     first = plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
     place = {tuple(batch): i % step for i, batch in enumerate(first)}
@@ -180,7 +180,7 @@ def test_a_float32_adapter_trains_on_packed_rows_of_a_bfloat16_target():
         assert all(gradient.dtype == torch.float32 for gradient in gradients)
 
 
-@pytest.mark.parametrize("changes", [{"packing": True}, {"remember": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"packing": True}, {"cache_target_states": True}], ids=str)
 def test_a_run_of_other_micro_batches_trains_and_resumes(tmp_path, changes):
     def run(name, tracker):
         settings = config(batch_tokens=128, **changes)
@@ -220,7 +220,8 @@ def test_training_sees_what_decoding_sees(architecture):
     trained = []
     handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
     tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    grade(lm, look(lm, tokens, [trainee], 7), [trainee], loss_chunk=7, steps=1)
+    outputs = forward_target(lm, tokens, [trainee], 7)
+    grade(lm, outputs, [trainee], loss_chunk=7, steps=1)
     handle.remove()
     learnt_TV = lm.head(trained[0][1]).softmax(-1)
     drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
@@ -253,7 +254,7 @@ def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothin
     lm.layers[0].register_forward_hook(lambda *_: runs.append(1))
     (plain,) = train(lm, data, settings, tmp_path / "plain")
     looked = len(runs)
-    settings.remember = True
+    settings.cache_target_states = True
     (kept,) = train(lm, data, settings, tmp_path / "kept")
     assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
     assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()

@@ -5,8 +5,8 @@ from helpers import EXIT, random_prompts, recipe_of
 from kangaroo.heads import eagle_head
 from kangaroo.training import curves, results
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train as train_all
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.loop import Trainer
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.tracking import NoTracker
 
@@ -47,7 +47,7 @@ def recipe(**changes):
 
 def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
     tracker = tracker or NoTracker()
-    return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
+    return Trainer(lm, data, recipes or [recipe()], settings, folder, about).train(tracker)
 
 
 VARIANTS = [
@@ -61,8 +61,11 @@ VARIANTS = [
 def taught(lm, batches, **changes):
     """The results of each micro-batch, and the gradients that they add up to."""
     made = trainees(lm, [recipe(**changes)], None)
-    grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
-    return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
+    sums = []
+    for batch in batches:
+        outputs = forward_target(lm, batch, made, 7)
+        sums.append(results.sums(train_step(lm, outputs, made, 7, weight=0.01)))
+    return sums, [parameter.grad for parameter in made[0].adapter.parameters()]
 
 
 class Killed(Exception):

@@ -54,7 +54,7 @@ class ConversationsConfig(Ranged):
         answer_temperatures: the shards use them in turn; 0 is greedy.
         teacher: of the distribution behind every token of a regenerated answer, keep this many of
             the likeliest tokens (64 at most) with their probabilities, so that training need not
-            run the whole target again (`trainer.kept`); 0 keeps nothing.
+            run the whole target again (`trainer.use_stored_logits`); 0 keeps nothing.
         batch_size: rows decoded at the same time.
         shard_size: conversations in a shard; a killed run loses at most the shard in progress.
         seed: the data depend on it, the model, these settings and the source alone.
@@ -116,7 +116,7 @@ class ConversationsConfig(Ranged):
             if not settings[option]:
                 del settings[option]  # as in datasets from before there was such an option
         path, ranks = Path(self.path), ranks or Ranks()
-        if ranks.share(store.is_of(path, settings)):
+        if ranks.broadcast(store.is_of(path, settings)):
             return
         if self.regenerate:
             raw, speed = _regenerated(lm, tokenizer, self, conversations, ranks)

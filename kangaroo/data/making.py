@@ -20,7 +20,7 @@ from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.shards import Shards
 from kangaroo.data.statistics import statistics
 from kangaroo.data.writing import Dialogue, Speed, Writer
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import DataError
@@ -75,14 +75,14 @@ def write_parts(
 
     Errors: `DataError` where the disk has not enough room.
     """
-    there = ranks.share({part.name for part in parts if shards.path(part.name).exists()})
+    there = ranks.broadcast({part.name for part in parts if shards.path(part.name).exists()})
     missing = [part for part in parts if part.name not in there]
     facts = None
     if missing:
         tokens, written = _expected_tokens(shards, parts, missing)
         size = tokens * BYTES_PER_TOKEN
         if keep:
-            size += written * COPIES * teacher.layout(lm.config.vocab_size, keep).itemsize
+            size += written * COPIES * topk_logits.layout(lm.config.vocab_size, keep).itemsize
         check_room(shards.folder, size)
         writer = Writer(lm, tokenizer, batch_size, longest, keep)
         facts = _write(shards, parts, missing, tokens, size, writer, ranks)
@@ -110,7 +110,7 @@ def _write(
     mine = missing[ranks.rank :: ranks.world]
     if mine:
         writer.time_trials()
-    own, all_of_us = writer.speed, Speed.together(ranks.gather(writer.speed))
+    own, all_of_us = writer.speed, Speed.together(ranks.all_gather(writer.speed))
     log.info(
         f"{len(missing)} of {len(parts)} shards to write: up to {tokens} tokens, "
         f"{timedelta(seconds=int(tokens / all_of_us.trial))} at {all_of_us.trial:.0f} tokens/s "
@@ -125,7 +125,7 @@ def _write(
             ended += part.answers
             bar.update(ended - bar.n)  # answers that were not asked for in the end
             bar.set_postfix(tokens_per_second=own.written / own.seconds)
-    facts = Speed.together(ranks.gather(own)).facts()
+    facts = Speed.together(ranks.all_gather(own)).facts()
     log.info(
         f"wrote {facts['tokens_written']} tokens at {facts['tokens_per_second']:.1f} tokens/s: "
         f"with the prompts {facts['share_of_forward']:.0%} of a plain forward's "
@@ -186,9 +186,9 @@ def _kept(samples: Sequence[Sample], wrote: str | None) -> dict[str, Any] | None
     kept = [sample["teacher"] for sample in samples if "teacher" in sample]
     if not kept:
         return None
-    there = sum(int(teacher.known(records).sum()) for records in kept)
+    there = sum(int(topk_logits.known(records).sum()) for records in kept)
     tokens, record = sum(map(len, kept)), kept[0].dtype
-    likeliest = teacher.likeliest_kept(kept[0])
+    likeliest = topk_logits.likeliest_kept(kept[0])
     mass = sum(float(records["chances"].sum(dtype=np.float64)) for records in kept) / max(there, 1)
     log.info(
         "of %d of %d answer tokens the %d likeliest are kept, with %.2f%% of the probability: %d "

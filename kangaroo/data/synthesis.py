@@ -48,7 +48,7 @@ class SynthesisConfig(Ranged):
         answer_temperatures: the shards use them in turn; 0 is greedy, as most evaluation is.
         teacher: of the distribution behind every token of an answer, keep this many of the
             likeliest tokens (64 at most) with their probabilities, so that training need not run
-            the whole target again (`trainer.kept`); 0 keeps nothing.
+            the whole target again (`trainer.use_stored_logits`); 0 keeps nothing.
         seed: the data depend on it, the model and these settings alone.
         filters: what the finished dataset leaves out; the shards do not depend on it.
     """
@@ -87,7 +87,7 @@ class SynthesisConfig(Ranged):
         if not self.teacher:
             del settings["teacher"]  # as in datasets from before there was such an option
         path, ranks = Path(self.path), ranks or Ranks()
-        if ranks.share(store.is_of(path, settings)):
+        if ranks.broadcast(store.is_of(path, settings)):
             return
         fixed = {k: v for k, v in settings.items() if k not in ("shards", "filters")}
         shards = Shards(Path(self.path + ".shards"), fixed)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
@@ -66,7 +66,7 @@ class Dialogue:
         They are tokenised from their text there. After the first token that is not the one that
         was written, the distributions are others too, and not known.
         """
-        carried = teacher.unknown(sum(mask), like)
+        carried = topk_logits.unknown(sum(mask), like)
         if self.teacher is None:
             return carried
         pairs = enumerate(zip(self.input_ids, prompt, strict=False))

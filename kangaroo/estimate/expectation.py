@@ -66,8 +66,8 @@ class Text:
 
     def learnt_from(self, config: TrainerConfig) -> int:
         """How many likeliest tokens of each distribution training reads; 0 where it runs the
-        target's head (`kangaroo/training/kept.py`)."""
-        return 0 if config.kept is False else self.teacher
+        target's head (`StoredDistributions`)."""
+        return 0 if config.use_stored_logits is False else self.teacher
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _remembered(
     Args:
         share: of all micro-batches, what the process with most of them has.
     """
-    if not config.remember:
+    if not config.cache_target_states:
         return {}
     kept = text.learnt_from(config)
     whole = _state_bytes(lm, planned, kept, tokens, learnt)
@@ -309,7 +309,7 @@ def _flops(
 ) -> dict[str, float]:
     """Two a weight and token forward, two more for each gradient that is wanted."""
     size, epochs = lm.config.hidden_size, config.epochs
-    looks = 1 if config.remember else epochs
+    looks = 1 if config.cache_target_states else epochs
     vocabulary = config.vocabulary or lm.config.vocab_size
     forward = 2.0 * _count(lm.layers) * tokens
     whole_head = 2.0 * lm.config.vocab_size * size * learnt

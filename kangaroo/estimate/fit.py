@@ -17,9 +17,9 @@ from kangaroo.estimate.estimate_report import EstimateConfig
 from kangaroo.estimate.expectation import Expectation, Text, expect
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
+from kangaroo.training.batches import check_holdout
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.training.work import check_holdout
 from kangaroo.utils.errors import ConfigError
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
@@ -141,7 +141,7 @@ def check_training(memory: dict[str, int], devices: Devices) -> None:
     fix = {
         "target": "Spread the target: trainer.shard_target=true in several processes, or "
         "model.device_map=auto on several GPUs; or choose a smaller one",
-        REMEMBERED: "Pass trainer.remember=false, or ask for less data",
+        REMEMBERED: "Pass trainer.cache_target_states=false, or ask for less data",
         "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
         "activations": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
         "frozen forward": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",

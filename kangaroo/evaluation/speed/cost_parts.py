@@ -15,7 +15,7 @@ from kangaroo.models.target import LM
 from kangaroo.training import backend as backends
 from kangaroo.training.batches import Tokens, collate, frequent_tokens, plan
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
@@ -140,7 +140,7 @@ def worker(
         def alone(index: int) -> None:
             tokens = batches[index]
             if part.head:
-                look(lm, tokens, (), trainer.chunk)
+                forward_target(lm, tokens, (), trainer.chunk)
             else:
                 with torch.no_grad():
                     x_BTD = lm.embed(tokens.input_BT)
@@ -153,15 +153,15 @@ def worker(
     adapters = [t.adapter.to(lm.layer_devices[t.adapter.exit_layer - 1]) for t in trained]
     backend = backends.begin(adapters, replace(trainer, accumulate=1 + part.summed, zero_stage=0))
     seen = (
-        [look(lm, tokens, trained, trainer.chunk) for tokens in batches]
+        [forward_target(lm, tokens, trained, trainer.chunk) for tokens in batches]
         if part.remembered
         else None
     )
 
     def learn(index: int) -> None:
         tokens = batches[index]
-        known = seen[index] if seen else look(lm, tokens, trained, trainer.chunk)
-        teach(lm, known, trained, trainer.chunk, weight=1 / int(tokens.wanted_BT.sum()))
+        known = seen[index] if seen else forward_target(lm, tokens, trained, trainer.chunk)
+        train_step(lm, known, trained, trainer.chunk, weight=1 / int(tokens.wanted_BT.sum()))
         backend.collect()
         backend.step([1e-4] * len(adapters))
 
