@@ -9,6 +9,7 @@ from helpers import random_prompts, recipe_of, tiny
 
 from kangaroo.training.compare import CompareConfig, compare, markdown
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.loop import Trainer
 from kangaroo.utils.errors import AdapterNotFound, CorruptFile
 from kangaroo.utils.tracking import NoTracker
 

@@ -289,11 +289,11 @@ def evaluate(
         outputs = _forward(lm, samples, batch, config, trained)
         students, tallies = grade(lm, outputs, trained, config.chunk, STEPS)
         wanted_BT = outputs.tokens.wanted_BT
-        accepted = [
+        acceptances = [
             results.accepted(own, wanted_BT, trainee.recipe.architecture.longest(STEPS))
             for trainee, own in zip(trained, students, strict=True)
         ]
-        measured.append((results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies))
+        measured.append((results.sums(students).cpu(), torch.stack(acceptances).cpu(), tallies))
     sums, accepted, tallies = zip(*ranks.gather(measured, len(batches)), strict=True)
     facts = {
         trainee.name: trainee.adapter.facts(torch.stack(own).sum(0))
