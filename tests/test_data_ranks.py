@@ -6,14 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
-from test_data import settings
+from data_cases import settings, target
 
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.shards import Shards
-from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranks import Ranks
 
@@ -38,11 +35,6 @@ class Threaded(Ranks):
 
     def broadcast(self, value):
         return self.all_gather(value)[0]
-
-
-def target():
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
 
 
 def make(config, world):

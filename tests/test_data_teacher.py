@@ -6,15 +6,15 @@ Shapes: M tokens of the assistant, K likeliest tokens, T tokens of a text, V voc
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import replace
 
+import data_cases
 import numpy as np
 import pytest
 import torch
+from data_cases import HEALTHY, NO_FILTERS, settings
 from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tiny
 from helpers import vanilla_texts as texts_of
-from test_data import NO_FILTERS, settings
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import logit_store, making, store
@@ -28,9 +28,7 @@ from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.loading import TINY
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
 HALF = {"rtol": 1e-3, "atol": 1e-7}  # float16 keeps 11 bits
@@ -38,10 +36,8 @@ HALF = {"rtol": 1e-3, "atol": 1e-7}  # float16 keeps 11 bits
 
 @pytest.fixture(scope="module")
 def target():
-    """A target that ends a turn after some ten tokens."""
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    hf.generation_config.eos_token_id = [257, *range(100, 120)]
-    return LM(hf).compile_for_decoding(), tokenizer
+    lm, tokenizer = data_cases.brief()
+    return lm.compile_for_decoding(), tokenizer
 
 
 def expect_records(lm, ids, first, records, count):
@@ -143,8 +139,7 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
 
 
 def several_turns(path, **changes):
-    healthy = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
-    fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "filters": healthy}
+    fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "filters": HEALTHY}
     return settings(path, max_answer_tokens=30, **(fields | changes))
 
 
@@ -169,22 +164,6 @@ def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(target, t
     facts = about["teacher"]
     assert facts["model"] == TINY and facts["likeliest"] == 4 and facts["bytes_per_token"] == 16
     assert facts["known"] == pytest.approx(np.mean(known), abs=1e-6)
-
-
-def test_an_interrupted_synthesis_ends_with_the_same_records(target, tmp_path):
-    several_turns(tmp_path / "whole").make(*target)
-    several_turns(tmp_path / "stopped").make(*target)
-    shutil.rmtree(tmp_path / "stopped")
-    shards = tmp_path / "stopped.shards"
-    (shards / "00001.jsonl").unlink()  # killed between its two files
-    several_turns(tmp_path / "stopped").make(*target)
-    for name in ("00000.npy", "00001.npy"):
-        assert (shards / name).read_bytes() == (tmp_path / "whole.shards" / name).read_bytes()
-    whole, stopped = (store.load(tmp_path / name)[0] for name in ("whole", "stopped"))
-    for sample, again in zip(whole, stopped, strict=True):
-        assert np.array_equal(sample["teacher"], again["teacher"])
-    fingerprints = [store.about(tmp_path / n)["fingerprint"] for n in ("whole", "stopped")]
-    assert fingerprints[0] == fingerprints[1]
 
 
 def test_records_go_with_their_samples_through_filters_and_cuts(target, tmp_path):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_cases import sample
 
 from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.draft_head import DraftHead
@@ -18,10 +19,6 @@ from kangaroo.training.distill import MEASURES, Student, WholeDistributions, dis
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import trainees
-
-
-def sample(ids):
-    return {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
 
 
 def distributions(*shape):
@@ -158,7 +155,7 @@ def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_
     for dtype in (torch.float32, torch.float16):
         lm = like_vicunas(dtype)
         made = trainees(lm, [recipe], None)
-        tokens = collate([sample(ids) for ids in random_prompts(40, 41, 42)], 200, lm.device)
+        tokens = collate([sample(ids, 5) for ids in random_prompts(40, 41, 42)], 200, lm.device)
         train_step(lm, forward_target(lm, tokens, made, 64), made, 64, weight=1 / 50_000)
         found.append([parameter.grad for parameter in made[0].adapter.parameters()])
     for exact, half in zip(*found, strict=True):
@@ -210,7 +207,7 @@ def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, pa
 
     lm = tiny(dtype=torch.float16)
     made = trainees(lm, [recipe_of(name="x", exit_layers=[EXIT], **parts)], None)
-    samples = [sample(ids) for ids in random_prompts(20, 21)]
+    samples = [sample(ids, 5) for ids in random_prompts(20, 21)]
     seen = forward_target(lm, collate(samples, 100, lm.device, packing), made, 64)
     monkeypatch.setattr(torch.autograd, "backward", watched)
     train_step(lm, seen, made, 64, weight=1 / 50_000)
@@ -234,7 +231,7 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
     lm = LM(tiny_model(vocab_size=71))  # no layer has so many outputs
     vocabulary_K = None if size is None else torch.arange(size)
     made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], vocabulary_K)
-    tokens = collate([sample(ids) for ids in random_prompts(20, 21, 22)], 100, lm.device)
+    tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     with Heads() as heads:
         train_step(lm, forward_target(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
     learnt, whole = 15 + 16 + 17, heads.read[lm.config.vocab_size]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from helpers import eagle_for, random_prompts, tiny, vanilla_texts
 from test_observability import run, sample
 
 from kangaroo.drafters.eagle import EagleConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.layer_chain import LayerChain
 from kangaroo.drafters.layer_tree import LayerTree
 from kangaroo.engine.engine import Engine
@@ -23,7 +21,6 @@ from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
-from kangaroo.utils.errors import AdapterMismatch
 
 
 def test_the_head_reads_an_embedding_and_the_state_before_it():
@@ -88,6 +85,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
     config = adapter_files.read_config(str(folder))
     assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
+    assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)
     chain = EagleConfig(adapter=str(folder), steps=4).build(lm)
     assert isinstance(chain, LayerChain)
     tree = EagleConfig(adapter=str(folder), steps=3, top_k=3, nodes=8).build(lm)
@@ -96,13 +94,3 @@ def test_training_saves_a_head_that_decodes(tmp_path):
         done = Engine(lm, drafter).generate([text[:6] for text in texts], 40)
         assert [text[:6] + g.tokens for text, g in zip(texts, done, strict=True)] == texts
         assert sum(step.accepted for g in done for step in g.steps) > 0
-
-
-def test_heads_and_adapters_are_not_taken_for_each_other(tmp_path):
-    lm = tiny()
-    head = eagle_for(lm)
-    path = adapter_files.save(head, adapter_files.describe(lm, head, {}), None, tmp_path)
-    with pytest.raises(AdapterMismatch, match="drafter=eagle"):
-        KangarooConfig(adapter=str(path)).build(lm)
-    assert isinstance(EagleConfig(adapter=str(path)).build(lm).adapter, EagleHead)
-    assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -179,17 +178,22 @@ def test_options_that_do_not_fit_the_processes_are_refused(settings, world, mess
         backend.check(TrainerConfig(**settings), Ranks(0, world))
 
 
-def test_a_step_has_a_micro_batch_for_each_process_unless_said_or_begun_otherwise(tmp_path):
+def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(tmp_path, monkeypatch):
     """Two processes run on what one has begun, and one on what two have."""
-    asked, alone, lm = TrainerConfig(), Ranks(), tiny()
-    assert resolve_options(asked, lm, tmp_path, alone).accumulate == 1
-    assert resolve_options(replace(asked, accumulate=3), lm, tmp_path, alone).accumulate == 3
-    run = Checkpoint(tmp_path, TrainerConfig(accumulate=8).identity(), data="test")
-    run.save({}, Progress())
-    assert resolve_options(asked, lm, tmp_path, alone).accumulate == 8
-    assert (
-        resolve_options(replace(asked, accumulate=3), lm, tmp_path, alone).accumulate == 3
-    )  # and is refused later
+    lm = tiny()
+
+    def resolved(**given):
+        options = resolve_options(TrainerConfig(**given), lm, tmp_path, Ranks())
+        return options.accumulate, options.loss_chunk
+
+    assert resolved() == (1, 256)
+    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
+    assert resolved() == (1, 4096)
+    assert resolved(accumulate=3) == (3, 4096) and resolved(loss_chunk=7) == (1, 7)
+    begun = TrainerConfig(accumulate=8, loss_chunk=512)
+    Checkpoint(tmp_path, begun.identity(), data="test").save({}, Progress())
+    assert resolved() == (8, 512)
+    assert resolved(accumulate=3) == (3, 512)  # and is refused later
 
 
 @pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
@@ -211,17 +215,6 @@ def test_a_missing_deepspeed_is_named(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
         backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
-
-
-def test_a_run_keeps_the_chunk_of_the_loss_that_it_began_with(tmp_path, monkeypatch):
-    asked, lm = TrainerConfig(accumulate=1), tiny()
-    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 256
-    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
-    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 4096
-    assert resolve_options(replace(asked, loss_chunk=7), lm, tmp_path, Ranks()).loss_chunk == 7
-    run = Checkpoint(tmp_path, replace(asked, loss_chunk=512).identity(), data="test")
-    run.save({}, Progress())
-    assert resolve_options(asked, lm, tmp_path, Ranks()).loss_chunk == 512
 
 
 @pytest.mark.parametrize(

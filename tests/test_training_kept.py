@@ -8,14 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import training_cases
 from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, recipe_of, tiny
-from training_cases import ABOUT, Killed, KillsAt, config, recipe, sample, train
+from training_cases import ABOUT, config, recipe, stored_samples, train
 
 from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head, medusa_heads
-from kangaroo.heads.adapter_files import WEIGHTS, read_config
+from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.training import curves
 from kangaroo.training.batches import Work, collate, wanted_of
 from kangaroo.training.distill import (
     MEASURES,
@@ -37,25 +37,8 @@ from kangaroo.training.outcomes import (
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import NoTracker
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(curves, "write", lambda folder: None)
-
-
-def with_records(lm, one, count):
-    """A sample with what the target would have kept."""
-    at = [i - 1 for i, wanted in enumerate(one["loss_mask"]) if wanted]
-    logits_1MV = forward_logits(lm, one["input_ids"])[None]
-    (records,) = topk_logits.likeliest(logits_1MV, torch.tensor([at]), count)
-    return one | {"teacher": records}
-
-
-def data(lm, count=VOCABULARY, samples=12):
-    prompts = random_prompts(*range(20, 20 + samples))
-    return [with_records(lm, sample(ids, 5), count) for ids in prompts]
+nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
 
 def distilled(lm, told, loss, size, own_head=False):
@@ -173,7 +156,7 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss):
 
 def test_what_is_not_known_is_not_learnt():
     lm = tiny()
-    one = data(lm, count=4, samples=1)[0]
+    one = stored_samples(lm, count=4, samples=1)[0]
     one["teacher"][3:6] = 0
     assert wanted_of(one, 100).sum() == 15 and wanted_of(one, 100, stored=True).sum() == 12
     tokens = collate([one], 100, lm.device, stored=True)
@@ -190,7 +173,7 @@ def test_what_is_not_known_is_not_learnt():
 def test_a_first_token_of_the_assistant_is_not_learnt():
     lm = tiny()
     begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
-    records = data(lm, count=3, samples=1)[0]["teacher"][:4]
+    records = stored_samples(lm, count=3, samples=1)[0]["teacher"][:4]
     tokens = collate([begun | {"teacher": records}], 100, lm.device, stored=True)
     assert tokens.wanted_BT[0].tolist() == [True, False, False, True, True, False]
     assert torch.equal(tokens.stored[0], topk_logits.tensors(records[1:])[0])
@@ -211,7 +194,7 @@ READING_DEEP = [
 )
 def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, left, packing):
     lm = tiny()
-    samples, ran = data(lm, samples=5), []
+    samples, ran = stored_samples(lm, samples=5), []
     for index, layer in enumerate(lm.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     lm.head.register_forward_hook(lambda *_: ran.append("head"))
@@ -232,7 +215,7 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, l
 def test_held_out_results_from_kept_distributions_are_those_of_the_whole_target():
     lm = tiny()
     for count in (6, VOCABULARY):
-        samples = data(lm, count, samples=6)
+        samples = stored_samples(lm, count, samples=6)
         made = trainees(lm, [recipe()], None)
         found = [
             evaluate(lm, made, samples, config(use_stored_logits=kept), Ranks())[0]
@@ -252,44 +235,31 @@ def uses_stored(folder):
     return read_config(str(folder)).training["trainer"]["use_stored_logits"]
 
 
-def test_a_run_learns_from_what_was_kept_and_resumes(tmp_path):
+def test_a_run_learns_from_what_was_kept_unless_told_otherwise(tmp_path):
     lm = tiny()
-    samples = data(lm, count=16)
+    samples = stored_samples(lm, count=16)
 
-    def run(name, tracker, **changes):
-        return train(tiny(), samples, config(**changes), tmp_path / name, tracker, ABOUT)[0]
+    def run(name, **changes):
+        return train(tiny(), samples, config(**changes), tmp_path / name)[0]
 
-    folder = run("whole", NoTracker())
-    assert uses_stored(folder)
-    with pytest.raises(Killed):
-        run("stopped", KillsAt(3))
-    stopped = run("stopped", NoTracker())
-    assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
+    assert uses_stored(run("stored"))
     with pytest.raises(ConfigError, match="use_stored_logits=True there, None now"):
-        run("stopped", NoTracker(), use_stored_logits=False)
-    assert (
-        read_config(str(run("not", NoTracker(), use_stored_logits=False))).training["trainer"][
-            "use_stored_logits"
-        ]
-        is False
-    )
+        run("stored", use_stored_logits=False)
+    assert not uses_stored(run("computed", use_stored_logits=False))
 
 
 @pytest.mark.parametrize("deep", READING_DEEP, ids=["fused", "eagle", "medusa"])
 def test_adapters_that_read_the_final_state_are_trained_from_what_was_kept(deep, tmp_path):
-    samples = data(tiny(), count=4, samples=4)
+    samples = stored_samples(tiny(), count=4, samples=4)
     folders = train(tiny(), samples, config(epochs=2), tmp_path, recipes=[recipe(), deep])
     for folder in folders:
         told = read_config(str(folder)).training
-        assert (
-            told["trainer"]["use_stored_logits"] is True
-            and told["progress"]["held_out"]["loss"] > 0
-        )
+        assert uses_stored(folder) and told["progress"]["held_out"]["loss"] > 0
 
 
 def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):
     lm = tiny()
-    samples = data(lm, count=4, samples=4)
+    samples = stored_samples(lm, count=4, samples=4)
     without = [{k: v for k, v in one.items() if k != "teacher"} for one in samples]
     with pytest.raises(ConfigError, match=r"trainer\.use_stored_logits=true: .* data\.teacher=32"):
         train(lm, without, config(use_stored_logits=True), tmp_path)
@@ -298,4 +268,8 @@ def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):
         train(lm, samples, config(use_stored_logits=True), tmp_path, about=other)
     (folder,) = train(lm, samples, config(epochs=1), tmp_path, about=other)
     assert not uses_stored(folder)
-    assert np.array_equal(samples[0]["teacher"], data(lm, count=4, samples=1)[0]["teacher"])
+    again = stored_samples(lm, count=4, samples=1)[0]["teacher"]
+    assert np.array_equal(samples[0]["teacher"], again)  # training leaves its data alone
+    assert np.array_equal(
+        samples[0]["teacher"], stored_samples(lm, count=4, samples=1)[0]["teacher"]
+    )

@@ -1,7 +1,9 @@
 """Texts, settings and runs for the tests of training."""
 
-from helpers import EXIT, random_prompts, recipe_of
+import torch
+from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
+from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head
 from kangaroo.training import curves, results
 from kangaroo.training.config import TrainerConfig
@@ -25,6 +27,18 @@ def sample(ids, prompt_length):
 
 def samples(count, length=20):
     return [sample(ids, 5) for ids in random_prompts(*range(length, length + count))]
+
+
+def stored_samples(lm, count=VOCABULARY, samples=12):
+    """Samples with `count` likeliest tokens of what the target would have stored of each."""
+    with_records = []
+    for ids in random_prompts(*range(20, 20 + samples)):
+        plain = sample(ids, 5)
+        at = [i - 1 for i, wanted in enumerate(plain["loss_mask"]) if wanted]
+        logits_1MV = forward_logits(lm, ids)[None]
+        (records,) = topk_logits.likeliest(logits_1MV, torch.tensor([at]), count)
+        with_records.append(plain | {"teacher": records})
+    return with_records
 
 
 def config(**changes):

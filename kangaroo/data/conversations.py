@@ -85,7 +85,7 @@ class ConversationsConfig(WrittenConfig):
         source = Source(self.source, self.subset, self.split, self.revision, self.column)
         dropped: Counter[str] = Counter()
         records = read(source, self.limit, dropped if self.skip_bad else None)
-        asked = len(records) + dropped.total()
+        count = len(records) + dropped.total()
         conversations = _usable(records, self, dropped)
         log.info(
             "%d conversations in %s are usable; not usable or cut: %s",
@@ -104,7 +104,7 @@ class ConversationsConfig(WrittenConfig):
         elif ranks.is_first:
             raw = _as_they_are(tokenizer, self, conversations, dropped)
         if ranks.is_first:
-            finish(path, settings, raw, asked, dropped, self.filters, speed, lm.name)
+            finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
 
     def _parts(self, conversations: Sequence[list[Message]]) -> list[Part]:
         parts = []

@@ -186,7 +186,7 @@ def finish(
     path: Path,
     settings: dict[str, Any],
     raw: Sequence[Sample],
-    asked: int,
+    count: int,
     dropped: Counter[str],
     filters: FilterConfig,
     speed: dict[str, float] | None = None,
@@ -195,7 +195,7 @@ def finish(
     """Filter raw samples, save them as a dataset, and log what became of them. In one process.
 
     Args:
-        asked: how many conversations there should have been.
+        count: how many conversations there should have been.
         dropped: counts, by reason, the conversations that are not in `raw`, and those that are and
             were cut; takes what the filters do.
         speed: how fast they were written (`Speed.facts`), if this run wrote them.
@@ -208,13 +208,13 @@ def finish(
     reasons = list_reasons(dropped)
     if not samples:
         raise DataError(
-            f"none of {asked} conversations is usable ({reasons}). Is the target a chat model, and "
+            f"none of {count} conversations is usable ({reasons}). Is the target a chat model, and "
             "does its template end a user turn? data.filters.* and the limits on tokens set what "
             "is kept."
         )
-    facts = {"asked": asked, "dropped": dict(dropped), "statistics": statistics(samples)}
+    facts = {"asked": count, "dropped": dict(dropped), "statistics": statistics(samples)}
     facts |= {"speed": speed, "teacher": stored_logits(samples, wrote)}
-    log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), asked, reasons)
+    log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), count, reasons)
     log.info("%s", facts["statistics"])
     store.save(samples, path, settings, facts)
 

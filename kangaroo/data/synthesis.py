@@ -70,9 +70,9 @@ class SynthesisConfig(WrittenConfig):
         of_shards = self.settings(lm, leave_out=("shards", "filters"))
         raw, speed = write_parts(lm, tokenizer, self, parts, lm.context, of_shards, ranks)
         if ranks.is_first:
-            asked = self.shards * self.shard_size
-            dropped = Counter({"no finished question": asked - len(raw)})
-            finish(path, settings, raw, asked, dropped, self.filters, speed, lm.name)
+            count = self.shards * self.shard_size
+            dropped = Counter({"no finished question": count - len(raw)})
+            finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
 
     def _write(self, number: int, writer: Writer, done: Callable[[], object]) -> list[Dialogue]:
         """One shard's conversations, turn by turn: all questions, then all answers."""

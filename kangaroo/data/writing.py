@@ -162,8 +162,8 @@ class Writer:
                 openings.append(opening)
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        asked = zip(going, openings, requests, generations, strict=True)
-        for dialogue, opening, request, question in asked:
+        written = zip(going, openings, requests, generations, strict=True)
+        for dialogue, opening, request, question in written:
             text = plain_text(self.tokenizer, question.tokens)
             text = (opening + text.removesuffix(request.stop[0])).strip()
             dialogue.open = bool(text) and (question.finish != "length" or keep_unfinished)

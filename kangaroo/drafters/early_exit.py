@@ -180,7 +180,7 @@ class EarlyExit:
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
         for f_1TD, before_1TD, block in self.prompts:
-            self.adapter.remember(f_1TD, before_1TD, block, self.cache.at(block))
+            self.adapter.write_kv(f_1TD, before_1TD, block, self.cache.at(block))
         self.prompts.clear()
 
     def observe(
@@ -205,7 +205,7 @@ class EarlyExit:
         self.read_prompts()
         block = path_block(self.lm, batch, draft, self.window).to(f_BPD.device)
         f_BPD = torch.cat([self.shallow_BWD, f_BPD], 1)
-        self.adapter.remember(f_BPD, self.deep_before(block), block, self.cache.at(block))
+        self.adapter.write_kv(f_BPD, self.deep_before(block), block, self.cache.at(block))
 
     def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]

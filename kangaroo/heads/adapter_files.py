@@ -182,12 +182,12 @@ def _trained(missing: Path) -> Path:
     target = options_of(name)
     if drafter == "kangaroo":
         imported = command_line("import_adapter", "source=CHECKPOINT", **target)
-        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
+        way = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
-        made = f"({command_line('train', **target, adapter=drafter)})"
+        way = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {made} or pass drafter.adapter= a folder or hub id."
+        f"Train one {way} or pass drafter.adapter= a folder or hub id."
     )
 
 

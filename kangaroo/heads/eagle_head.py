@@ -69,7 +69,7 @@ class EagleHead(Layer):
         """
         return self
 
-    def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None
         joined_BND: Tensor = self.join(torch.cat([f_BND, deep_BND], -1))
         return joined_BND

@@ -60,9 +60,8 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
 
 def runs(parts: base.HeadConfig) -> bool:
     """Whether the plugin can run an adapter that is made of these."""
-    if not isinstance(parts, AdapterHeadConfig):
-        return False
-    return parts.attention and parts.attention_layers == 1 and not parts.fused
+    is_adapter = isinstance(parts, AdapterHeadConfig)
+    return is_adapter and parts.attention and parts.attention_layers == 1 and not parts.fused
 
 
 def _config(
@@ -72,7 +71,7 @@ def _config(
     if isinstance(fields.get("layer_types"), list):
         fields["layer_types"] = fields["layer_types"][:1]
     parts = adapter.architecture
-    own = {
+    facts = {
         "format": FORMAT,
         "exit_layer": adapter.exit_layer,
         "target_layers": lm.n_layers,
@@ -80,4 +79,4 @@ def _config(
         "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
         "threshold": threshold,
     }
-    return fields | {"architectures": ["KangarooDraft"], "num_hidden_layers": 1, "kangaroo": own}
+    return fields | {"architectures": ["KangarooDraft"], "num_hidden_layers": 1, "kangaroo": facts}

@@ -82,9 +82,9 @@ class MedusaHeads(Trainable):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
         outputs = vocabulary_size(lm, vocabulary_K)
-        own = count if architecture.own_head else 0
+        own_heads = count if architecture.own_head else 0
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
-        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own))
+        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own_heads))
 
     @torch.no_grad()
     def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> MedusaHeads:

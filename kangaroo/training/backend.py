@@ -183,7 +183,7 @@ class TorchBackend:
             optimizer.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
-        states = {p: state for own in self.optimizers for p, state in own.state.items()}
+        states = {p: state for x in self.optimizers for p, state in x.state.items()}
         moments: dict[str, dict[str, Tensor]] = {key: {} for key in (*MOMENTS, MOMENTUM)}
         for name, parameter in self.parameters.items():
             for key in moments.keys() & states.get(parameter, {}).keys():
@@ -246,14 +246,14 @@ class DeepSpeedBackend(TorchBackend):
         }
         self.engines = [
             deepspeed.initialize(
-                model=own,
-                optimizer=self._adamw([list(own)]),
+                model=group,
+                optimizer=self._adamw([list(group)]),
                 config=config,
                 dist_init_required=False,
             )[0]
-            for own in twins
+            for group in twins
         ]
-        self.twins = [twin for own in twins for twin in own]
+        self.twins = [twin for group in twins for twin in group]
         for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
             parameter.data = twin.data
 

@@ -50,7 +50,8 @@ class Work:
         training = first(samples[: -config.holdout], config.tokens, config.max_length)
         tokens = lengths_of(training, config.max_length)
         stored = bool(config.use_stored_logits)
-        positions = [int(wanted_of(one, config.max_length, stored).sum()) for one in training]
+        wanted = (wanted_of(sample, config.max_length, stored) for sample in training)
+        positions = [int(wanted_T.sum()) for wanted_T in wanted]
         same = (config.accumulate or 1) if config.cache_target_states else 0
         batches = [
             batch

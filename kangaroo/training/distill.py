@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,37 +31,20 @@ def parts(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-class TargetDistributions(Protocol):
-    """What the target says at every position.
-
-    Attributes:
-        state_MD: its normed final states; of width 0 where no adapter reads them.
-        top_M: its likeliest tokens, there once `chances` has been asked for every part.
-        single_tokens: which of the outcomes are single tokens.
-    """
-
-    state_MD: Tensor
-    top_M: Tensor
-    single_tokens: slice
-
-    def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """Probabilities `[C, O]` of the outcomes at some positions; 0 for what the target's head
-        over the draft vocabulary cannot draft."""
-
-    def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities `[C, O]` of the same outcomes by a student's logits, any for what
-        cannot be drafted; and the place of its largest logit."""
-
-
 class WholeDistributions:
-    """The outcomes are all tokens of the draft vocabulary.
+    """What the target says at every position; the outcomes are all tokens of the draft vocabulary.
 
     The whole head runs once: its likeliest token and the logarithm of the sum of all exponentiated
     logits (`total_M`) are kept.
 
     Args:
+        state_MD: the target's normed final states.
         chunk_size: positions whose logits exist at a time. None: the head is not run here, since
             all tokens are drafted from and so each part will run it whole.
+
+    Attributes:
+        top_M: the target's likeliest tokens, there once `chances` has been asked for every part.
+        single_tokens: which of the outcomes are single tokens.
     """
 
     single_tokens = slice(None)
@@ -78,6 +60,8 @@ class WholeDistributions:
 
     @torch.no_grad()
     def chances(self, part: slice, head: DraftHead) -> Tensor:
+        """Probabilities `[C, O]` of the outcomes at some positions; 0 for what the target's head
+        over the draft vocabulary cannot draft."""
         logits_CK = head(self.state_MD[part]).float()
         if part.start >= self.computed:
             assert head.vocabulary_K is None
@@ -89,14 +73,17 @@ class WholeDistributions:
         self.computed = part.stop
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[C, O]` of the same outcomes by a student's logits, any for what
+        cannot be drafted; and the place of its largest logit."""
         log_q_CK = logits_CK.float().log_softmax(-1)
         return log_q_CK, log_q_CK.detach().argmax(-1)
 
 
 class StoredDistributions:
-    """The outcomes are the stored tokens, and any other one.
+    """The same where distributions were stored; the outcomes are these tokens, and any other one.
 
     Args:
+        state_MD: the target's normed final states; of width 0 where no adapter reads them.
         tokens_MJ, chances_MJ: the target's likeliest tokens, and their probabilities.
         head: the target's, over the draft vocabulary.
     """
@@ -118,11 +105,16 @@ class StoredDistributions:
         self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
 
     def chances(self, part: slice, head: DraftHead) -> Tensor:
+        """As of `WholeDistributions`."""
         return self.p_MO[part]
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `WholeDistributions`."""
         log_q_CO, best_C = Outcomes.apply(logits_CK, self.index_MJ[part], self.inside_MJ[part])
         return log_q_CO, best_C
+
+
+TargetDistributions = WholeDistributions | StoredDistributions
 
 
 @dataclass

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.engine.clock import running
@@ -92,7 +93,7 @@ class Trainer:
         self.trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         adapters = [trainee.adapter for trainee in self.trained]
         self.backend = backends.begin(adapters, config, self.ranks)
-        settings = config.identity() | {"adapters": [one.settings() for one in self.trained]}
+        settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
         self.checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
         resumed = self.checkpoint.resume() if self.ranks.is_first else (Progress(), None)
         self.progress, state = self.ranks.broadcast(resumed)
@@ -150,10 +151,10 @@ class Trainer:
             weight = counts / positions
             sums.append(results.sums(train_step(self.lm, outputs, trained, config.chunk, weight)))
             self.backend.collect()
-        sums = [own_SF.cpu() for own_SF in sums]  # here: each waits for the device
+        sums = [x_SF.cpu() for x_SF in sums]  # here: each waits for the device
         sums_SF = torch.stack(self.ranks.gather(sums, len(group))).sum(0)
         share = schedule(config, progress.step, self.total)
-        rates = [share * (one.recipe.learning_rate or config.learning_rate) for one in trained]
+        rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
         self.backend.step(rates)
 
         tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - started
@@ -161,14 +162,14 @@ class Trainer:
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += positions
-        metrics = results.named("train", trained, [one.recipe.steps for one in trained], sums_SF)
+        metrics = results.named("train", trained, [x.recipe.steps for x in trained], sums_SF)
         metrics |= {
             "tokens": progress.tokens,
             "tokens_per_second": tokens / seconds,
             "peak_memory_gib": memory.peak(self.lm.device) / 2**30,
         }
         named = zip(trained, rates, strict=True)
-        return metrics | {f"train/{one.name}/learning_rate": rate for one, rate in named}
+        return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
 
     def _check_finite(self, broken: Sequence[str]) -> None:
         """Stop where something is not finite any more; the last checkpoint has what came before.
@@ -208,9 +209,8 @@ class Trainer:
         progress = asdict(self.progress)
         facts = progress.pop("facts")[trainee.name]
         for part, prefix in (("held_out", "held_out"), ("decoded", "decode")):
-            own = f"{prefix}/{trainee.name}/"
-            mine = {k.removeprefix(own): v for k, v in progress[part].items() if k.startswith(own)}
-            progress[part] = mine
+            name, metrics = f"{prefix}/{trainee.name}/", progress[part].items()
+            progress[part] = {k.removeprefix(name): v for k, v in metrics if k.startswith(name)}
         training = {
             "adapter": trainee.settings(),
             "trainer": asdict(self.config),
@@ -284,20 +284,22 @@ def evaluate(
     """
     lengths = lengths_of(samples, config.max_length)
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
-    measured = []
-    for batch, _ in ranks.scatter(batches):
+
+    def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         outputs = _forward(lm, samples, batch, config, trained)
         students, tallies = grade(lm, outputs, trained, config.chunk, STEPS)
         wanted_BT = outputs.tokens.wanted_BT
-        acceptances = [
-            results.accepted(own, wanted_BT, trainee.recipe.architecture.longest(STEPS))
-            for trainee, own in zip(trained, students, strict=True)
+        accepted = [
+            results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
+            for trainee, steps in zip(trained, students, strict=True)
         ]
-        measured.append((results.sums(students).cpu(), torch.stack(acceptances).cpu(), tallies))
+        return results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies
+
+    measured = [measure(batch) for batch, _ in ranks.scatter(batches)]
     sums, accepted, tallies = zip(*ranks.gather(measured, len(batches)), strict=True)
     facts = {
-        trainee.name: trainee.adapter.facts(torch.stack(own).sum(0))
-        for trainee, own in zip(trained, zip(*tallies, strict=True), strict=True)
+        trainee.name: trainee.adapter.facts(torch.stack(counted).sum(0))
+        for trainee, counted in zip(trained, zip(*tallies, strict=True), strict=True)
     }
     sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(accepted).sum(0)
     return results.held_out(trained, sums_SF, accepted_AW), facts

@@ -76,12 +76,13 @@ def train_step(
 
     Returns each adapter's draft steps, graded.
     """
-    steps = [trainee.recipe.steps for trainee in trained]
-    students = _graded(lm, outputs, trained, steps, loss_chunk, weight)
-    for trainee, own in zip(trained, students, strict=True):
+    counts = [trainee.recipe.steps for trainee in trained]
+    students = _graded(lm, outputs, trained, counts, loss_chunk, weight)
+    for trainee, graded in zip(trained, students, strict=True):
         # one walk through the adapter, for all its steps and chunks
-        roots, gradients = map(list, zip(*(p for x in own for p in x.gradients), strict=True))
-        side = trainee.adapter.side_loss(*_together(own), outputs.distributions.state_MD)
+        pairs = [pair for student in graded for pair in student.gradients]
+        roots, gradients = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+        side = trainee.adapter.side_loss(*_together(graded), outputs.distributions.state_MD)
         if side is not None:
             roots.append(side)
             gradients.append(torch.full_like(side, weight))
@@ -98,8 +99,8 @@ def grade(
     counts = [trainee.recipe.architecture.graded_steps(steps) for trainee in trained]
     students = _graded(lm, outputs, trained, counts, loss_chunk)
     tallies = [
-        trainee.adapter.tally(trainee.heads, *_together(own), outputs.distributions.top_M)
-        for trainee, own in zip(trained, students, strict=True)
+        trainee.adapter.tally(trainee.heads, *_together(graded), outputs.distributions.top_M)
+        for trainee, graded in zip(trained, students, strict=True)
     ]
     return students, tallies
 
@@ -108,16 +109,16 @@ def _graded(
     lm: LM,
     outputs: TargetOutputs,
     trained: Sequence[Trainee],
-    steps: Sequence[int],
+    counts: Sequence[int],
     loss_chunk: int,
     weight: float | None = None,
 ) -> list[list[Student]]:
     """So many draft steps of each adapter, graded; with a weight, for training."""
     students = [
         _students(lm, outputs, trainee, count, 1.0 if weight is None else weight)
-        for trainee, count in zip(trained, steps, strict=True)
+        for trainee, count in zip(trained, counts, strict=True)
     ]
-    together = [student for own in students for student in own]
+    together = [student for of_adapter in students for student in of_adapter]
     backward = weight is not None
     distill(outputs.distributions, trained[0].targets, together, loss_chunk, backward)
     return students
@@ -128,12 +129,12 @@ def _students(
 ) -> list[Student]:
     """An adapter at each of its draft steps."""
     adapter, wanted_BT = trainee.adapter, outputs.tokens.wanted_BT
-    own = next(adapter.parameters())
-    taps = {tap: outputs.taps[tap].to(own) for tap in adapter.taps}
-    deep_BTD = own.new_empty(*wanted_BT.shape, 0)
+    parameter = next(adapter.parameters())
+    taps = {tap: outputs.taps[tap].to(parameter) for tap in adapter.taps}
+    deep_BTD = parameter.new_empty(*wanted_BT.shape, 0)
     if adapter.deep_tap is not None:
-        deep_BTD = outputs.deep[adapter.deep_tap].to(own)
-    block, read_BT = outputs.block.to(own.device), wanted_BT.to(own.device)
+        deep_BTD = outputs.deep[adapter.deep_tap].to(parameter)
+    block, read_BT = outputs.block.to(parameter.device), wanted_BT.to(parameter.device)
     # matrix products in bfloat16 under a half-precision target; float32 stays exact
     is_half = lm.dtype != torch.float32
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=is_half):

@@ -20,7 +20,7 @@ POSITIONS = MEASURES.index("positions")
 
 def sums(students: Sequence[Sequence[Student]]) -> Tensor:
     """`[all steps of all adapters, F]`, so that micro-batches and processes add up."""
-    return torch.stack([student.sums_F for own in students for student in own])
+    return torch.stack([student.sums_F for steps in students for student in steps])
 
 
 def named(
@@ -56,13 +56,13 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
     counts = [trainee.recipe.architecture.graded_steps(STEPS) for trainee in trained]
     metrics = named("held_out", trained, counts, sums_SF)
     of_each = zip(trained, sums_SF.split(counts), accepted_AW.tolist(), strict=True)
-    for trainee, own_SF, accepted_W in of_each:
-        ctar = [count / float(own_SF[0, POSITIONS]) for count in accepted_W]
+    for trainee, steps_SF, accepted_W in of_each:
+        ctar = [count / float(steps_SF[0, POSITIONS]) for count in accepted_W]
         metrics |= compression(f"held_out/{trainee.name}", ctar, 1 + sum(ctar))
     return metrics
 
 
-def accepted(own: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
+def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
     """`[W]`: from how many positions the first 1, 2, ... draft tokens would all be accepted.
 
     Greedy, along texts that the target wrote: had a draft begun at every position, each of its
@@ -76,7 +76,7 @@ def accepted(own: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Te
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
         if step < most:
-            agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
+            agrees_BT[wanted_BT] = steps[min(step, len(steps) - 1)].agrees_M
         alive_BT = alive_BT & F.pad(agrees_BT[:, step:], (0, step))
         counts.append(alive_BT.sum())
     return torch.stack(counts)
