@@ -60,8 +60,9 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
 
 def runs(parts: base.HeadConfig) -> bool:
     """Whether the plugin can run an adapter that is made of these."""
-    is_adapter = isinstance(parts, AdapterHeadConfig)
-    return is_adapter and parts.attention and parts.attention_layers == 1 and not parts.fused
+    if not isinstance(parts, AdapterHeadConfig):
+        return False
+    return parts.attention and parts.attention_layers == 1 and not parts.fused
 
 
 def _config(
