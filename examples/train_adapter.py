@@ -10,9 +10,9 @@ import kangaroo
 from kangaroo.api import load_target, model_config
 from kangaroo.data import store
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train
+from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.tracking import NoTracker
 
@@ -36,9 +36,9 @@ data.make(lm, tokenizer)
 samples, about = store.load(Path(data.path))
 
 # The adapter sits above the first two layers and learns to predict what the whole model predicts.
-recipe = AdapterRecipe("attention", Architecture(), exit_layers=[2])
+recipe = AdapterRecipe("attention", AdapterHeadConfig(), exit_layers=[2])
 config = TrainerConfig(epochs=2, holdout=8, warmup_steps=4, decode_prompts=4, decode_tokens=24)
-(folder,) = train(lm, samples, [recipe], config, options.output, NoTracker(), about)
+(folder,) = Trainer(lm, samples, [recipe], config, options.output, about).train(NoTracker())
 
 model = kangaroo.load(options.model, adapter=str(folder))
 print(f"{folder} is trained; with it the model writes:")

@@ -21,7 +21,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import random_model
 from kangaroo.models.target import LM
@@ -64,7 +64,7 @@ def graphed(lm: LM) -> LM:
 
 
 def adapter_for(
-    lm: LM, exit_layer: int = EXIT, architecture: Architecture | None = None
+    lm: LM, exit_layer: int = EXIT, architecture: AdapterHeadConfig | None = None
 ) -> Adapter:
     """An adapter that is often right untrained: the layers above the exit change little."""
     adapter = Adapter(lm, exit_layer, architecture).start_from(lm)
@@ -95,7 +95,7 @@ PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "fused")
 def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:
     """An adapter's recipe; its parts stand beside the other options."""
     parts: dict[str, Any] = {part: options.pop(part) for part in PARTS if part in options}
-    return AdapterRecipe(**({"name": name, "architecture": Architecture(**parts)} | options))
+    return AdapterRecipe(**({"name": name, "architecture": AdapterHeadConfig(**parts)} | options))
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import random_prompts, recipe_of, tiny
 
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train
+from kangaroo.training.loop import Trainer
 from kangaroo.utils.ranks import join
 from kangaroo.utils.tracking import NoTracker
 
@@ -81,7 +81,8 @@ def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None
         recipe_of(name="attention", exit_layers=[1, 2]),
         recipe_of(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
     ]
-    train(lm or tiny(), samples, recipes, config, output, tracker or NoTracker(), about, ranks)
+    trainer = Trainer(lm or tiny(), samples, recipes, config, output, about, ranks)
+    trainer.train(tracker or NoTracker())
 
 
 def share_of_layers(lm):

@@ -18,7 +18,7 @@ from kangaroo.drafters.calibration import ASSUMED, Round, Tally, count, look, ro
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.prompts import Sample
@@ -96,7 +96,7 @@ def test_the_adapters_choices_are_those_of_drafting(case, fused):
     wanted = list(range(10, len(text) - 1))
     head = DraftHead(case.lm, None, None)
     if fused:
-        adapter = adapter_for(case.lm, architecture=Architecture(fused=True))
+        adapter = adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True))
         steps = look(case.lm, adapter, head, text, wanted, 3)
         assert len(steps) == 3 and steps[0] != steps[1]
         return

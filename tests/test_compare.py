@@ -9,7 +9,7 @@ from helpers import random_prompts, recipe_of, tiny
 
 from kangaroo.training.compare import CompareConfig, compare, markdown
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train
+from kangaroo.training.loop import Trainer
 from kangaroo.utils.errors import AdapterNotFound, CorruptFile
 from kangaroo.utils.tracking import NoTracker
 
@@ -29,7 +29,8 @@ def run(tmp_path_factory):
     config = TrainerConfig(holdout=3, epochs=1, vocabulary=40, decode_prompts=3, decode_tokens=12)
     folder = tmp_path_factory.mktemp("run")
     about = {"fingerprint": "test"}
-    return lm, samples, train(lm, samples, recipes, config, folder, NoTracker(), about)
+    trainer = Trainer(lm, samples, recipes, config, folder, about)
+    return lm, samples, trainer.train(NoTracker())
 
 
 def test_results_are_those_of_the_training_run(run):

@@ -53,7 +53,7 @@ from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
 from kangaroo.heads import medusa_heads
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
@@ -77,7 +77,7 @@ class Case:
 
 
 def kangaroo(lm: LM, **parts: int) -> Kangaroo:
-    return Kangaroo(lm, adapter_for(lm, architecture=Architecture(**parts)), 4, 0.3)
+    return Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts)), 4, 0.3)
 
 
 def draft_lm(case: Case) -> LM:
@@ -89,7 +89,7 @@ def draft_lm(case: Case) -> LM:
 
 def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
-    parts = medusa_heads.Architecture(heads=3, own_head=own_head)
+    parts = medusa_heads.MedusaHeadsConfig(heads=3, own_head=own_head)
     vocabulary_K = torch.arange(0, 64, 2)
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     heads = heads.to(lm.device, lm.dtype).requires_grad_(False)
@@ -136,7 +136,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
     "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
     "kangaroo-tree-fused": lambda case: KangarooTree(
-        case.lm, adapter_for(case.lm, architecture=Architecture(fused=True)), 3, 0, None, 3, 9
+        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 3, 0, None, 3, 9
     ),
     "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
     "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
@@ -158,7 +158,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-stops": lambda case: hybrid(case, nodes=15, cost=0.08, reference=True),
     "hybrid-tree-fused": lambda case: Hybrid(
         case.lm,
-        adapter_for(case.lm, architecture=Architecture(fused=True)),
+        adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)),
         **{"odds": assumed(), "costs": Costs([1, 1, 1, 1, 1, 1], 0, 1), "nodes": 5},
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),

@@ -26,7 +26,7 @@ from kangaroo.engine.budget import Budget, VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import LM
 
@@ -75,7 +75,7 @@ def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
 def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     lm = graphed(tiny())
     monkeypatch.setitem(costs._known, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
-    drafter = Kangaroo(lm, adapter_for(lm, architecture=Architecture(fused=fused)))
+    drafter = Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
     share, measured = drafter.draft_cost, costs.drafting(lm, drafter)
     assert measured == costs.drafting(lm, drafter) > share  # which a millionth of a second is not
     batch = Engine(lm, drafter).open(2, 60, Sampling())

@@ -27,9 +27,8 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Architecture
-from kangaroo.heads.medusa_heads import Architecture as Heads
-from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import LM
@@ -67,14 +66,14 @@ def pushed(hf, path, kind: str = "attention") -> str:
     lm = LM(copy.deepcopy(hf))
     vocabulary = None
     if kind == "medusa":
-        made = MedusaHeads(lm, Heads(heads=2, own_head=False)).start_from(lm)
+        made = MedusaHeads(lm, MedusaHeadsConfig(heads=2, own_head=False)).start_from(lm)
         about = adapter_files.describe(lm, made, {}, facts={"guesses": [[0.5, 0.2]] * 2})
     elif kind == "eagle":
         made = eagle_for(lm)
         about = adapter_files.describe(lm, made, {})
     else:
         vocabulary = 40 if kind == "attention" else None
-        made = adapter_for(lm, architecture=Architecture(fused=kind == "fused"))
+        made = adapter_for(lm, architecture=AdapterHeadConfig(fused=kind == "fused"))
         about = adapter_files.describe(lm, made, {}, vocabulary)
     source = adapter_files.save(made, about, torch.arange(63, 0, -1), path / "made")
     return str(prepare(PushConfig(str(source), "someone/an-adapter", str(path / "pushed"))))

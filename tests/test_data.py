@@ -6,64 +6,33 @@ import shutil
 from collections import namedtuple
 from dataclasses import replace
 
+import data_cases
 import pytest
+from data_cases import HEALTHY, NO_FILTERS, settings
 
 from kangaroo.data import making, store
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import masked_ids, prompt_ids, user_header
-from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 
-NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
-
-
-@pytest.fixture(scope="module")
-def target():
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
-
-
-@pytest.fixture(scope="module")
-def brief():
-    """A target that ends a turn after some ten tokens."""
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    hf.generation_config.eos_token_id = [257, *range(100, 120)]
-    return LM(hf), tokenizer
-
-
-def settings(path, **changes):
-    fields = {
-        "shards": 3,
-        "shard_size": 4,
-        "batch_size": 3,
-        "max_question_tokens": 8,
-        "max_answer_tokens": 12,
-        "keep_unfinished_questions": True,
-    }
-    return SynthesisConfig(path=str(path), **(fields | changes))
+target = pytest.fixture(scope="module")(data_cases.target)
+brief = pytest.fixture(scope="module")(data_cases.brief)
 
 
 def test_user_header_is_the_template_up_to_the_question(target):
     _, tokenizer = target
     header, end = user_header(tokenizer)
-    assert tokenizer.decode(header) == "<|im_start|>user\n"
-    assert end == "<|im_end|>"
-
-
-def test_vicuna_header_ends_where_the_assistant_begins(target):
-    _, tokenizer = target
+    assert (tokenizer.decode(header), end) == ("<|im_start|>user\n", "<|im_end|>")
     tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     tokenizer.chat_template = models.chat_template("vicuna")
     header, end = user_header(tokenizer)
-    assert tokenizer.decode(header).endswith("USER: ")
-    assert end == "ASSISTANT:"
+    assert tokenizer.decode(header).endswith("USER: ") and end == "ASSISTANT:"
 
 
 def test_empty_questions_and_missing_templates_are_refused(target):
@@ -138,7 +107,7 @@ def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
         shard_size=8,
         turns=[1, 3],
         max_answer_tokens=30,
-        filters=FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
+        filters=HEALTHY,
     )
     config.make(lm, tokenizer)
     lines = [
@@ -236,18 +205,23 @@ def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
         replace(mix, paths=[*paths, str(tmp_path / "nowhere")]).make(*target)
 
 
-def test_an_interrupted_synthesis_ends_with_the_same_data(target, tmp_path):
-    lm, tokenizer = target
-    settings(tmp_path / "whole").make(lm, tokenizer)
-    settings(tmp_path / "stopped").make(lm, tokenizer)
+@pytest.mark.parametrize("teacher", [0, 4])
+def test_an_interrupted_synthesis_ends_with_the_same_data(brief, tmp_path, teacher):
+    options = {"teacher": teacher, "turns": [1, 3], "filters": HEALTHY}
+    settings(tmp_path / "whole", **options).make(*brief)
+    settings(tmp_path / "stopped", **options).make(*brief)
     shutil.rmtree(tmp_path / "stopped")
     shards = tmp_path / "stopped.shards"
-    (shards / "00001.jsonl").rename(shards / "00001.part")
-    (shards / "00002.jsonl").unlink()
-    text = (shards / "00001.part").read_text()
-    (shards / "00001.part").write_text(text[: len(text) // 2])
-    settings(tmp_path / "stopped").make(lm, tokenizer)
-    assert store.load(tmp_path / "whole")[0] == store.load(tmp_path / "stopped")[0]
+    text = (shards / "00001.jsonl").read_text()
+    (shards / "00001.part").write_text(text[: len(text) // 2])  # with records, between two files
+    for number in (1, 2):
+        (shards / f"{number:05d}.jsonl").unlink()
+    settings(tmp_path / "stopped", **options).make(*brief)
+    for path in sorted((tmp_path / "whole.shards").glob("0*")):
+        assert (shards / path.name).read_bytes() == path.read_bytes()
+    whole, stopped = (store.load(tmp_path / name) for name in ("whole", "stopped"))
+    assert list(map(str, whole[0])) == list(map(str, stopped[0]))
+    assert whole[1]["fingerprint"] == stopped[1]["fingerprint"]
 
 
 def test_more_shards_keep_those_that_are_there(target, tmp_path):

@@ -4,31 +4,22 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import data_cases
 import pytest
+from data_cases import HEALTHY
 from datasets import Dataset, DatasetDict
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.filters import FilterConfig, answers
+from kangaroo.data.filters import answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.engine.engine import Engine
-from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
 from kangaroo.models.prompts import masked_ids, prompt_ids
-from kangaroo.models.target import LM
 from kangaroo.serving.protocol import Message as ServedMessage
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
-
-@pytest.fixture(scope="module")
-def target():
-    """A target that ends a turn after some ten tokens."""
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    hf.generation_config.eos_token_id = [257, *range(100, 120)]
-    return LM(hf), tokenizer
-
-
+target = pytest.fixture(scope="module")(data_cases.brief)
 QUESTIONS = [
     "Why is the sky blue?",
     "How are bridges built?",
@@ -57,7 +48,7 @@ def config(tmp_path, source, **changes):
         "batch_size": 3,
         "max_answer_tokens": 20,
         "answer_temperatures": [0.7],
-        "filters": FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1),
+        "filters": HEALTHY,
     }
     return ConversationsConfig(
         path=str(tmp_path / "data"), source=str(source), **(fields | changes)
@@ -246,11 +237,6 @@ def test_other_encodings_and_missing_files_are_refused(tmp_path):
         read(Source(str(tmp_path / "empty")), None)
 
 
-def test_the_error_for_a_hub_that_is_not_there_gives_the_fix():
-    with pytest.raises(DataError, match=r"data\.source=some/talks .*Pass a \.json.*network"):
-        read(Source("some/talks", subset="en"), None)
-
-
 def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):
     path = written(tmp_path)
 
@@ -264,11 +250,13 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
     assert read(source, None) == read(Source(str(path)), None)
 
 
-@pytest.mark.parametrize("path", ["some/talks/talks.json", "some/talks", "some", ""])
-def test_the_error_for_a_file_that_the_hub_does_not_give_gives_the_fix(path):
-    source = f"hf://datasets/{path}"
+FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/talks", "some", "")]
+
+
+@pytest.mark.parametrize("source", ["some/talks", *FILES])
+def test_the_error_for_what_the_hub_does_not_give_gives_the_fix(source):
     with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
-        read(Source(source), None)
+        read(Source(source, subset="en"), None)
 
 
 def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path, target):

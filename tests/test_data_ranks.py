@@ -6,14 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
-from test_data import settings
+from data_cases import settings, target
 
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.shards import Shards
-from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranks import Ranks
 
@@ -29,20 +26,15 @@ class Meeting:
 class Threaded(Ranks):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
-    def gather(self, value):
+    def all_gather(self, value):
         self.meeting.values[self.rank] = value
         self.meeting.barrier.wait()
         values = list(self.meeting.values)
         self.meeting.barrier.wait()
         return values
 
-    def share(self, value):
-        return self.gather(value)[0]
-
-
-def target():
-    hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
 
 
 def make(config, world):

@@ -9,19 +9,16 @@ import torch.nn.functional as F
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_cases import sample
 
 from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import LM
 from kangaroo.training.batches import collate
-from kangaroo.training.distill import MEASURES, Student, Teacher, distill
+from kangaroo.training.distill import MEASURES, Student, WholeDistributions, distill
 from kangaroo.training.losses import Loss, divergence, overlap
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import trainees
-
-
-def sample(ids):
-    return {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
 
 
 def distributions(*shape):
@@ -91,15 +88,15 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     expected = torch.autograd.grad(total, leaves)
     taught = Student(student, valid, head, loss, weight=0.5)
     targets = DraftHead(lm, None, vocabulary_K)
-    (graded,) = distill(Teacher.of(lm, teacher, 3), targets, [taught], chunk_size=4, backward=True)
-    for (_, gradient), wanted in zip(graded.gradients, expected, strict=True):
+    distill(WholeDistributions(lm, teacher, 3), targets, [taught], chunk_size=4, backward=True)
+    for (_, gradient), wanted in zip(taught.gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
-    results = dict(zip(MEASURES, graded.sums_F.tolist(), strict=True))
+    results = dict(zip(MEASURES, taught.sums_F.tolist(), strict=True))
     assert math.isclose(results["loss"], total.item() / 0.5, rel_tol=1e-4)
     assert results["positions"] == valid.sum()
     drafted = torch.arange(64)[rows][log_q.argmax(-1)]
     agrees = (drafted == lm.head(teacher).argmax(-1)) & valid
-    assert torch.equal(graded.agrees_M, agrees) and results["agreement"] == agrees.sum()
+    assert torch.equal(taught.agrees_M, agrees) and results["agreement"] == agrees.sum()
     both = overlap(p, log_q)[valid].sum().item()
     assert math.isclose(results["expected_acceptance"], both, rel_tol=1e-4)
 
@@ -129,21 +126,21 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     states = 10 * (
         torch.randn(90, 32) + 2 * torch.randn(32)
     )  # some tokens are likelier than others
-    teacher = Teacher.of(lm, (states + 2 * torch.randn_like(states)).half(), 64)
+    teacher = WholeDistributions(lm, (states + 2 * torch.randn_like(states)).half(), 64)
     frequent = lm.head(teacher.state_MD).float().softmax(-1).sum(0).argsort(descending=True)
     vocabulary_K = None if size is None else frequent[:size].sort().values
     (made,) = trainees(lm, [recipe_of(name="x", own_head=own_head)], vocabulary_K)
     head, weight = made.heads[0], 1 / 50_000
     student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
-    (graded,) = distill(teacher, made.targets, [student], 64, backward=True)
+    distill(teacher, made.targets, [student], 64, backward=True)
 
     p = (made.targets(teacher.state_MD).float() - teacher.total_M[:, None]).exp()
     logits = head(states).detach().float().requires_grad_()
     losses = divergence(loss, p, logits.log_softmax(-1))[student.valid_M]
     (of_logits,) = torch.autograd.grad(weight * losses.sum(), logits)
     expected = [of_logits @ head.weight_KD.detach().float(), of_logits.T @ states]
-    assert len(graded.gradients) == 1 + own_head
-    for (_, gradient), wanted in zip(graded.gradients, expected, strict=False):
+    assert len(student.gradients) == 1 + own_head
+    for (_, gradient), wanted in zip(student.gradients, expected, strict=False):
         assert gradient.dtype == torch.float32
         assert cosine(gradient, wanted) > 0.9999
         assert gradient.norm() == pytest.approx(float(wanted.norm()), rel=1e-3)
@@ -158,8 +155,8 @@ def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_
     for dtype in (torch.float32, torch.float16):
         lm = like_vicunas(dtype)
         made = trainees(lm, [recipe], None)
-        tokens = collate([sample(ids) for ids in random_prompts(40, 41, 42)], 200, lm.device)
-        teach(lm, look(lm, tokens, made, 64), made, 64, weight=1 / 50_000)
+        tokens = collate([sample(ids, 5) for ids in random_prompts(40, 41, 42)], 200, lm.device)
+        train_step(lm, forward_target(lm, tokens, made, 64), made, 64, weight=1 / 50_000)
         found.append([parameter.grad for parameter in made[0].adapter.parameters()])
     for exact, half in zip(*found, strict=True):
         assert half.dtype == torch.float32
@@ -172,11 +169,11 @@ def test_unweighted_gradients_stay_far_below_what_float16_holds(loss):
     lm = like_vicunas(torch.float16, vocab_size=64)
     lm.head.weight.copy_(lm.head.weight.sign() * 1000)
     head = DraftHead(lm)
-    teacher = Teacher.of(lm, (1e-3 * torch.randn(40, 32)).half(), 64)
+    teacher = WholeDistributions(lm, (1e-3 * torch.randn(40, 32)).half(), 64)
     far = (1e-3 * torch.randn(40, 32)).requires_grad_()
     student = Student(far, torch.ones(40, dtype=torch.bool), head, loss)
-    (graded,) = distill(teacher, head, [student], 64, backward=True)
-    ((_, gradient),) = graded.gradients
+    distill(teacher, head, [student], 64, backward=True)
+    ((_, gradient),) = student.gradients
     assert 1 < gradient.abs().max() <= 2 * 1000
 
 
@@ -184,8 +181,8 @@ VARIANTS = [
     {},
     {"own_head": True},
     {"feed_forward": True, "fused": True, "draft_steps": 3},
-    {"architecture": medusa_heads.Architecture(heads=2, own_head=False)},
-    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+    {"architecture": medusa_heads.MedusaHeadsConfig(heads=2, own_head=False)},
+    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
 ]
 
 
@@ -210,10 +207,10 @@ def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts, pa
 
     lm = tiny(dtype=torch.float16)
     made = trainees(lm, [recipe_of(name="x", exit_layers=[EXIT], **parts)], None)
-    samples = [sample(ids) for ids in random_prompts(20, 21)]
-    seen = look(lm, collate(samples, 100, lm.device, packing), made, 64)
+    samples = [sample(ids, 5) for ids in random_prompts(20, 21)]
+    seen = forward_target(lm, collate(samples, 100, lm.device, packing), made, 64)
     monkeypatch.setattr(torch.autograd, "backward", watched)
-    teach(lm, seen, made, 64, weight=1 / 50_000)
+    train_step(lm, seen, made, 64, weight=1 / 50_000)
     assert torch.bfloat16 in dtypes and torch.float16 not in dtypes
 
 
@@ -234,9 +231,9 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
     lm = LM(tiny_model(vocab_size=71))  # no layer has so many outputs
     vocabulary_K = None if size is None else torch.arange(size)
     made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], vocabulary_K)
-    tokens = collate([sample(ids) for ids in random_prompts(20, 21, 22)], 100, lm.device)
+    tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     with Heads() as heads:
-        teach(lm, look(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
+        train_step(lm, forward_target(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
     learnt, whole = 15 + 16 + 17, heads.read[lm.config.vocab_size]
     assert max(whole) == 7
     if size is None:

@@ -18,7 +18,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 
 SAMPLED = SAMPLINGS["sampled"]
 
@@ -54,7 +54,7 @@ def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
     case, monkeypatch, sampling, threshold, layers
 ):
     """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
-    parts = Architecture(attention_layers=layers)
+    parts = AdapterHeadConfig(attention_layers=layers)
     case = replace(case, adapter=adapter_for(case.lm, architecture=parts))
     drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
     propose, checked = drafter.propose, []

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from helpers import eagle_for, random_prompts, tiny, vanilla_texts
 from test_observability import run, sample
 
 from kangaroo.drafters.eagle import EagleConfig
-from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
-from kangaroo.heads.eagle_head import Architecture, EagleHead
+from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
-from kangaroo.utils.errors import AdapterMismatch
 
 
 def test_the_head_reads_an_embedding_and_the_state_before_it():
@@ -49,12 +47,12 @@ def test_the_head_reads_an_embedding_and_the_state_before_it():
 
 
 def gradients(lm, regression, weight=0.5):
-    recipe = AdapterRecipe("eagle", Architecture(regression))
+    recipe = AdapterRecipe("eagle", EagleHeadConfig(regression))
     made = trainees(lm, [recipe], None)
     made[0].adapter.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
-    seen = look(lm, tokens, made, 7)
-    teach(lm, seen, made, 7, weight=weight)
+    seen = forward_target(lm, tokens, made, 7)
+    train_step(lm, seen, made, 7, weight=weight)
     return made[0].adapter, seen, {n: p.grad for n, p in made[0].adapter.named_parameters()}
 
 
@@ -78,7 +76,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     """Its loss falls, and it is then right more often."""
     lm = tiny("llama", deep_scale=0.5)
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
-    recipe = AdapterRecipe("eagle", Architecture(regression=1.0), learning_rate=1e-2)
+    recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     data = [sample(text, 6) for text in texts]
     folder = run(lm, tmp_path, recipe, data, epochs=6, packing=True, holdout=3)
     assert folder.name == "eagle"
@@ -86,7 +84,8 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2
     assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
     config = adapter_files.read_config(str(folder))
-    assert (config.exit_layer, config.architecture) == (0, Architecture(regression=1.0))
+    assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
+    assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)
     chain = EagleConfig(adapter=str(folder), steps=4).build(lm)
     assert isinstance(chain, Kangaroo)
     tree = EagleConfig(adapter=str(folder), steps=3, top_k=3, nodes=8).build(lm)
@@ -95,13 +94,3 @@ def test_training_saves_a_head_that_decodes(tmp_path):
         done = Engine(lm, drafter).generate([text[:6] for text in texts], 40)
         assert [text[:6] + g.tokens for text, g in zip(texts, done, strict=True)] == texts
         assert sum(step.accepted for g in done for step in g.steps) > 0
-
-
-def test_heads_and_adapters_are_not_taken_for_each_other(tmp_path):
-    lm = tiny()
-    head = eagle_for(lm)
-    path = adapter_files.save(head, adapter_files.describe(lm, head, {}), None, tmp_path)
-    with pytest.raises(AdapterMismatch, match="drafter=eagle"):
-        KangarooConfig(adapter=str(path)).build(lm)
-    assert isinstance(EagleConfig(adapter=str(path)).build(lm).adapter, EagleHead)
-    assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)

@@ -26,8 +26,8 @@ from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
-from kangaroo.training.loop import train
-from kangaroo.training.micro_batch import look
+from kangaroo.training.loop import Trainer
+from kangaroo.training.micro_batch import forward_target
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.tracking import NoTracker
@@ -83,7 +83,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     lm, recipe = LM(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
     made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
-    seen = look(lm, collate(samples(2, 400), 400, lm.device), made, 32)
+    seen = forward_target(lm, collate(samples(2, 400), 400, lm.device), made, 32)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
@@ -112,7 +112,8 @@ def test_checkpoints_and_adapters_have_the_expected_size_and_a_full_disk_is_refu
         epochs=1, holdout=8, evaluate_every=100, save_every=100, decode_prompts=0
     )
     expected = estimate(lm, RECIPES, config, Text(64, 64 * 200, 64 * 184, 200))
-    folders = train(lm, data, RECIPES, config, tmp_path, NoTracker(), {"fingerprint": "test"})
+    trainer = Trainer(lm, data, RECIPES, config, tmp_path, {"fingerprint": "test"})
+    folders = trainer.train(NoTracker())
     names = (adapter_files.WEIGHTS, adapter_files.VOCABULARY)
     saved = sum((folder / name).stat().st_size for folder in folders for name in names)
     saved += 2 * (tmp_path / CHECKPOINT).stat().st_size
@@ -135,7 +136,7 @@ def test_kept_distributions_save_the_deep_layers_and_the_head():
         saved = forward * (1 - depth / lm.n_layers) + head
         assert full.flops - kept.flops == pytest.approx(saved)
         assert sum(kept.memory.values()) < sum(full.memory.values())
-        assert estimate(lm, recipes, replace(config, kept=False), text) == full
+        assert estimate(lm, recipes, replace(config, use_stored_logits=False), text) == full
 
 
 def held_by(*things) -> int:
@@ -158,9 +159,9 @@ def held_by(*things) -> int:
 def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
     lm, data = LM(load(MODEL)[0]), samples(16, 200, likeliest=4)
     recipe = recipe_of(exit_layers=[2], fused=fused)
-    config = TrainerConfig(epochs=2, holdout=1, remember=True, batch_tokens=200)
+    config = TrainerConfig(epochs=2, holdout=1, cache_target_states=True, batch_tokens=200)
     made = trainees(lm, [recipe], None)
-    seen = look(lm, collate(data, 200, lm.device, kept=True), made, 256)
+    seen = forward_target(lm, collate(data, 200, lm.device, stored=True), made, 256)
     text = Text(17, 17 * 200, 17 * 184, 200, likeliest=4)
     told = estimate(lm, [recipe], config, text).memory["remembered states"]
     assert told == pytest.approx(held_by(vars(seen)), rel=0.05)
@@ -168,7 +169,7 @@ def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
 
 def test_text_that_is_not_learnt_costs_nothing():
     lm, text = blueprint(MODEL), Text(1000, 400_000, 200_000, 500)
-    config = TrainerConfig(remember=True, holdout=100)
+    config = TrainerConfig(cache_target_states=True, holdout=100)
     whole, half, most = (
         estimate(lm, RECIPES, replace(config, tokens=tokens), text)
         for tokens in (None, 90_000, 200_000)
@@ -335,6 +336,6 @@ def test_data_that_are_there_are_counted_and_not_written_again(machine):
 
 def test_remembered_states_count_once_the_text_is_known(machine):
     machine((A100, 80 * GB))
-    devices, expected, _ = foreseen("model=vicuna-7b", "trainer.remember=true")
+    devices, expected, _ = foreseen("model=vicuna-7b", "trainer.cache_target_states=true")
     with pytest.raises(ConfigError, match=r"trainer\.remember=false"):
         devices.check("training", expected.memory)

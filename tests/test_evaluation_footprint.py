@@ -13,7 +13,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.footprint import Footprint, footprint
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 
 
@@ -55,7 +55,9 @@ def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
     assert gathered.parameters == plain.parameters
     rows = 3 * lm.config.hidden_size * 4
     assert gathered.bytes == plain.bytes + rows + size(vocabulary_K)
-    own = footprint(Kangaroo(lm, adapter_for(lm, architecture=Architecture(own_head=True))), [lm])
+    own = footprint(
+        Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(own_head=True))), [lm]
+    )
     assert own.parameters == plain.parameters + lm.head.weight.numel()
 
 

@@ -17,11 +17,10 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.evaluation.speed.rivals import assistant
 from kangaroo.heads import adapter_files, for_vllm
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated
-from kangaroo.heads.medusa_heads import Architecture as Heads
-from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.meta_model import blueprint
 from kangaroo.models.target import LM
@@ -41,7 +40,7 @@ LAYERS = [
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_exported_model_says_what_the_adapter_says(family, parts):
     lm = tiny(family, tie_word_embeddings=family == "qwen3")
-    adapter = adapter_for(lm, architecture=Architecture(**parts))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     tokens_1T = torch.tensor(random_prompts(12))
     theirs = draft_model(lm, adapter)(tokens_1T).logits[0]
     torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
@@ -96,7 +95,7 @@ def saved(lm, adapter, folder, vocabulary=None):
 def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
     model = target(tmp_path / "target", tie_word_embeddings=tied)
     lm = LM(load(model)[0])
-    adapter = adapter_for(lm, architecture=Architecture(**parts))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter")
     save(path, model, tmp_path / "draft")
     found, report = AutoModelForCausalLM.from_pretrained(
@@ -122,7 +121,7 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers
     """For transformers, and here for `drafter=draft_model`."""
     model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
     lm = LM(load(model)[0])
-    adapter = adapter_for(lm, architecture=Architecture(attention_layers=layers))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_layers=layers))
     path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
     save(path, model, tmp_path / "draft")
     ours = []
@@ -166,8 +165,8 @@ def test_a_target_whose_sampling_transformers_would_not_save_is_exported(tmp_pat
 def others(lm):
     """Everything that is trained, and no layer on the target's first ones."""
     return {
-        "fused": adapter_for(lm, architecture=Architecture(fused=True)),
-        "medusa_heads": MedusaHeads(lm, Heads(heads=2)),
+        "fused": adapter_for(lm, architecture=AdapterHeadConfig(fused=True)),
+        "medusa_heads": MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
         "eagle_head": eagle_for(lm),
     }
 
@@ -182,7 +181,7 @@ def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
 
 
 def test_an_own_head_over_some_tokens_is_refused(tmp_path):
-    lm, parts = tiny(), Architecture(own_head=True)
+    lm, parts = tiny(), AdapterHeadConfig(own_head=True)
     adapter = parts.build(lm, EXIT, torch.tensor([3, 5, 7]))
     path = saved(lm, adapter, tmp_path / "adapter", vocabulary=3)
     with pytest.raises(ConfigError, match=r"knows 3 tokens.*trainer\.vocabulary=null"):
@@ -215,7 +214,7 @@ def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
 
 @pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"own_head": True}], ids=str)
 def test_the_plugin_is_told_what_it_needs(tmp_path, parts):
-    lm, architecture = tiny(), Architecture(**parts)
+    lm, architecture = tiny(), AdapterHeadConfig(**parts)
     adapter = architecture.build(lm, EXIT, torch.tensor([3, 7])).start_from(
         lm, torch.tensor([3, 7])
     )
@@ -282,8 +281,8 @@ def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path):
 def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
     lm = tiny()
     layers = {
-        "2 attention layers": Architecture(attention_layers=2),
-        "mlp": Architecture(attention=False, feed_forward=True),
+        "2 attention layers": AdapterHeadConfig(attention_layers=2),
+        "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
     }
     made = {name: adapter_for(lm, architecture=parts) for name, parts in layers.items()}
     adapter = (others(lm) | made)[kind]

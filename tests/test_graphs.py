@@ -22,7 +22,7 @@ from kangaroo.engine.clock import Clock
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.lossless import target_logits
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import METRICS
@@ -323,7 +323,7 @@ def test_cuda_graphs_write_what_eager_decoding_writes(parts, device):
 
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
-    adapter = adapter_for(lm, architecture=Architecture(**parts))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         recorded = Graphs.seconds
         assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts

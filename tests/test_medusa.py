@@ -15,24 +15,20 @@ from helpers import VOCABULARY, forward_logits, random_prompts, tiny, vanilla_te
 from test_conformance import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
 from test_observability import run, sample
 
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
-from kangaroo.heads.medusa_heads import GUESSES, Architecture, MedusaHeads
-from kangaroo.training import loop
+from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import teach
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.utils.errors import AdapterMismatch, ConfigError
+from kangaroo.utils.errors import ConfigError
 
-HEADS = Architecture(heads=3)
+HEADS = MedusaHeadsConfig(heads=3)
 
 
-def heads_for(lm, parts: Architecture = HEADS, vocabulary_K=None) -> MedusaHeads:
+def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> MedusaHeads:
     """Heads that say something of their own."""
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     generator = torch.Generator().manual_seed(5)
@@ -142,23 +138,12 @@ def test_heads_are_saved_and_loaded_with_how_often_their_guesses_are_right(tmp_p
     assert chain.tree.size == 4 and chain.tree.is_chain
 
 
-def test_adapters_and_heads_are_not_taken_for_each_other(tmp_path):
-    lm = tiny("llama")
-    with pytest.raises(AdapterMismatch, match="drafter=medusa"):
-        KangarooConfig(adapter=saved(lm, tmp_path)).build(lm)
-    adapter = Adapter(lm, 2).start_from(lm)
-    described = adapter_files.describe(lm, adapter, {})
-    path = adapter_files.save(adapter, described, torch.arange(VOCABULARY), tmp_path / "adapter")
-    with pytest.raises(AdapterMismatch, match="drafter=kangaroo"):
-        MedusaConfig(adapter=str(path)).build(lm)
-
-
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
     with pytest.raises(ConfigError, match="train them again"):
         MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
     with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
-        _ = AdapterRecipe("medusa", Architecture(), draft_steps=3).steps
+        _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
@@ -167,7 +152,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     prompts = random_prompts(*[6] * 14)
     texts = vanilla_texts(lm, prompts, 40)
     data = [sample(text, 6) for text in texts]
-    recipe = AdapterRecipe("medusa", Architecture(heads=2), learning_rate=1e-2)
+    recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
     assert folder.name == "medusa"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
@@ -196,26 +181,6 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
         expected = [hits / counts[k] for hits in right[k]]
         assert told[k] == pytest.approx(expected)
     assert sum(told[0]) > 0.2
-
-
-def test_training_of_heads_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    recipe = AdapterRecipe("medusa", Architecture(heads=2, own_head=False))
-    whole = run(tiny("llama"), tmp_path / "whole", recipe)
-    calls = []
-
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return teach(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "teach", lambda *args, **named: stop(*args, *named.values()))
-        with pytest.raises(KeyboardInterrupt):
-            run(tiny("llama"), tmp_path / "part", recipe)
-    again = run(tiny("llama"), tmp_path / "part", recipe)
-    name = adapter_files.WEIGHTS
-    assert (again / name).read_bytes() == (whole / name).read_bytes()
 
 
 @torch.no_grad()

@@ -23,10 +23,10 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.outcomes import back_natively, found_natively
+from kangaroo.training.outcomes import backward_natively, forward_natively
 
 SLOTS = 160
 FAMILIES = {
@@ -183,15 +183,15 @@ def computed_in_two_threads() -> list[torch.Tensor]:
     torch.set_num_threads(2)
     try:
         lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
-        adapter = adapter_for(lm, architecture=Architecture(fused=True))
+        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
         engine = Engine(lm, Kangaroo(lm, adapter, steps=4, threshold=0))
         texts = engine.generate(random_prompts(6, 40), 12, Sampling(temperature=1.0), 1)
         assert any(step.accepted for text in texts for step in text.steps)
         logits_CK = 4 * torch.randn(9, 70, generator=torch.Generator().manual_seed(3))
         index_CJ, inside_CJ = torch.arange(8).expand(9, 8), torch.ones(9, 8, dtype=torch.bool)
-        outcomes = found_natively(logits_CK, index_CJ, inside_CJ)
+        outcomes = forward_natively(logits_CK, index_CJ, inside_CJ)
         known = logits_CK, index_CJ, inside_CJ, *outcomes[:3]
-        gradient = back_natively(torch.ones(9, 9), *known)
+        gradient = backward_natively(torch.ones(9, 9), *known)
         chains, _ = logits(lm, [3, 70, 140], random_tokens(3, 11))
         return [chains, *(torch.tensor(x.tokens) for x in texts), *outcomes, gradient]
     finally:
@@ -316,14 +316,14 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
 def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype):
     """As bits, and close to what the modules make of it."""
     lm = tiny(dtype=dtype)
-    adapter = adapter_for(lm, architecture=Architecture(fused=True)).to(dtype)
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True)).to(dtype)
     f_BND, deep_BND = torch.randn(2, 2, 70, lm.config.hidden_size).to(dtype)
-    by_modules_BND = adapter.combined(f_BND, deep_BND)
+    by_modules_BND = adapter.mix_inputs(f_BND, deep_BND)
     adapter.accelerate(lm.compile_for_decoding())
-    many_BND = adapter.combined(f_BND, deep_BND)
+    many_BND = adapter.mix_inputs(f_BND, deep_BND)
     assert not torch.equal(many_BND, f_BND)
     for n in range(70):
-        one_B1D = adapter.combined(f_BND[:, n : n + 1], deep_BND[:, n : n + 1])
+        one_B1D = adapter.mix_inputs(f_BND[:, n : n + 1], deep_BND[:, n : n + 1])
         assert torch.equal(one_B1D, many_BND[:, n : n + 1])
     near = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
     torch.testing.assert_close(many_BND, by_modules_BND, rtol=near, atol=near)
@@ -337,14 +337,14 @@ def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype
 def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
     """Keys and values are those of a whole pass, bit by bit."""
     lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
-    adapter = adapter_for(lm, architecture=Architecture(**parts)).accelerate(lm)
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts)).accelerate(lm)
     devices = [lm.device] * adapter.depth
     passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
     block = lm.chunk(20, 50, 0, SLOTS)
     f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
     assert adapter.native_layer.takes(f_1TD, block)
     adapter(f_1TD, deep_1TD, block, passed.at(block))
-    adapter.remember(f_1TD, deep_1TD, block, remembered.at(block))
+    adapter.write_kv(f_1TD, deep_1TD, block, remembered.at(block))
     for kind in ("keys", "values"):
         of_both = zip(getattr(passed, kind), getattr(remembered, kind), strict=True)
         assert all(own.any() and torch.equal(own, other) for own, other in of_both)

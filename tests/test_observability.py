@@ -20,17 +20,17 @@ from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.training import curves, results
 from kangaroo.training.batches import collate
-from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.checkpoint import METRICS, read_metrics
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, frozen, prompts_of
-from kangaroo.training.loop import train
-from kangaroo.training.micro_batch import grade, look
+from kangaroo.training.loop import Trainer
+from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.tracking import NoTracker, WandbConfig, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
-EAGLE = {"architecture": eagle_head.Architecture()}
+EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
 
 
 def sample(ids, prompt_length):
@@ -52,7 +52,8 @@ def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
     data = data or [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
     recipe = recipe or recipe_of(name="attention", exit_layers=[EXIT])
     config, about = TrainerConfig(**(settings | changes)), {"fingerprint": "test"}
-    (saved,) = train(lm, data, [recipe], config, folder, tracker or NoTracker(), about)
+    trainer = Trainer(lm, data, [recipe], config, folder, about)
+    (saved,) = trainer.train(tracker or NoTracker())
     return saved
 
 
@@ -69,7 +70,7 @@ def graded(lm, trainee, texts, prompts):
     """The grades of all draft steps at every position of the texts, and where those are."""
     samples = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     tokens = collate(samples, 1000, lm.device)
-    (own,), _ = grade(lm, look(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
+    (own,), _ = grade(lm, forward_target(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
     return own, tokens.wanted_BT
 
 
@@ -222,7 +223,7 @@ def test_a_prompt_ends_where_the_last_answer_begins():
 def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe)
-    *_, last = curves.read(tmp_path)
+    *_, last = read_metrics(tmp_path)
     name = folder.name
     means = ["loss", "agreement", "expected_acceptance"]
     rates = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
@@ -247,13 +248,13 @@ def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
     data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
     recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
     folder = run(tiny(), tmp_path, recipe, data)
-    *_, last = curves.read(tmp_path)
+    *_, last = read_metrics(tmp_path)
     assert f"train/{folder.name}/loss" in last and f"train/{folder.name}/step2/loss" not in last
 
 
 def test_the_table_holds_what_the_metrics_hold(tmp_path):
     run(tiny(), tmp_path)
-    rows = curves.read(tmp_path)
+    rows = read_metrics(tmp_path)
     with (tmp_path / curves.TABLE).open(newline="") as file:
         table = list(csv.DictReader(file))
     told = [{k: float(v) for k, v in row.items() if v} for row in table]

@@ -18,7 +18,7 @@ from torch import Tensor
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files, medusa_heads, official
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.meta_model import blueprint
@@ -403,12 +403,12 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
 
 @pytest.mark.parametrize("parts", [{"feed_forward": True}, {"own_head": True}, {"fused": True}])
 def test_an_adapter_with_more_parts_is_not_exported(lm, tmp_path, parts):
-    adapter = adapter_for(lm, architecture=Architecture(**parts))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     about = adapter_files.describe(lm, adapter, {})
     path = adapter_files.save(adapter, about, None, tmp_path / "ours")
     with pytest.raises(ConfigError, match=f"is not the paper's.*{next(iter(parts))}=True"):
         official.write(str(path), lm, tmp_path / "official")
-    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
     about = adapter_files.describe(lm, heads, {})
     path = adapter_files.save(heads, about, None, tmp_path / "heads")
     with pytest.raises(ConfigError, match="heads=2"):

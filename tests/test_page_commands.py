@@ -18,7 +18,7 @@ from helpers import adapter_for
 from test_commands import PAGES, ROOT, questions, shown, talks
 
 from kangaroo.heads import adapter_files, medusa_heads
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
@@ -114,7 +114,7 @@ APPENDED = {
     "scripts/load.py": None,  # test_under_load.py runs it
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
-    "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.remember=true "
+    "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.cache_target_states=true "
     "output=outputs/medusa": f"model=tiny {BRIEF} {MIXED}",
     "scripts/make_data.py model=vicuna-33b recipe=own_text model.device_map=auto": (
         f"{ONE} {BRIEF} {SHORT}"
@@ -187,7 +187,8 @@ APPENDED = {
     "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
     "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "
     "more.shallow.learning_rate=7e-3 +adapter@more.third=attention "
-    "more.third.start=<attention of A> more.third.learning_rate=4e-3 trainer.remember=true "
+    "more.third.start=<attention of A> more.third.learning_rate=4e-3 "
+    "trainer.cache_target_states=true "
     "trainer.vocabulary=8192 trainer.epochs=3 trainer.holdout=96": None,
 }
 FAST = {"evaluate.py model=smollm2-135m drafter=kangaroo bench=demo", "train.py model=smollm2-135m"}
@@ -212,11 +213,11 @@ def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
     here = tmp_path_factory.mktemp("begun")
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    for name, parts in ("tiny", Architecture()), ("tiny-fused", Architecture(fused=True)):
+    for name, parts in ("tiny", AdapterHeadConfig()), ("tiny-fused", AdapterHeadConfig(fused=True)):
         adapter = adapter_for(lm, architecture=parts)
         about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
         adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters" / name)
-    heads = MedusaHeads(lm, medusa_heads.Architecture(heads=2))
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
     about = adapter_files.describe(
         lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
     )

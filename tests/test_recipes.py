@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.known_configs import SHAPES
 from kangaroo.training.config import TrainerConfig
 
@@ -33,7 +33,7 @@ def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(mode
     (layer,) = config.adapter.exit_layers
     assert layers / 16 <= layer <= layers / 10
     assert layer == PAPER.get(model, layer)
-    assert config.adapter.architecture == Architecture() and not config.more
+    assert config.adapter.architecture == AdapterHeadConfig() and not config.more
     assert (trainer.epochs, trainer.learning_rate, trainer.warmup_steps) == (10, 5e-5, 2000)
     assert list(trainer.betas) == [0.9, 0.95] and trainer.weight_decay == 0.01
     rows = trainer.batch_tokens // trainer.max_length

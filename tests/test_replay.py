@@ -27,7 +27,7 @@ from kangaroo.evaluation.tune.candidates import TREES
 from kangaroo.evaluation.tune.recording import Recorder
 from kangaroo.evaluation.tune.replay import Player, Replay
 from kangaroo.evaluation.tune.trace import Drafts, TracedQuestion, Turn
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.utils.errors import ConfigError, CorruptFile
@@ -55,7 +55,7 @@ class Case:
         if native:
             self.lm.compile_for_decoding()
         half = DraftHead(self.lm, vocabulary_K=torch.arange(1, 60, 2))  # others cannot be drafted
-        parts = Architecture(fused=True, attention_layers=2)
+        parts = AdapterHeadConfig(fused=True, attention_layers=2)
         fused = adapter_for(self.lm, architecture=parts)
         self.parts = {"plain": (adapter_for(self.lm), half), "fused": (fused, None)}
         drafters = {name: self.drafter(name, 0.0, LONGEST) for name in self.parts}

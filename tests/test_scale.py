@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
-from kangaroo.training.loop import settled
+from kangaroo.training.loop import resolve_options
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
@@ -154,12 +153,12 @@ def test_the_sum_of_gradients_does_not_depend_on_their_order():
 
 def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monkeypatch):
     items = list("abcde")
-    shares = [Ranks(rank, 3).deal(items) for rank in range(3)]
+    shares = [Ranks(rank, 3).scatter(items) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2]
     assert sorted(item for share in shares for item, counts in share if counts) == items
     results = [[item for item, _ in share] for share in shares]
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: results)
-    assert Ranks(0, 3).merge(results[0], len(items)) == items
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: results)
+    assert Ranks(0, 3).gather(results[0], len(items)) == items
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,9 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
     [
         ({"shard_target": True}, 1, "shard_target=true.*there is one"),
         (
-            {"shard_target": True, "remember": True},
+            {"shard_target": True, "cache_target_states": True},
             2,
-            "remember=true and trainer.shard_target=true exclude",
+            "cache_target_states=true and trainer.shard_target=true exclude",
         ),
     ],
 )
@@ -179,17 +178,22 @@ def test_options_that_do_not_fit_the_processes_are_refused(settings, world, mess
         backend.check(TrainerConfig(**settings), Ranks(0, world))
 
 
-def test_a_step_has_a_micro_batch_for_each_process_unless_said_or_begun_otherwise(tmp_path):
+def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(tmp_path, monkeypatch):
     """Two processes run on what one has begun, and one on what two have."""
-    asked, alone, lm = TrainerConfig(), Ranks(), tiny()
-    assert settled(asked, lm, tmp_path, alone)[1] == 1
-    assert settled(replace(asked, accumulate=3), lm, tmp_path, alone)[0].accumulate == 3
-    run = Checkpoint(tmp_path, TrainerConfig(accumulate=8).identity(), data="test")
-    run.save({}, Progress())
-    assert settled(asked, lm, tmp_path, alone)[0].accumulate == 8
-    assert (
-        settled(replace(asked, accumulate=3), lm, tmp_path, alone)[1] == 3
-    )  # and is refused later
+    lm = tiny()
+
+    def resolved(**given):
+        options = resolve_options(TrainerConfig(**given), lm, tmp_path, Ranks())
+        return options.accumulate, options.loss_chunk
+
+    assert resolved() == (1, 256)
+    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
+    assert resolved() == (1, 4096)
+    assert resolved(accumulate=3) == (3, 4096) and resolved(loss_chunk=7) == (1, 7)
+    begun = TrainerConfig(accumulate=8, loss_chunk=512)
+    Checkpoint(tmp_path, begun.identity(), data="test").save({}, Progress())
+    assert resolved() == (8, 512)
+    assert resolved(accumulate=3) == (3, 512)  # and is refused later
 
 
 @pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
@@ -197,8 +201,8 @@ def test_processes_without_a_micro_batch_are_named(
     accumulate, warnings, tmp_path, caplog, monkeypatch
 ):
     """The first of two processes; what the second says is what the first does."""
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * self.world)
-    for alike in ("share", "add_up", "copy_from"):
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value] * self.world)
+    for alike in ("broadcast", "add_up", "copy_from"):
         monkeypatch.setattr(Ranks, alike, lambda self, *values: values[-1])
     once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
     train_tiny(tmp_path, once, ranks=Ranks(0, 2))
@@ -211,17 +215,6 @@ def test_a_missing_deepspeed_is_named(monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
         backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
-
-
-def test_a_run_keeps_the_chunk_of_the_loss_that_it_began_with(tmp_path, monkeypatch):
-    asked, lm = TrainerConfig(accumulate=1), tiny()
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 256
-    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 4096
-    assert settled(replace(asked, loss_chunk=7), lm, tmp_path, Ranks())[0].loss_chunk == 7
-    run = Checkpoint(tmp_path, replace(asked, loss_chunk=512).identity(), data="test")
-    run.save({}, Progress())
-    assert settled(asked, lm, tmp_path, Ranks())[0].loss_chunk == 512
 
 
 @pytest.mark.parametrize(

@@ -9,27 +9,20 @@ import training_cases
 from helpers import EXIT, tiny
 from safetensors.torch import load_file
 from torch import nn
-from training_cases import (
-    ABOUT,
-    Killed,
-    KillsAt,
-    config,
-    recipe,
-    samples,
-    train,
-)
+from training_cases import ABOUT, Killed, KillsAt, config, recipe, samples, stored_samples, train
 
 from kangaroo.cli.training import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import WEIGHTS, load, read_config
+from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend, muon
-from kangaroo.training.checkpoint import CHECKPOINT, METRICS
+from kangaroo.training.batches import Work
+from kangaroo.training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from kangaroo.training.loop import evaluate
 from kangaroo.training.losses import Loss
 from kangaroo.training.recipe import trainees
-from kangaroo.training.work import Work
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
@@ -43,10 +36,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     settings = config(epochs=12, holdout=1, learning_rate=1e-2)
     (folder,) = train(lm, samples(5), settings, tmp_path)
     assert all(torch.equal(p, before[name]) for name, p in lm.hf.named_parameters())
-    losses = [
-        json.loads(line)[f"train/attention-exit{EXIT}/loss"]
-        for line in (tmp_path / METRICS).read_text().splitlines()
-    ]
+    losses = [row[f"train/attention-exit{EXIT}/loss"] for row in read_metrics(tmp_path)]
     assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.2  # most of the rest is the teacher's own
     saved = json.loads((folder / "config.json").read_text())
     assert saved["exit_layer"] == EXIT and saved["training"]["data"] == ABOUT
@@ -134,27 +124,42 @@ def test_two_adapters_of_one_name_are_refused(tmp_path):
         train(tiny(), samples(6), config(), tmp_path, recipes=[recipe(), recipe(loss=Loss.kl)])
 
 
-def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(tmp_path, caplog):
+MEDUSA = MedusaHeadsConfig(heads=2, own_head=False)
+RUNS = {
+    "plain": ({}, {}),
+    "packed": ({"packing": True}, {}),
+    "cached": ({"cache_target_states": True}, {}),
+    "stored": ({"use_stored_logits": True}, {}),
+    "averaged": ({"average": 0.5}, {}),
+    "medusa": ({}, {"architecture": MEDUSA}),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(kind, tmp_path, caplog):
+    settings, parts = RUNS[kind]
+    data = stored_samples(tiny(), count=16) if kind == "stored" else samples(12)
+
     def run(name, tracker):
-        return train(tiny(), samples(12), config(), tmp_path / name, tracker)
+        recipes = [recipe(**parts)]
+        return train(tiny(), data, config(**settings), tmp_path / name, tracker, recipes=recipes)
+
+    def metrics(name):
+        own = ("tokens_per_second", "peak_memory_gib")  # of the process, not of the run
+        rows = read_metrics(tmp_path / name)
+        return [{k: v for k, v in row.items() if k not in own} for row in rows]
 
     (whole,) = run("whole", NoTracker())
-    for step in (1, 5, 8):
+    total = len(metrics("whole"))
+    for step in (1, total // 2, total - 2):
         with pytest.raises(Killed):
             run("stopped", KillsAt(step))
     with (tmp_path / "stopped" / METRICS).open("a") as file:
-        file.write('{"step": 9, "torn')
+        file.write(f'{{"step": {total - 1}, "torn')
     caplog.set_level("INFO")
     (stopped,) = run("stopped", NoTracker())
-    assert "going on after step 6 of 10" in caplog.text
-    one, other = load_file(whole / WEIGHTS), load_file(stopped / WEIGHTS)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-    def metrics(name):
-        rows = [json.loads(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
-        own = ("tokens_per_second", "peak_memory_gib")  # of the process, not of the run
-        return [{k: v for k, v in row.items() if k not in own} for row in rows]
-
+    assert f"going on after step {(total - 3) // 2 * 2} of {total}" in caplog.text
+    assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
     assert metrics("whole") == metrics("stopped")
 
 
@@ -169,6 +174,18 @@ def test_a_folder_of_other_settings_or_data_is_refused_by_name(tmp_path):
 def test_how_often_a_run_evaluates_and_saves_may_change_on_resuming(tmp_path):
     train(tiny(), samples(6), config(), tmp_path)
     train(tiny(), samples(6), config(evaluate_every=1, save_every=1), tmp_path)
+
+
+def test_a_run_goes_on_whose_checkpoint_has_the_former_names_of_options(tmp_path):
+    settings = config(cache_target_states=True)
+    (folder,) = train(tiny(), samples(6), settings, tmp_path)
+    checkpoint = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    identity = checkpoint["identity"]
+    identity["remember"] = identity.pop("cache_target_states")
+    torch.save(checkpoint, tmp_path / CHECKPOINT)
+    assert train(tiny(), samples(6), settings, tmp_path) == [folder]
+    with pytest.raises(ConfigError, match="cache_target_states=True there, False now"):
+        train(tiny(), samples(6), config(), tmp_path)
 
 
 def test_a_truncated_checkpoint_is_named(tmp_path):
@@ -218,17 +235,17 @@ def test_only_the_first_samples_with_so_many_tokens_are_learnt(tmp_path):
     written = [sum(one["loss_mask"][1:]) for one in data]
     whole = Work.of(data, config())
     some = Work.of(data, config(tokens=sum(written[:3])))
-    assert some.kept == data[:3] and some.positions == written[:3]
+    assert some.training == data[:3] and some.positions == written[:3]
     assert some.held_out == whole.held_out == data[-2:]
-    assert Work.of(data, config(tokens=sum(written[:3]) + 1)).kept == data[:4]
-    assert Work.of(data, config(tokens=sum(written[:10]))).kept == whole.kept
+    assert Work.of(data, config(tokens=sum(written[:3]) + 1)).training == data[:4]
+    assert Work.of(data, config(tokens=sum(written[:10]))).training == whole.training
     most = sum(written[:10])
     with pytest.raises(ConfigError, match=rf"trainer\.tokens={most + 1} is more than the {most}"):
         Work.of(data, config(tokens=most + 1))
     assert config().identity() == config(tokens=None).identity() != config(tokens=9).identity()
 
 
-def test_averaged_weights_are_measured_saved_and_resumed(tmp_path, monkeypatch):
+def test_averaged_weights_are_measured_and_saved(tmp_path, monkeypatch):
     seen = []
     update = backend.TorchBackend._update
 
@@ -255,10 +272,6 @@ def test_averaged_weights_are_measured_saved_and_resumed(tmp_path, monkeypatch):
     told = evaluate(lm, [made], held_out, config(), Ranks())[0]
     kept = read_config(str(folder)).training["progress"]["held_out"]
     assert kept["loss"] == pytest.approx(told["held_out/attention-exit2/loss"], rel=1e-5)
-    with pytest.raises(Killed):
-        train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped", KillsAt(3))
-    (stopped,) = train(tiny(), samples(12), config(average=0.5), tmp_path / "stopped")
-    assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
 
 
 def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):

@@ -9,10 +9,7 @@ import training_cases
 from helpers import adapter_for, admit_text, random_prompts, tiny
 from torch.overrides import TorchFunctionMode
 from training_cases import (
-    ABOUT,
     VARIANTS,
-    Killed,
-    KillsAt,
     config,
     recipe,
     sample,
@@ -29,10 +26,9 @@ from kangaroo.models import attention
 from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, rows_of
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import schedule
-from kangaroo.training.micro_batch import grade, look
+from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import DataError
-from kangaroo.utils.tracking import NoTracker
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
@@ -46,20 +42,25 @@ def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
     assert schedule(settings, 0, 1) == 1.0  # a run shorter than its warm-up
 
 
-def test_an_epoch_holds_every_sample_once_in_batches_that_fit():
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_epoch_holds_every_sample_once_in_batches_that_fit(packing):
     lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
-    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0)
+    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=packing)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
-    assert batches == plan(lengths, 64, seed=0, epoch=0)
-    assert batches != plan(lengths, 64, seed=0, epoch=1)
-    assert batches != plan(lengths, 64, seed=1, epoch=0)
+        held = [lengths[i] for i in batch]
+        rows = rows_of(held) if packing else [[i] for i in range(len(batch))]
+        assert len(batch) == 1 or len(rows) * max(held) <= 64
+        assert all(sum(held[i] for i in row) <= max(held) for row in rows)
+    assert batches == plan(lengths, 64, seed=0, epoch=0, packing=packing)
+    assert batches != plan(lengths, 64, seed=0, epoch=1, packing=packing)
+    assert batches != plan(lengths, 64, seed=1, epoch=0, packing=packing)
+    assert len(batches) <= len(plan(lengths, 64, seed=0, epoch=0))
 
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
-    """So it meets the process that has it: `Ranks.deal` goes by places."""
+    """So it meets the process that has it: `Ranks.scatter` goes by places."""
     lengths = list(range(10, 60))
     first = plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
     place = {tuple(batch): i % step for i, batch in enumerate(first)}
@@ -70,19 +71,6 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
         at = [(epoch * len(first) + i) % step for i in range(len(later))]
         moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
         assert moved < step
-
-
-def test_packed_micro_batches_fit_and_hold_every_sample_once():
-    lengths = [3, 50, 7, 7, 20, 9, 31, 64, 80]
-    batches = plan(lengths, batch_tokens=64, seed=0, epoch=0, packing=True)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        rows = rows_of([lengths[i] for i in batch])
-        width = max(lengths[i] for i in batch)
-        assert len(batch) == 1 or len(rows) * width <= 64
-        assert all(sum(lengths[batch[i]] for i in row) <= width for row in rows)
-    assert batches != plan(lengths, 64, seed=0, epoch=1, packing=True)
-    assert len(batches) <= len(plan(lengths, 64, seed=0, epoch=0))
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -180,19 +168,6 @@ def test_a_float32_adapter_trains_on_packed_rows_of_a_bfloat16_target():
         assert all(gradient.dtype == torch.float32 for gradient in gradients)
 
 
-@pytest.mark.parametrize("changes", [{"packing": True}, {"remember": True}], ids=str)
-def test_a_run_of_other_micro_batches_trains_and_resumes(tmp_path, changes):
-    def run(name, tracker):
-        settings = config(batch_tokens=128, **changes)
-        return train(tiny(), samples(12), settings, tmp_path / name, tracker, ABOUT)
-
-    (whole,) = run("whole", NoTracker())
-    with pytest.raises(Killed):
-        run("stopped", KillsAt(3))
-    (stopped,) = run("stopped", NoTracker())
-    assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
-
-
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
@@ -220,7 +195,8 @@ def test_training_sees_what_decoding_sees(architecture):
     trained = []
     handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
     tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    grade(lm, look(lm, tokens, [trainee], 7), [trainee], loss_chunk=7, steps=1)
+    outputs = forward_target(lm, tokens, [trainee], 7)
+    grade(lm, outputs, [trainee], loss_chunk=7, steps=1)
     handle.remove()
     learnt_TV = lm.head(trained[0][1]).softmax(-1)
     drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
@@ -253,7 +229,7 @@ def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothin
     lm.layers[0].register_forward_hook(lambda *_: runs.append(1))
     (plain,) = train(lm, data, settings, tmp_path / "plain")
     looked = len(runs)
-    settings.remember = True
+    settings.cache_target_states = True
     (kept,) = train(lm, data, settings, tmp_path / "kept")
     assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
     assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()

@@ -8,44 +8,37 @@ import math
 import numpy as np
 import pytest
 import torch
+import training_cases
 from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, recipe_of, tiny
-from training_cases import ABOUT, Killed, KillsAt, config, recipe, sample, train
+from training_cases import ABOUT, config, recipe, stored_samples, train
 
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head, medusa_heads
-from kangaroo.heads.adapter_files import WEIGHTS, read_config
+from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.training import curves
-from kangaroo.training.batches import collate, wanted_of
-from kangaroo.training.distill import MEASURES, Student, Teacher, distill
-from kangaroo.training.kept import KeptTeacher
+from kangaroo.training.batches import Work, collate, wanted_of
+from kangaroo.training.distill import (
+    MEASURES,
+    StoredDistributions,
+    Student,
+    WholeDistributions,
+    distill,
+)
 from kangaroo.training.loop import evaluate
 from kangaroo.training.losses import Loss, divergence
-from kangaroo.training.micro_batch import look, teach
-from kangaroo.training.outcomes import Outcomes, back, back_natively, found, found_natively
+from kangaroo.training.micro_batch import forward_target, train_step
+from kangaroo.training.outcomes import (
+    Outcomes,
+    backward_by_tensors,
+    backward_natively,
+    forward_by_tensors,
+    forward_natively,
+)
 from kangaroo.training.recipe import trainees
-from kangaroo.training.work import Work
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import NoTracker
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr(curves, "write", lambda folder: None)
-
-
-def with_records(lm, one, count):
-    """A sample with what the target would have kept."""
-    at = [i - 1 for i, wanted in enumerate(one["loss_mask"]) if wanted]
-    logits_1MV = forward_logits(lm, one["input_ids"])[None]
-    (records,) = teacher.likeliest(logits_1MV, torch.tensor([at]), count)
-    return one | {"teacher": records}
-
-
-def data(lm, count=VOCABULARY, samples=12):
-    prompts = random_prompts(*range(20, 20 + samples))
-    return [with_records(lm, sample(ids, 5), count) for ids in prompts]
+nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
 
 def distilled(lm, told, loss, size, own_head=False):
@@ -59,19 +52,19 @@ def distilled(lm, told, loss, size, own_head=False):
     head, targets = DraftHead(lm, adapter.head, vocabulary_K), DraftHead(lm, None, vocabulary_K)
     student = Student(student_MD, torch.arange(11) % 3 > 0, head, loss, weight=0.5)
     taught = told(states_MD, targets)
-    (graded,) = distill(taught, targets, [student], chunk_size=4, backward=True)
-    results = dict(zip(MEASURES, graded.sums_F.tolist(), strict=True))
-    return [gradient for _, gradient in graded.gradients], results
+    distill(taught, targets, [student], chunk_size=4, backward=True)
+    results = dict(zip(MEASURES, student.sums_F.tolist(), strict=True))
+    return [gradient for _, gradient in student.gradients], results
 
 
 def whole(lm):
-    return lambda states_MD, targets: Teacher.of(lm, states_MD, 4)
+    return lambda states_MD, targets: WholeDistributions(lm, states_MD, 4)
 
 
 def truncated(lm, count):
     def told(states_MD, targets):
         top = lm.head(states_MD).detach().softmax(-1).topk(count)
-        return KeptTeacher.of(states_MD, top.indices, top.values, targets)
+        return StoredDistributions(states_MD, top.indices, top.values, targets)
 
     return told
 
@@ -132,13 +125,13 @@ def test_native_code_finds_the_same_outcomes_and_gradients(dtype, size):
     inside_CJ[0] = False
     logits_CK[1, index_CJ[1, 0]] = 40  # sure of a token among the outcomes, and here of another one
     logits_CK[2, next(k for k in range(size) if k not in index_CJ[2])] = 40
-    known = found(logits_CK, index_CJ, inside_CJ)
-    known_natively = found_natively(logits_CK, index_CJ, inside_CJ)
-    for ours, theirs in zip(known_natively, known, strict=True):
+    by_tensors = forward_by_tensors(logits_CK, index_CJ, inside_CJ)
+    natively = forward_natively(logits_CK, index_CJ, inside_CJ)
+    for ours, theirs in zip(natively, by_tensors, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # sums in another order
     g_CO = torch.randn(9, 33)
-    tensors = logits_CK, index_CJ, inside_CJ, *known[:3]
-    ours, theirs = back_natively(g_CO, *tensors), back(g_CO, *tensors)
+    tensors = logits_CK, index_CJ, inside_CJ, *by_tensors[:3]
+    ours, theirs = backward_natively(g_CO, *tensors), backward_by_tensors(g_CO, *tensors)
     assert ours.dtype == theirs.dtype == dtype
     torch.testing.assert_close(
         ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5
@@ -150,11 +143,11 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss):
     lm = tiny()
     head = DraftHead(lm)
     tokens, chances = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[0.7, 0.2], [1.0, 0.01]])
-    teacher_ = KeptTeacher.of(torch.empty(2, 0), tokens, chances, head)
+    teacher_ = StoredDistributions(torch.empty(2, 0), tokens, chances, head)
     for sure in (1, 2, 9):
         logits = torch.full((2, VOCABULARY), -300.0).index_fill_(1, torch.tensor([sure]), 300.0)
         logits.requires_grad_()
-        log_q, _ = teacher_.part(slice(0, 2), head).compare(logits)
+        log_q, _ = teacher_.compare(slice(0, 2), logits)
         loss_M = divergence(loss, teacher_.p_MO, log_q)
         loss_M.sum().backward()
         assert torch.isfinite(loss_M).all() and torch.isfinite(logits.grad).all()
@@ -163,33 +156,33 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss):
 
 def test_what_is_not_known_is_not_learnt():
     lm = tiny()
-    one = data(lm, count=4, samples=1)[0]
+    one = stored_samples(lm, count=4, samples=1)[0]
     one["teacher"][3:6] = 0
-    assert wanted_of(one, 100).sum() == 15 and wanted_of(one, 100, kept=True).sum() == 12
-    tokens = collate([one], 100, lm.device, kept=True)
+    assert wanted_of(one, 100).sum() == 15 and wanted_of(one, 100, stored=True).sum() == 12
+    tokens = collate([one], 100, lm.device, stored=True)
     places = tokens.wanted_BT[0].nonzero()[:, 0].tolist()
     assert places == [*range(4, 7), *range(10, 19)]
-    tokens_MJ, chances_MJ = tokens.kept
+    tokens_MJ, chances_MJ = tokens.stored
     p_MV = forward_logits(lm, one["input_ids"])[places].softmax(-1)
     torch.testing.assert_close(chances_MJ, p_MV.topk(4).values, rtol=1e-3, atol=1e-7)
     assert torch.equal(tokens_MJ[:, 0], p_MV.argmax(-1))
-    work = Work.of([one, one, one], config(kept=True, max_length=15))
+    work = Work.of([one, one, one], config(use_stored_logits=True, max_length=15))
     assert work.positions == [10 - 3]
 
 
 def test_a_first_token_of_the_assistant_is_not_learnt():
     lm = tiny()
     begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
-    records = data(lm, count=3, samples=1)[0]["teacher"][:4]
-    tokens = collate([begun | {"teacher": records}], 100, lm.device, kept=True)
+    records = stored_samples(lm, count=3, samples=1)[0]["teacher"][:4]
+    tokens = collate([begun | {"teacher": records}], 100, lm.device, stored=True)
     assert tokens.wanted_BT[0].tolist() == [True, False, False, True, True, False]
-    assert torch.equal(tokens.kept[0], teacher.tensors(records[1:])[0])
+    assert torch.equal(tokens.stored[0], topk_logits.tensors(records[1:])[0])
 
 
 READING_DEEP = [
     recipe_of("mine", fused=True, exit_layers=[EXIT]),
-    recipe_of("mine", architecture=eagle_head.Architecture()),
-    recipe_of("mine", architecture=medusa_heads.Architecture(heads=2)),
+    recipe_of("mine", architecture=eagle_head.EagleHeadConfig()),
+    recipe_of("mine", architecture=medusa_heads.MedusaHeadsConfig(heads=2)),
 ]
 
 
@@ -201,7 +194,7 @@ READING_DEEP = [
 )
 def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, left, packing):
     lm = tiny()
-    samples, ran = data(lm, samples=5), []
+    samples, ran = stored_samples(lm, samples=5), []
     for index, layer in enumerate(lm.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     lm.head.register_forward_hook(lambda *_: ran.append("head"))
@@ -211,7 +204,7 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, l
         made = trainees(lm, recipes, torch.arange(0, VOCABULARY, 2), seed=3)
         tokens = collate(samples, 100, lm.device, packing, kept)
         ran.clear()
-        teach(lm, look(lm, tokens, made, 7), made, 7, weight=0.01)
+        train_step(lm, forward_target(lm, tokens, made, 7), made, 7, weight=0.01)
         gradients.append([p.grad for t in made for p in t.adapter.parameters()])
     assert ran == [*range(EXIT if left is None else lm.n_layers - left)]
     for exact, kept in zip(*gradients, strict=True):
@@ -222,10 +215,11 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, l
 def test_held_out_results_from_kept_distributions_are_those_of_the_whole_target():
     lm = tiny()
     for count in (6, VOCABULARY):
-        samples = data(lm, count, samples=6)
+        samples = stored_samples(lm, count, samples=6)
         made = trainees(lm, [recipe()], None)
         found = [
-            evaluate(lm, made, samples, config(kept=kept), Ranks())[0] for kept in (False, True)
+            evaluate(lm, made, samples, config(use_stored_logits=kept), Ranks())[0]
+            for kept in (False, True)
         ]
         exact, kept = ({k.split("/")[-1]: v for k, v in results.items()} for results in found)
         for name in ("agreement", "ctar1", "ctar3", "compression_rate"):
@@ -237,44 +231,45 @@ def test_held_out_results_from_kept_distributions_are_those_of_the_whole_target(
             assert kept["loss"] == pytest.approx(exact["loss"], rel=2e-3)
 
 
-def test_a_run_learns_from_what_was_kept_and_resumes(tmp_path):
+def uses_stored(folder):
+    return read_config(str(folder)).training["trainer"]["use_stored_logits"]
+
+
+def test_a_run_learns_from_what_was_kept_unless_told_otherwise(tmp_path):
     lm = tiny()
-    samples = data(lm, count=16)
+    samples = stored_samples(lm, count=16)
 
-    def run(name, tracker, **changes):
-        return train(tiny(), samples, config(**changes), tmp_path / name, tracker, ABOUT)[0]
+    def run(name, **changes):
+        return train(tiny(), samples, config(**changes), tmp_path / name)[0]
 
-    folder = run("whole", NoTracker())
-    assert read_config(str(folder)).training["trainer"]["kept"] is True
-    with pytest.raises(Killed):
-        run("stopped", KillsAt(3))
-    stopped = run("stopped", NoTracker())
-    assert (folder / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
-    with pytest.raises(ConfigError, match="kept=True there, None now"):
-        run("stopped", NoTracker(), kept=False)
-    assert (
-        read_config(str(run("not", NoTracker(), kept=False))).training["trainer"]["kept"] is False
-    )
+    assert uses_stored(run("stored"))
+    with pytest.raises(ConfigError, match="use_stored_logits=True there, None now"):
+        run("stored", use_stored_logits=False)
+    assert not uses_stored(run("computed", use_stored_logits=False))
 
 
 @pytest.mark.parametrize("deep", READING_DEEP, ids=["fused", "eagle", "medusa"])
 def test_adapters_that_read_the_final_state_are_trained_from_what_was_kept(deep, tmp_path):
-    samples = data(tiny(), count=4, samples=4)
+    samples = stored_samples(tiny(), count=4, samples=4)
     folders = train(tiny(), samples, config(epochs=2), tmp_path, recipes=[recipe(), deep])
     for folder in folders:
         told = read_config(str(folder)).training
-        assert told["trainer"]["kept"] is True and told["progress"]["held_out"]["loss"] > 0
+        assert uses_stored(folder) and told["progress"]["held_out"]["loss"] > 0
 
 
 def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):
     lm = tiny()
-    samples = data(lm, count=4, samples=4)
+    samples = stored_samples(lm, count=4, samples=4)
     without = [{k: v for k, v in one.items() if k != "teacher"} for one in samples]
-    with pytest.raises(ConfigError, match=r"trainer\.kept=true: .* data\.teacher=32"):
-        train(lm, without, config(kept=True), tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.use_stored_logits=true: .* data\.teacher=32"):
+        train(lm, without, config(use_stored_logits=True), tmp_path)
     other = ABOUT | {"teacher": {"model": "another"}}
     with pytest.raises(ConfigError, match="those of 'another'"):
-        train(lm, samples, config(kept=True), tmp_path, about=other)
+        train(lm, samples, config(use_stored_logits=True), tmp_path, about=other)
     (folder,) = train(lm, samples, config(epochs=1), tmp_path, about=other)
-    assert read_config(str(folder)).training["trainer"]["kept"] is False
-    assert np.array_equal(samples[0]["teacher"], data(lm, count=4, samples=1)[0]["teacher"])
+    assert not uses_stored(folder)
+    again = stored_samples(lm, count=4, samples=1)[0]["teacher"]
+    assert np.array_equal(samples[0]["teacher"], again)  # training leaves its data alone
+    assert np.array_equal(
+        samples[0]["teacher"], stored_samples(lm, count=4, samples=1)[0]["teacher"]
+    )

@@ -40,8 +40,7 @@ from kangaroo.evaluation.tune.replay import Player, Replay
 from kangaroo.evaluation.tune.search import TuneConfig, best_by, split
 from kangaroo.evaluation.tune.trace import TracedQuestion
 from kangaroo.heads import adapter_files
-from kangaroo.heads.medusa_heads import Architecture as Heads
-from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
@@ -109,7 +108,7 @@ def test_an_adapter_is_tried_with_the_vocabularies_that_it_has(tmp_path: Path, l
 
 def test_all_adapters_of_a_model_are_tried_that_kangaroo_can_use(tmp_path, monkeypatch, lm):
     monkeypatch.chdir(tmp_path)
-    heads = MedusaHeads(lm, Heads(heads=2))
+    heads = MedusaHeads(lm, MedusaHeadsConfig(heads=2))
     for name, trained in {
         "": adapter_for(lm),
         "-deep": adapter_for(lm, 3),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.heads.unroll import unroll
 from kangaroo.models.target import LM
@@ -22,10 +22,12 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 
 
 MADE = {
-    "attention": lambda lm: adapter_for(lm, architecture=Architecture(fused=True)),
-    "layer": lambda lm: adapter_for(lm, architecture=Architecture(feed_forward=True, fused=True)),
+    "attention": lambda lm: adapter_for(lm, architecture=AdapterHeadConfig(fused=True)),
+    "layer": lambda lm: adapter_for(
+        lm, architecture=AdapterHeadConfig(feed_forward=True, fused=True)
+    ),
     "two layers": lambda lm: adapter_for(
-        lm, architecture=Architecture(attention_layers=2, fused=True)
+        lm, architecture=AdapterHeadConfig(attention_layers=2, fused=True)
     ),
     "eagle": eagle_for,
 }
@@ -116,7 +118,7 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, monkeypatch, batch_siz
 def test_states_are_computed_only_where_they_are_read(packing, feed_forward):
     """Same states there, same gradients of the weights, and nothing elsewhere."""
     lm = tiny()
-    adapter = adapter_for(lm, architecture=Architecture(feed_forward=feed_forward))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(feed_forward=feed_forward))
     adapter.requires_grad_()
     samples = [
         {"input_ids": ids, "loss_mask": [0] * 4 + [1] * (n - 4), "messages": []}

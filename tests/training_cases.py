@@ -1,12 +1,14 @@
 """Texts, settings and runs for the tests of training."""
 
-from helpers import EXIT, random_prompts, recipe_of
+import torch
+from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
+from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head
 from kangaroo.training import curves, results
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import train as train_all
-from kangaroo.training.micro_batch import look, teach
+from kangaroo.training.loop import Trainer
+from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.tracking import NoTracker
 
@@ -25,6 +27,18 @@ def sample(ids, prompt_length):
 
 def samples(count, length=20):
     return [sample(ids, 5) for ids in random_prompts(*range(length, length + count))]
+
+
+def stored_samples(lm, count=VOCABULARY, samples=12):
+    """Samples with `count` likeliest tokens of what the target would have stored of each."""
+    with_records = []
+    for ids in random_prompts(*range(20, 20 + samples)):
+        plain = sample(ids, 5)
+        at = [i - 1 for i, wanted in enumerate(plain["loss_mask"]) if wanted]
+        logits_1MV = forward_logits(lm, ids)[None]
+        (records,) = topk_logits.likeliest(logits_1MV, torch.tensor([at]), count)
+        with_records.append(plain | {"teacher": records})
+    return with_records
 
 
 def config(**changes):
@@ -47,22 +61,25 @@ def recipe(**changes):
 
 def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
     tracker = tracker or NoTracker()
-    return train_all(lm, data, recipes or [recipe()], settings, folder, tracker, about)
+    return Trainer(lm, data, recipes or [recipe()], settings, folder, about).train(tracker)
 
 
 VARIANTS = [
     {},
     {"fused": True, "draft_steps": 3},
     {"own_head": True},
-    {"architecture": eagle_head.Architecture(), "draft_steps": 2},
+    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
 ]
 
 
 def taught(lm, batches, **changes):
     """The results of each micro-batch, and the gradients that they add up to."""
     made = trainees(lm, [recipe(**changes)], None)
-    grades = [results.sums(teach(lm, look(lm, b, made, 7), made, 7, weight=0.01)) for b in batches]
-    return grades, [parameter.grad for parameter in made[0].adapter.parameters()]
+    sums = []
+    for batch in batches:
+        outputs = forward_target(lm, batch, made, 7)
+        sums.append(results.sums(train_step(lm, outputs, made, 7, weight=0.01)))
+    return sums, [parameter.grad for parameter in made[0].adapter.parameters()]
 
 
 class Killed(Exception):

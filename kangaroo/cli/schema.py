@@ -27,7 +27,7 @@ from kangaroo.evaluation.config import EvaluateConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.search import TuneConfig
-from kangaroo.heads.base import Architecture
+from kangaroo.heads.base import HeadConfig
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
@@ -271,7 +271,7 @@ def register() -> None:
     cs.store(group="data", name="mix_schema", node=MixConfig)
     for name, drafter in classes("kangaroo.drafters", DrafterConfig).items():
         cs.store(group="drafter", name=f"{name}_schema", node=drafter)
-    for name, architecture in classes("kangaroo.heads", Architecture).items():
+    for name, architecture in classes("kangaroo.heads", HeadConfig).items():
         cs.store(group="adapter/architecture", name=name, node=architecture)
     cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
     cs.store(group="logger", name="wandb_schema", node=WandbConfig)

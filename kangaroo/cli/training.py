@@ -15,8 +15,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, options_of
 from kangaroo.models.meta_model import blueprint
 from kangaroo.models.target import LM
-from kangaroo.training import backend, curves, loop
+from kangaroo.training import backend, curves
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
+from kangaroo.training.loop import Trainer, resolve_options
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks
@@ -46,7 +47,7 @@ def train(config: TrainCommand) -> float | None:
         lm = _target_with_data(config, own)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        config.trainer, _ = loop.settled(config.trainer, lm, output, own)
+        config.trainer = resolve_options(config.trainer, lm, output, own)
         text = Text.of(config.data, config.trainer.max_length)
         expected = estimate(lm, recipes, config.trainer, text, own.world)
         log.info("%s", expected.summary(text))
@@ -54,9 +55,9 @@ def train(config: TrainCommand) -> float | None:
         logger = config.logger if own.is_first else NoTrackerConfig()
         known = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
-        run = loop.begin(lm, samples, recipes, config.trainer, output, about, own)
+        trainer = Trainer(lm, samples, recipes, config.trainer, output, about, own)
         with finished(logger.start(plain(config) | known, output)) as tracker:
-            folders = loop.go_on(run, tracker)
+            folders = trainer.train(tracker)
             return _report(folders, config.model, tracker) if own.is_first else None
 
 

@@ -6,26 +6,30 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.data.filters import FilterConfig, answers, cut, cut_by, list_reasons
-from kangaroo.data.making import BYTES_PER_TOKEN, Part, check_room, finish, write_parts
+from kangaroo.data.filters import answers, cut, cut_by, list_reasons
+from kangaroo.data.making import (
+    BYTES_PER_TOKEN,
+    Part,
+    WrittenConfig,
+    check_room,
+    finish,
+    write_parts,
+)
 from kangaroo.data.reading import Source, read, regular
-from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, Writer
-from kangaroo.engine.topk_logits import Likeliest
 from kangaroo.models.prompts import Message, Sample, masked_ids
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError, DataError
-from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
+from kangaroo.utils.ranges import Count
 from kangaroo.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -34,35 +38,24 @@ CHARACTERS = 3  # a token; most texts have more
 
 
 @dataclass
-class ConversationsConfig(Ranged):
-    """Conversations to train on.
+class ConversationsConfig(WrittenConfig):
+    """Conversations to train on; where the target answers them anew, as `WrittenConfig` says.
 
     Args:
-        path: folder of the finished dataset; work in progress lies in `<path>.shards`.
         source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
             reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
         subset, split, revision: of a dataset on the hub or in a folder.
         column: the column that holds the conversation; None finds the usual names.
         limit: read this many conversations, from the first on; None reads all.
-        max_length: tokens of a conversation; it ends before the turn that would exceed them.
         skip_bad: leave out records that cannot be read, such as one with a tool's turn, and count
             them by reason; false refuses the first one.
+        max_length: tokens of a conversation; it ends before the turn that would exceed them.
         keep_system: false leaves out system turns, which some templates refuse.
         regenerate: the target answers every user turn itself, after its own earlier answers, so
             that the adapter learns what the target says; false keeps the text as it is.
-        max_answer_tokens: limit of a regenerated answer; one that reaches it ends its conversation.
-        answer_temperatures: the shards use them in turn; 0 is greedy.
-        teacher: of the distribution behind every token of a regenerated answer, keep this many of
-            the likeliest tokens (64 at most) with their probabilities, so that training need not
-            run the whole target again (`trainer.kept`); 0 keeps nothing.
-        batch_size: rows decoded at the same time.
-        shard_size: conversations in a shard; a killed run loses at most the shard in progress.
-        seed: the data depend on it, the model, these settings and the source alone.
-        filters: what the finished dataset leaves out; the shards do not depend on it.
     """
 
     name: str = "conversations"
-    path: str = "???"
     source: str = "???"
     subset: str | None = None
     split: str = "train"
@@ -73,20 +66,9 @@ class ConversationsConfig(Ranged):
     max_length: Count = 2048
     keep_system: bool = True
     regenerate: bool = True
-    max_answer_tokens: Count = 320
-    answer_temperatures: Filled[NotNegative] = field(default_factory=lambda: [0.0, 0.7])
-    teacher: Likeliest = 0
-    batch_size: Count = 64
-    shard_size: Count = 512
-    seed: Seed = 0
-    filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
         """Write the dataset to `path`, or what is still missing of it.
-
-        With `regenerate`, every shard is a pure function of model, settings, its number and the
-        questions it answers, and is renamed into place when complete. So a killed run can continue,
-        and where the source has changed or grown, only the shards concerned are written again.
 
         Args:
             ranks: the processes that share the shards between them. The first makes the dataset,
@@ -103,40 +85,70 @@ class ConversationsConfig(Ranged):
         source = Source(self.source, self.subset, self.split, self.revision, self.column)
         dropped: Counter[str] = Counter()
         records = read(source, self.limit, dropped if self.skip_bad else None)
-        asked = len(records) + dropped.total()
+        count = len(records) + dropped.total()
         conversations = _usable(records, self, dropped)
         log.info(
             "%d conversations in %s are usable; not usable or cut: %s",
             *(len(conversations), self.source, list_reasons(dropped)),
         )
-        settings: dict[str, Any] = {"model": lm.name} | asdict(self)
-        settings["conversations"] = _hash(conversations)
-        del settings["path"]
-        for option in ("teacher", "skip_bad"):
-            if not settings[option]:
-                del settings[option]  # as in datasets from before there was such an option
+        settings = self.settings(lm) | {"conversations": _hash(conversations)}
         path, ranks = Path(self.path), ranks or Ranks()
-        if ranks.share(store.is_of(path, settings)):
+        if ranks.broadcast(store.is_of(path, settings)):
             return
+        speed = None
         if self.regenerate:
-            raw, speed = _regenerated(lm, tokenizer, self, conversations, ranks)
+            parts = self._parts(conversations)
+            of_shards = self.settings(lm, leave_out=NOT_IN_SHARDS)
+            raw, speed = write_parts(lm, tokenizer, self, parts, self.max_length, of_shards, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
-            raw, speed = _as_they_are(tokenizer, self, conversations, dropped), None
+            raw = _as_they_are(tokenizer, self, conversations, dropped)
         if ranks.is_first:
-            finish(path, settings, raw, asked, dropped, self.filters, speed, lm.name)
+            finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
+
+    def _parts(self, conversations: Sequence[list[Message]]) -> list[Part]:
+        parts = []
+        for first in range(0, len(conversations), self.shard_size):
+            some = conversations[first : first + self.shard_size]
+            number = first // self.shard_size
+            questions = sum(map(_questions, some))
+            written = questions * self.max_answer_tokens
+            tokens = _characters(some) // CHARACTERS + written
+            write = partial(self._write, number, some)
+            parts.append(Part(f"{number:05d}-{_hash(some)}", questions, tokens, written, write))
+        return parts
+
+    def _write(
+        self,
+        number: int,
+        conversations: Sequence[list[Message]],
+        writer: Writer,
+        done: Callable[[], object],
+    ) -> list[Dialogue]:
+        """One shard's conversations."""
+        dialogues, temperature = self.begin_shard(number, len(conversations))
+        waiting = {d.seed: iter(turns) for d, turns in zip(dialogues, conversations, strict=True)}
+
+        def proceed(dialogue: Dialogue) -> None:
+            """Add the next user turn, with a system turn before it; without one, close."""
+            for turn in waiting[dialogue.seed]:
+                dialogue.messages.append(turn)
+                if turn["role"] == "user":
+                    return
+            dialogue.open = False
+
+        for dialogue in dialogues:
+            proceed(dialogue)
+        # a further question takes room for the longest conversation
+        more = proceed if any(_questions(turns) > 1 for turns in conversations) else None
+        writer.answer(dialogues, self.max_answer_tokens, temperature, done, more)
+        return dialogues
 
 
-# Settings that change no shard; a shard's name says which conversations it answers.
-_OF_SOURCE = {f.name for f in fields(Source)}
-_NOT_IN_SHARDS = _OF_SOURCE | {
-    "source",
-    "limit",
-    "skip_bad",
-    "keep_system",
-    "regenerate",
-    "filters",
-}
+# settings that change no shard; a shard's name says which conversations it answers
+NOT_IN_SHARDS = """
+    source subset split revision column limit skip_bad keep_system regenerate filters
+""".split()
 
 
 def _usable(
@@ -193,8 +205,7 @@ def _as_they_are(
     """
     folder = Path(config.path).parent
     folder.mkdir(parents=True, exist_ok=True)
-    characters = sum(len(turn["content"]) for turns in conversations for turn in turns)
-    check_room(folder, characters // CHARACTERS * BYTES_PER_TOKEN)
+    check_room(folder, _characters(conversations) // CHARACTERS * BYTES_PER_TOKEN)
     samples = []
     for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
         ids, mask = masked_ids(tokenizer, messages)
@@ -209,63 +220,12 @@ def _as_they_are(
     return samples
 
 
-def _regenerated(
-    lm: LM,
-    tokenizer: PreTrainedTokenizerBase,
-    config: ConversationsConfig,
-    conversations: Sequence[list[Message]],
-    ranks: Ranks,
-) -> tuple[list[Sample], dict[str, float] | None]:
-    settings = {"model": lm.name} | asdict(config)
-    fixed = {k: v for k, v in settings.items() if k not in _NOT_IN_SHARDS}
-    if not config.teacher:
-        del fixed["teacher"]
-    shards = Shards(Path(config.path + ".shards"), fixed)
-    parts = []
-    for first in range(0, len(conversations), config.shard_size):
-        asked = conversations[first : first + config.shard_size]
-        number = first // config.shard_size
-        questions = sum(turn["role"] == "user" for turns in asked for turn in turns)
-        characters = sum(len(turn["content"]) for turns in asked for turn in turns)
-        written = questions * config.max_answer_tokens
-        tokens = characters // CHARACTERS + written
-        write = partial(_answer, config, number, asked)
-        parts.append(Part(f"{number:05d}-{_hash(asked)}", questions, tokens, written, write))
-    limits = config.batch_size, config.max_length, config.teacher
-    return write_parts(lm, tokenizer, shards, parts, *limits, ranks)
+def _questions(messages: Sequence[Message]) -> int:
+    return sum(turn["role"] == "user" for turn in messages)
 
 
-def _answer(
-    config: ConversationsConfig,
-    number: int,
-    asked: Sequence[list[Message]],
-    writer: Writer,
-    done: Callable[[], object],
-) -> list[Dialogue]:
-    """One shard's conversations."""
-    first = config.seed * 1_000_003 + number * config.shard_size
-    dialogues = [Dialogue(first + index) for index in range(len(asked))]
-    temperature = config.answer_temperatures[number % len(config.answer_temperatures)]
-    waiting = {d.seed: iter(turns) for d, turns in zip(dialogues, asked, strict=True)}
-
-    def proceed(dialogue: Dialogue) -> None:
-        _put_question(dialogue, waiting[dialogue.seed])
-
-    for dialogue in dialogues:
-        proceed(dialogue)
-    one_each = all(sum(turn["role"] == "user" for turn in turns) == 1 for turns in asked)
-    more = None if one_each else proceed  # which takes room for the longest conversation
-    writer.answer(dialogues, config.max_answer_tokens, temperature, done, more)
-    return dialogues
-
-
-def _put_question(dialogue: Dialogue, turns: Iterator[Message]) -> None:
-    """Add the next user turn, with a system turn before it; without one, close the dialogue."""
-    for turn in turns:
-        dialogue.messages.append(turn)
-        if turn["role"] == "user":
-            return
-    dialogue.open = False
+def _characters(conversations: Sequence[list[Message]]) -> int:
+    return sum(len(turn["content"]) for turns in conversations for turn in turns)
 
 
 def _hash(conversations: Sequence[list[Message]]) -> str:

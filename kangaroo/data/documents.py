@@ -25,15 +25,15 @@ def documents(
     """
     if dataset is None and not texts:
         raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
-    found: list[list[int]] = []
+    collected: list[list[int]] = []
     origin: dict[str, Any] = {"dataset": None, "texts": list(texts)}
     if dataset is not None:
         samples, origin["dataset"] = store.load(Path(dataset))
-        found += [sample["input_ids"] for sample in samples]
+        collected += [sample["input_ids"] for sample in samples]
     for path in texts:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"text '{path}' cannot be read ({error}); pass UTF-8 files.") from error
-        found.append(tokenizer.encode(text, add_special_tokens=False))
-    return found, origin
+        collected.append(tokenizer.encode(text, add_special_tokens=False))
+    return collected, origin

@@ -74,18 +74,18 @@ def list_reasons(dropped: Counter[str]) -> str:
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
     """How many answers, from the first on, are usable, and what is wrong with the next one."""
-    asked = [m["content"] for m in sample["messages"] if m["role"] == "user"]
-    said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+    questions = [m["content"] for m in sample["messages"] if m["role"] == "user"]
+    texts = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
     for turn, (start, stop) in enumerate(answers(sample["loss_mask"])):
-        if repetition(asked[turn].split()) > config.max_repetition:
+        if repetition(questions[turn].split()) > config.max_repetition:
             return turn, "repetitive question"
-        if not said[turn].strip():
+        if not texts[turn].strip():
             return turn, "empty answer"
         if stop - start < config.min_answer_tokens:
             return turn, "short answer"
         if repetition(sample["input_ids"][start:stop]) > config.max_repetition:
             return turn, "repetitive answer"
-    return len(said), ""
+    return len(texts), ""
 
 
 def answers(mask: Sequence[int]) -> list[tuple[int, int]]:

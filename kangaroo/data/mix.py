@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import LM
 from kangaroo.utils.ranges import Ranged, Seed
@@ -82,5 +82,5 @@ def _alike(
         return None
     fewest = min(about["likeliest"] for about in kept if about)
     for sample in samples:
-        sample["teacher"] = teacher.first(sample["teacher"], fewest)
+        sample["teacher"] = topk_logits.first(sample["teacher"], fewest)
     return models.pop()

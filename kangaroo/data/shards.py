@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kangaroo.data import beside
+from kangaroo.data import logit_store
 from kangaroo.models.prompts import Sample
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.provenance import changes
@@ -54,10 +54,10 @@ class Shards:
         """
         written, part = list(samples), self.path(name).with_suffix(".part")
         if self.keeps:
-            beside.save(self.path(name).with_suffix(".npy"), written)
+            logit_store.save(self.path(name).with_suffix(".npy"), written)
         with part.open("w", encoding="utf-8") as file:
             for sample in written:
-                file.write(json.dumps(beside.without(sample)) + "\n")
+                file.write(json.dumps(logit_store.without(sample)) + "\n")
         os.replace(part, self.path(name))
 
     def read(self, name: str) -> list[Sample]:
@@ -66,7 +66,7 @@ class Shards:
         with path.open(encoding="utf-8") as file:
             samples: list[Sample] = [_json(path, line) for line in file]
         if self.keeps:
-            beside.attach(path.with_suffix(".npy"), samples, path)
+            logit_store.attach(path.with_suffix(".npy"), samples, path)
         return samples
 
 

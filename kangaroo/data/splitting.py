@@ -67,13 +67,13 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
     """
     if held < 1:
         raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
-    found = [(record, user_turns(messages)) for record, messages in named_records(source, left_out)]
-    found = [(record, turns) for record, turns in found if turns]
-    if not found:
+    pairs = ((record, user_turns(messages)) for record, messages in named_records(source, left_out))
+    questions = [(record, turns) for record, turns in pairs if turns]
+    if not questions:
         raise DataError(f"{source.path} holds no questions.")
-    random.Random(seed).shuffle(found)
+    random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
-    for record, turns in found:
+    for record, turns in questions:
         by_task[task_of(record)].append((record, turns))
     for task, some in by_task.items():
         if len(some) <= held:
@@ -81,23 +81,20 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
                 f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
                 f"held out. Pass a --held= below {len(some)}, or a file that has more."
             )
-    asked = {task: [turns for _, turns in some[:held]] for task, some in by_task.items()}
-    passages = {
-        run for some in asked.values() for turns in some for text in turns for run in runs(text)
-    }
+    held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
+    passages = {run for _, turns in held_out for text in turns for run in runs(text)}
     rest = [item for some in by_task.values() for item in some[held:]]
     random.Random(seed).shuffle(rest)
-    kept = [
+    training = [
         record
         for record, turns in rest
         if not any(passages.intersection(runs(text)) for text in turns)
     ]
-    numbered = enumerate((task, turns) for task, some in sorted(asked.items()) for turns in some)
-    questions = [
+    bench = [
         {"question_id": number, "category": task, "turns": list(turns)}
-        for number, (task, turns) in numbered
+        for number, (task, turns) in enumerate(held_out)
     ]
-    return Split(kept, questions, len(rest) - len(kept))
+    return Split(training, bench, len(rest) - len(training))
 
 
 def task_of(record: dict[str, Any]) -> str:

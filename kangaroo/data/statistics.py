@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from kangaroo.data.filters import NGRAM, answers
+from kangaroo.engine import topk_logits
 from kangaroo.models.prompts import Sample
+
+log = logging.getLogger(__name__)
 
 
 def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -37,6 +41,29 @@ def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
         "answer_tokens": _distribution(lengths),
         "distinct_tokens": len(distinct),
         "distinct_4grams": round(len(grams) / max(grams.total(), 1), 4),
+    }
+
+
+def stored_logits(samples: Sequence[Sample], model: str | None) -> dict[str, Any] | None:
+    """What is kept of a model's distributions, as JSON values; None if nothing is."""
+    kept = [sample["teacher"] for sample in samples if "teacher" in sample]
+    if not kept:
+        return None
+    there = sum(int(topk_logits.known(records).sum()) for records in kept)
+    tokens, record = sum(map(len, kept)), kept[0].dtype
+    likeliest = topk_logits.likeliest_kept(kept[0])
+    mass = sum(float(records["chances"].sum(dtype=np.float64)) for records in kept) / max(there, 1)
+    log.info(
+        "of %d of %d answer tokens the %d likeliest are kept, with %.2f%% of the probability: %d "
+        "bytes a token",
+        *(there, tokens, likeliest, 100 * mass, record.itemsize),
+    )
+    return {
+        "model": model,
+        "likeliest": likeliest,
+        "known": round(there / tokens, 6),
+        "mass": round(mass, 6),
+        "bytes_per_token": record.itemsize,
     }
 
 

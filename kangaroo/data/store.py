@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kangaroo.data import beside
+from kangaroo.data import logit_store
 from kangaroo.models.prompts import Sample
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.provenance import provenance
@@ -28,8 +28,8 @@ def save(
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     from datasets import Dataset  # here, since it takes seconds to import
 
-    Dataset.from_list([dict(beside.without(sample)) for sample in samples]).save_to_disk(path)
-    beside.save(path / beside.NAME, samples)
+    Dataset.from_list([dict(logit_store.without(sample)) for sample in samples]).save_to_disk(path)
+    logit_store.save(path / logit_store.NAME, samples)
     recorded = {
         "settings": settings,
         "fingerprint": fingerprint(samples),
@@ -76,7 +76,7 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
     if recorded.get("teacher"):
-        beside.attach(path / beside.NAME, samples, path)
+        logit_store.attach(path / logit_store.NAME, samples, path)
     if fingerprint(samples) != recorded["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
     return samples, recorded

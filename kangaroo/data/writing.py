@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
@@ -48,10 +48,10 @@ class Dialogue:
         """The conversation up to its last answer, of which there must be one."""
         unanswered = self.messages[-1]["role"] == "user"
         messages = self.messages[: len(self.messages) - unanswered]
-        made = Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
+        sample = Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
         if self.teacher is not None:
-            made["teacher"] = self.teacher
-        return made
+            sample["teacher"] = self.teacher
+        return sample
 
     def append(self, prompt: Sequence[int], mask: Sequence[int], said: Generation) -> None:
         """Take the tokens of a further answer, and those before it as they are now."""
@@ -66,28 +66,16 @@ class Dialogue:
         They are tokenised from their text there. After the first token that is not the one that
         was written, the distributions are others too, and not known.
         """
-        carried = teacher.unknown(sum(mask), like)
+        carried = topk_logits.unknown(sum(mask), like)
         if self.teacher is None:
             return carried
         pairs = enumerate(zip(self.input_ids, prompt, strict=False))
-        known = next((i for i, (was, now) in pairs if was != now), len(self.input_ids)) + 1
-        then, now = (np.array(m[:known], dtype=bool) for m in (self.loss_mask, mask))
+        stop = next((i for i, (was, now) in pairs if was != now), len(self.input_ids)) + 1
+        then, now = (np.array(m[:stop], dtype=bool) for m in (self.loss_mask, mask))
         both = then[: len(now)] & now[: len(then)]
         was, becomes = (np.cumsum(m[: len(both)])[both] - 1 for m in (then, now))
         carried[becomes] = self.teacher[was]
         return carried
-
-
-@dataclass
-class Prompt:
-    """What asks for an answer.
-
-    Args:
-        mask: which of its tokens are of earlier answers.
-    """
-
-    request: Request
-    mask: list[int]
 
 
 @dataclass
@@ -174,12 +162,11 @@ class Writer:
                 openings.append(opening)
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        for dialogue, opening, request, asked in zip(
-            going, openings, requests, generations, strict=True
-        ):
-            text = plain_text(self.tokenizer, asked.tokens)
+        written = zip(going, openings, requests, generations, strict=True)
+        for dialogue, opening, request, question in written:
+            text = plain_text(self.tokenizer, question.tokens)
             text = (opening + text.removesuffix(request.stop[0])).strip()
-            dialogue.open = bool(text) and (asked.finish != "length" or keep_unfinished)
+            dialogue.open = bool(text) and (question.finish != "length" or keep_unfinished)
             if dialogue.open:
                 dialogue.messages.append(Message(role="user", content=text))
 
@@ -201,18 +188,15 @@ class Writer:
             proceed: called after an answer that leaves its dialogue open; where it adds a user
                 turn, that is answered at once, and what went before is not read again.
         """
-        prompts: list[Prompt] = []
-        going: list[Dialogue] = []
-        for dialogue in dialogues:
-            if (prompt := self._prompt(dialogue, max_tokens)) is not None:
-                going.append(dialogue)
-                prompts.append(prompt)
+        pairs = [(dialogue, self._prompt(dialogue, max_tokens)) for dialogue in dialogues]
+        going = [dialogue for dialogue, prompt in pairs if prompt]
+        prompts = [prompt for _, prompt in pairs if prompt]
 
         def after(index: int, said: Generation) -> Request | None:
-            dialogue, prompt = going[index], prompts[index]
+            dialogue, (request, mask) = going[index], prompts[index]
             text = plain_text(self.tokenizer, said.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
-            dialogue.append(prompt.request.prompt, prompt.mask, said)
+            dialogue.append(request.prompt, mask, said)
             dialogue.open = said.finish != "length"
             done()
             if dialogue.open and proceed:
@@ -221,18 +205,19 @@ class Writer:
             if following is None:
                 return None
             prompts[index] = following
-            return following.request
+            return following[0]
 
-        requests = [prompt.request for prompt in prompts]
+        requests = [request for request, _ in prompts]
         self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
 
-    def _prompt(self, dialogue: Dialogue, max_tokens: int) -> Prompt | None:
-        """What asks for the next answer; None where there is no open question, or no room."""
+    def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
+        """What asks for the next answer, and which of its tokens are of earlier answers; None where
+        there is no open question, or no room."""
         if not (dialogue.open and dialogue.messages[-1]["role"] == "user"):
             return None
         prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)
         dialogue.open = len(prompt) + max_tokens <= self.longest
-        return Prompt(Request(prompt, max_tokens, dialogue.seed), mask) if dialogue.open else None
+        return (Request(prompt, max_tokens, dialogue.seed), mask) if dialogue.open else None
 
     def time_trials(self) -> None:
         """Measure, in a few seconds, how fast a full batch decodes and a plain forward runs."""
@@ -272,20 +257,16 @@ class Writer:
     ) -> list[Generation]:
         """A generation for each request, in their order; of those that `after` lets follow each
         other, the last. `after` and `longest` are those of `Engine.completions`."""
-        start, asked = time.perf_counter(), list(requests)
+        start, current = time.perf_counter(), list(requests)
 
         def following(index: int, generation: Generation) -> Request | None:
             self.speed.written += len(generation.tokens)
-            self.speed.read += len(asked[index].prompt) - generation.reused
+            self.speed.read += len(current[index].prompt) - generation.reused
             request = after(index, generation)
-            if request is not None:
-                asked[index] = request
+            current[index] = request or current[index]
             return request
 
-        sampling = Sampling(temperature=temperature)
-        texts = self.engine.completions(
-            requests, sampling, self.batch_size, keep, following, longest
-        )
-        finished = dict(texts)
+        limits = Sampling(temperature=temperature), self.batch_size, keep
+        texts = dict(self.engine.completions(requests, *limits, following, longest))
         self.speed.seconds += time.perf_counter() - start
-        return [finished[index] for index in range(len(requests))]
+        return [texts[index] for index in range(len(requests))]

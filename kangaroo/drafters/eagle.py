@@ -10,7 +10,7 @@ from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.eagle_head import Architecture, EagleHead
+from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 
@@ -35,7 +35,7 @@ class EagleConfig(EarlyExitConfig):
     nodes: DraftSize = 32
 
     kind: ClassVar[type[EagleHead]] = EagleHead
-    parts: ClassVar[type[Architecture]] = Architecture
+    parts: ClassVar[type[EagleHeadConfig]] = EagleHeadConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter, adapter_files
 from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.base import Architecture
+from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import LM
@@ -50,7 +50,7 @@ class EarlyExitConfig(TrainedConfig):
     vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
-    parts: ClassVar[type[Architecture]] = adapter.Architecture  # of an untrained one
+    parts: ClassVar[type[HeadConfig]] = adapter.AdapterHeadConfig  # of an untrained one
 
     @classmethod
     def chain(cls, steps: int) -> EarlyExitConfig:
@@ -182,7 +182,7 @@ class EarlyExit:
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
         for f_1TD, before_1TD, block in self.prompts:
-            self.adapter.remember(f_1TD, before_1TD, block, self.cache.at(block))
+            self.adapter.write_kv(f_1TD, before_1TD, block, self.cache.at(block))
         self.prompts.clear()
 
     def observe(
@@ -207,7 +207,7 @@ class EarlyExit:
             if path is not None:
                 at = path.with_tensors(*others).to(new_BPD.device)
                 f_BND = torch.cat([window_BWD, new_BPD], 1)
-                self.adapter.remember(f_BND, self.deep_before(at), at, self.cache.at(at))
+                self.adapter.write_kv(f_BND, self.deep_before(at), at, self.cache.at(at))
             return (slide(window_BWD, new_BPD, count_B.to(new_BPD.device) + 1),)
 
         assert draft.block is not None

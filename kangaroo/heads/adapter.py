@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kangaroo.cpu import native
 from kangaroo.heads import base
 from kangaroo.heads.base import vocabulary_size
-from kangaroo.heads.layer import Attention, Layer
+from kangaroo.heads.layer import Layer
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Architecture(base.Architecture):
+class AdapterHeadConfig(base.HeadConfig):
     """What an adapter is made of; the default is the paper's.
 
     Args:
@@ -87,16 +87,16 @@ class Adapter(Layer):
         vocabulary_K: the tokens it drafts from, ascending; None is all of them.
     """
 
-    architecture: Architecture
+    architecture: AdapterHeadConfig
 
     def __init__(
         self,
         lm: LM,
         exit_layer: int,
-        architecture: Architecture | None = None,
+        architecture: AdapterHeadConfig | None = None,
         vocabulary_K: Tensor | None = None,
     ):
-        parts = architecture or Architecture()
+        parts = architecture or AdapterHeadConfig()
         super().__init__(parts, exit_layer, lm.n_layers - 1 if parts.fused else None)
         if not 0 < exit_layer < lm.n_layers:
             raise AdapterMismatch(
@@ -112,7 +112,7 @@ class Adapter(Layer):
             self.attention = type(layer.self_attn)(lm.config, layer_idx=0)
         for place in range(1, parts.attention_layers):
             attention = type(layer.self_attn)(lm.config, layer_idx=place)
-            self.further.append(Attention(lm.new_norm(), attention))
+            self.further.append(nn.ModuleDict({"norm": lm.new_norm(), "attention": attention}))
         if parts.feed_forward:
             self.middle_norm = lm.new_norm()
             self.feed_forward = type(layer.mlp)(lm.config)
@@ -143,35 +143,34 @@ class Adapter(Layer):
     def _copy_layers(self, lm: LM) -> None:
         """The layer above the exit, and attention of those above that, as far as there are any."""
         self.copy_layer(lm.layers[self.exit_layer])
-        for place, own in enumerate(self.stages(), self.exit_layer + 1):
+        for place, (norm, attention) in enumerate(self.attentions[1:], self.exit_layer + 1):
             layer = lm.layers[min(place, lm.n_layers - 1)]
-            own.norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
-            own.attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
+            assert norm is not None
+            norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
+            attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
 
-    def grown(self, lm: LM, wanted: Architecture) -> Adapter:
+    def grown(self, lm: LM, wanted: AdapterHeadConfig) -> Adapter:
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
         trained: attention of layers further above, the feed-forward part of the layer above the
         exit, or reading deep states."""
-        parts = self.architecture
+        now = self.architecture
         parts = replace(
-            parts,
-            attention_layers=max(parts.attention_layers, wanted.attention_layers),
-            feed_forward=parts.feed_forward or wanted.feed_forward,
-            fused=parts.fused or wanted.fused,
+            now,
+            attention_layers=max(now.attention_layers, wanted.attention_layers),
+            feed_forward=now.feed_forward or wanted.feed_forward,
+            fused=now.fused or wanted.fused,
         )
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
         grown._copy_layers(lm)
-        for stage in grown.stages():
-            out = attention_weights(stage.attention)["o"]
-            assert out is not None
-            nn.init.zeros_(out)
+        last = [attention_weights(attention)["o"] for _, attention in grown.attentions[1:]]
         if parts.feed_forward:
-            down = feed_forward_weights(grown.get_submodule("feed_forward"))["down"]
-            assert down is not None
-            nn.init.zeros_(down)
+            last.append(feed_forward_weights(grown.get_submodule("feed_forward"))["down"])
         if parts.fused:
-            nn.init.zeros_(grown.fuse.weight)
+            last.append(grown.fuse.weight)
+        for weight in last:
+            assert weight is not None
+            nn.init.zeros_(weight)
         grown.load_state_dict(self.state_dict(), strict=False)
         return grown
 
@@ -189,7 +188,7 @@ class Adapter(Layer):
             self.native_fusing = lm.acceleration.fusing([*norms, self.fuse.weight])
         return self
 
-    def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         if not self.architecture.fused:
             return f_BND
         assert deep_BND is not None

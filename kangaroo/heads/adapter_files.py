@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kangaroo.heads.base import Architecture, Trainable
+from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import LM
@@ -63,7 +63,7 @@ class AdapterConfig:
     exit_layer: int
     n_layers: int
     parameters: int
-    architecture: Architecture
+    architecture: HeadConfig
     vocabulary: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def describe(
     vocabulary: int | None = None,
     facts: dict[str, Any] | None = None,
 ) -> AdapterConfig:
-    """The config of an adapter trained for `lm`."""
+    """What is saved beside an adapter trained for `lm`."""
     return AdapterConfig(
         target=lm.name,
         target_revision=getattr(lm.config, "_commit_hash", None),
@@ -104,8 +104,8 @@ def kept_dtype(adapter: Trainable, lm: LM) -> torch.dtype:
     """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
     to run; bfloat16 where a weight is beyond float16.
     """
-    most = torch.finfo(lm.dtype).max
-    fits = all(bool((p.detach().abs() <= most).all()) for p in adapter.parameters())
+    largest = torch.finfo(lm.dtype).max
+    fits = all(bool((p.detach().abs() <= largest).all()) for p in adapter.parameters())
     return lm.dtype if fits else torch.bfloat16
 
 
@@ -119,8 +119,7 @@ def save(
     """Write weights, config and vocabulary into `folder`, and return it.
 
     Args:
-        frequent_K: token ids, the most frequent first: what a draft vocabulary is taken from; None
-            where they are not known.
+        frequent_K: the tokens that a draft vocabulary is taken from, the most frequent first.
         dtype: of the weights on disk, see `kept_dtype`; None keeps each as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,18 +182,18 @@ def _trained(missing: Path) -> Path:
     target = options_of(name)
     if drafter == "kangaroo":
         imported = command_line("import_adapter", "source=CHECKPOINT", **target)
-        made = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
+        way = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
-        made = f"({command_line('train', **target, adapter=drafter)})"
+        way = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {made} or pass drafter.adapter= a folder or hub id."
+        f"Train one {way} or pass drafter.adapter= a folder or hub id."
     )
 
 
-def kinds() -> dict[str, type[Architecture]]:
+def kinds() -> dict[str, type[HeadConfig]]:
     """What can be trained, by the name in config.json."""
-    return classes("kangaroo.heads", Architecture)
+    return classes("kangaroo.heads", HeadConfig)
 
 
 def weights_hash(path: str) -> str:
@@ -208,13 +207,13 @@ def made_by(path: str) -> dict[str, Any]:
     """
     training = read_config(path).training
     progress = training.get("progress", {})
-    told = {
+    facts = {
         "trained_positions": progress.get("assistant_tokens"),
         "epochs": training.get("trainer", {}).get("epochs"),
         "seconds": round(progress.get("seconds", 0)) or None,
         "start": training.get("adapter", {}).get("start"),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def draft_vocabulary(path: str, size: int) -> Tensor:
@@ -255,9 +254,9 @@ def load(
     """
     adapter, vocabulary_K = as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
-        own = adapter.architecture
+        head = adapter.architecture
         raise AdapterMismatch(
-            f"'{path}' is a trained {own.kind()}; pass drafter={own.drafter} for it, or "
+            f"'{path}' is a trained {head.kind()}; pass drafter={head.drafter} for it, or "
             "drafter.adapter= one that this drafter can use."
         )
     adapter = adapter.to(adapter.home(lm), lm.dtype)
@@ -278,20 +277,20 @@ def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainabl
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config, state = read_config(path), read_weights(folder)
-    if config.n_layers != lm.n_layers or config.target_hash != target_hash(lm):
+    config, state, this = read_config(path), read_weights(folder), target_hash(lm)
+    if config.n_layers != lm.n_layers or config.target_hash != this:
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
-            f"{config.n_layers} layers, config {config.target_hash}); this target is "
-            f"{lm.name} ({lm.n_layers} layers, config "
-            f"{target_hash(lm)}). Pass drafter.adapter= one trained for it, or train one: "
-            f"{command_line('train', **options_of(lm.name))}"
+            f"{config.n_layers} layers, config {config.target_hash}); this target is {lm.name} "
+            f"({lm.n_layers} layers, config {this}). Pass drafter.adapter= one trained for it, or "
+            f"train one: {command_line('train', **options_of(lm.name))}"
         )
     warn_of_weights(path, config, lm)
-    size = config.vocabulary or 0 if vocabulary is None else vocabulary
+    trained_for = config.vocabulary or 0
+    size = trained_for if vocabulary is None else vocabulary
     with torch.device("meta"):
-        own_head = config.architecture.build(lm, config.exit_layer, None).own_heads()
-    if own_head and size != (config.vocabulary or 0):
+        own_heads = config.architecture.build(lm, config.exit_layer, None).own_heads()
+    if own_heads and size != trained_for:
         raise ConfigError(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."

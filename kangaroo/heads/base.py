@@ -1,6 +1,6 @@
 """What all trained parts of drafters have in common: how they are made, trained, saved and used.
 
-A further one is a module beside this, with an `Architecture` and a `Trainable`, and a drafter; see
+A further one is a module beside this, with a `HeadConfig` and a `Trainable`, and a drafter; see
 docs/add-a-drafter.md.
 
 Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Architecture(Ranged, ABC):
+class HeadConfig(Ranged, ABC):
     """What a trained part is made of: a dataclass of options, kept in its config.json.
 
     Attributes:
@@ -86,7 +86,7 @@ class Trainable(nn.Module, ABC):
 
     def __init__(
         self,
-        architecture: Architecture,
+        architecture: HeadConfig,
         exit_layer: int,
         taps: Sequence[int],
         deep_tap: int | None,
@@ -126,8 +126,8 @@ class Trainable(nn.Module, ABC):
 
     def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """What it drafts with: one for each draft step, the last one for all further steps."""
-        own = [DraftHead(lm, head, vocabulary_K) for head in self.own_heads()]
-        return own or [DraftHead(lm, None, vocabulary_K)]
+        heads: Sequence[nn.Linear | None] = self.own_heads() or [None]
+        return [DraftHead(lm, head, vocabulary_K) for head in heads]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
         """A loss besides the one on tokens, summed over positions; None where there is none.
@@ -145,8 +145,7 @@ class Trainable(nn.Module, ABC):
         """What is counted on held-out texts for `facts`; tallies add up.
 
         Args:
-            states: `[M, D]` at each draft step.
-            valid: `[steps, M]`, where a draft has that step.
+            states, valid: as of `side_loss`.
             top_M: the target's likeliest token.
         """
         return torch.zeros(0)

@@ -25,7 +25,7 @@ from kangaroo.utils.ranges import NotNegative
 
 
 @dataclass
-class Architecture(base.Architecture):
+class EagleHeadConfig(base.HeadConfig):
     """How it is taught, besides the loss on tokens.
 
     Args:
@@ -51,10 +51,10 @@ class Architecture(base.Architecture):
 class EagleHead(Layer):
     """A layer like the target's last one, trained to foresee what comes out of that."""
 
-    architecture: Architecture
+    architecture: EagleHeadConfig
 
-    def __init__(self, lm: LM, architecture: Architecture | None = None):
-        super().__init__(architecture or Architecture(), exit_layer=0, deep_tap=lm.n_layers)
+    def __init__(self, lm: LM, architecture: EagleHeadConfig | None = None):
+        super().__init__(architecture or EagleHeadConfig(), exit_layer=0, deep_tap=lm.n_layers)
         last, size = lm.layers[-1], lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = type(last.self_attn)(lm.config, layer_idx=0)
@@ -69,7 +69,7 @@ class EagleHead(Layer):
         """
         return self
 
-    def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None
         joined_BND: Tensor = self.join(torch.cat([f_BND, deep_BND], -1))
         return joined_BND

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kangaroo.heads import adapter_files, base
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
@@ -25,14 +25,14 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
 
 
-def check(parts: base.Architecture, vocabulary: int | None, name: str) -> None:
+def check(parts: base.HeadConfig, vocabulary: int | None, name: str) -> None:
     """Raise `ConfigError` for what is no layer on the target's first ones.
 
     Args:
         vocabulary: how many tokens it drafts from; None is all.
         name: what the message calls it.
     """
-    if not isinstance(parts, Architecture):
+    if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
@@ -72,12 +72,12 @@ def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
 
     Errors: `ConfigError` for an adapter that is no layer.
     """
-    own = adapter.state_dict()
-    head = own.get("head.weight")
+    weights = adapter.state_dict()
+    head = weights.get("head.weight")
     partial = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, partial, "this adapter")
     state = shallow_state(lm, adapter.exit_layer) | layer_state(lm, adapter)
-    state["model.norm.weight"] = own["norm.weight"]
+    state["model.norm.weight"] = weights["norm.weight"]
     if head is not None:
         state["lm_head.weight"] = head
     return _model(lm, adapter.exit_layer + adapter.depth, state, own_head=head is not None)
@@ -91,15 +91,15 @@ def layer_state(lm: LM, adapter: Adapter) -> dict[str, Tensor]:
         for layer in range(first, last + 1)
         for name, weight in lm.layers[first].state_dict().items()
     }
-    parts = [
-        (last, "post_attention_layernorm", adapter.middle_norm),
-        (last, "mlp", adapter.feed_forward),
-    ]
+    parts = {
+        f"{last}.post_attention_layernorm": adapter.middle_norm,
+        f"{last}.mlp": adapter.feed_forward,
+    }
     for layer, (norm, attention) in enumerate(adapter.attentions, first):
-        parts += [(layer, "input_layernorm", norm), (layer, "self_attn", attention)]
-    for layer, name, part in parts:
+        parts |= {f"{layer}.input_layernorm": norm, f"{layer}.self_attn": attention}
+    for name, part in parts.items():
         if part is not None:
-            state |= part.state_dict(prefix=f"model.layers.{layer}.{name}.")
+            state |= part.state_dict(prefix=f"model.layers.{name}.")
     return state
 
 
@@ -130,15 +130,10 @@ def _model(
     )
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    model.generation_config = _ends(lm)
+    # The target's special tokens. How the target samples is not the draft's matter, and what some
+    # checkpoints say of it transformers refuses to save.
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = {name: getattr(lm.hf.generation_config, name) for name in names}
+    model.generation_config = GenerationConfig(**ends)
     # what is not in the state, such as the frequencies of positions, was made on the CPU
     return model.eval().requires_grad_(False).to(lm.device)
-
-
-def _ends(lm: LM) -> GenerationConfig:
-    """The target's special tokens. How the target samples is not the draft's matter, and what some
-    checkpoints say of it transformers refuses to save.
-    """
-    own = lm.hf.generation_config
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(own, name) for name in names})

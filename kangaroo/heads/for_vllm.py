@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kangaroo.heads import adapter_files, base
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
@@ -58,9 +58,9 @@ def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
     return adapter
 
 
-def runs(parts: base.Architecture) -> bool:
+def runs(parts: base.HeadConfig) -> bool:
     """Whether the plugin can run an adapter that is made of these."""
-    if not isinstance(parts, Architecture):
+    if not isinstance(parts, AdapterHeadConfig):
         return False
     return parts.attention and parts.attention_layers == 1 and not parts.fused
 
@@ -72,7 +72,7 @@ def _config(
     if isinstance(fields.get("layer_types"), list):
         fields["layer_types"] = fields["layer_types"][:1]
     parts = adapter.architecture
-    own = {
+    facts = {
         "format": FORMAT,
         "exit_layer": adapter.exit_layer,
         "target_layers": lm.n_layers,
@@ -80,4 +80,4 @@ def _config(
         "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
         "threshold": threshold,
     }
-    return fields | {"architectures": ["KangarooDraft"], "num_hidden_layers": 1, "kangaroo": own}
+    return fields | {"architectures": ["KangarooDraft"], "num_hidden_layers": 1, "kangaroo": facts}

@@ -6,7 +6,6 @@ Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
 from kangaroo.engine.cache import Block, BlockCache, PastKeys
-from kangaroo.heads.base import Architecture, Trainable
+from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.unroll import unroll
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import LM
@@ -23,18 +22,6 @@ if TYPE_CHECKING:
     from ctypes import Structure
 
     from typing_extensions import Self
-
-
-class Attention(nn.Module):
-    """A further attention layer, with the norm before it.
-
-    Args:
-        attention: of the target's own class.
-    """
-
-    def __init__(self, norm: nn.Module, attention: nn.Module):
-        super().__init__()
-        self.norm, self.attention = norm, attention
 
 
 class Layer(Trainable):
@@ -47,11 +34,11 @@ class Layer(Trainable):
     With a `deep_tap` it also reads that state of the token before each, or its own in that place.
     """
 
-    def __init__(self, architecture: Architecture, exit_layer: int, deep_tap: int | None):
+    def __init__(self, architecture: HeadConfig, exit_layer: int, deep_tap: int | None):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
-        self.further = nn.ModuleList()
+        self.further = nn.ModuleList()  # attention layers, each with the norm before it
         self.middle_norm: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
         self.norm: nn.Module | None = None
@@ -67,17 +54,11 @@ class Layer(Trainable):
         """Attention layers with the norms before them, the lowest first."""
         if self.attention is None:
             return []
-        further = [(stage.norm, stage.attention) for stage in self.stages()]
+        further = [(x.get_submodule("norm"), x.get_submodule("attention")) for x in self.further]
         return [(self.input_norm, self.attention), *further]
 
-    def stages(self) -> Iterator[Attention]:
-        """The further attention layers, the lowest first."""
-        for stage in self.further:
-            assert isinstance(stage, Attention)
-            yield stage
-
     @abstractmethod
-    def combined(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         """What goes into the layer, `[B, N, D]`; see `forward`."""
 
     def forward(
@@ -98,14 +79,9 @@ class Layer(Trainable):
             read_BN: where a head reads it: all others have keys and values, and a state of zeros.
                 None: everywhere.
         """
-        x_BND = self.combined(f_BND, deep_BND)
-        if (
-            self.native_layer
-            and isinstance(past, BlockCache)
-            and self.native_layer.takes(x_BND, block)
-        ):
-            layers = range(self.depth)
-            return self.native_layer(x_BND, past.cache, block, layers, weight(self.norm))
+        x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
+        if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, block):
+            return native_layer(x_BND, past.cache, block, range(self.depth), weight(self.norm))
         attentions = self.attentions
         for place, (norm, attention) in enumerate(attentions, 1):
             attended_BND, _ = attention(
@@ -121,13 +97,13 @@ class Layer(Trainable):
         made_MD = self.above_attention(x_BND[read_BN])
         return made_MD.new_zeros(x_BND.shape).masked_scatter(read_BN[..., None], made_MD)
 
-    def remember(
+    def write_kv(
         self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: BlockCache
     ) -> None:
         """Write keys and values where no head reads; see `forward`."""
         if self.attention is None:
             return
-        x_BND = self.combined(f_BND, deep_BND)
+        x_BND = self.mix_inputs(f_BND, deep_BND)
         if self.native_layer and self.native_layer.takes(x_BND, block):
             last = self.depth - 1
             if last:
@@ -156,14 +132,12 @@ class Layer(Trainable):
 
     def copy_layer(self, layer: nn.Module) -> None:
         """Begin with the weights of a layer of the target."""
-        names = {
-            "input_norm": "input_layernorm",
-            "attention": "self_attn",
-            "middle_norm": "post_attention_layernorm",
-            "feed_forward": "mlp",
-        }
-        for own, theirs in names.items():
-            part = getattr(self, own)
+        for part, theirs in (
+            (self.input_norm, "input_layernorm"),
+            (self.attention, "self_attn"),
+            (self.middle_norm, "post_attention_layernorm"),
+            (self.feed_forward, "mlp"),
+        ):
             if part is not None:
                 part.load_state_dict(layer.get_submodule(theirs).state_dict())
 

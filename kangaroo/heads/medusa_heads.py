@@ -32,7 +32,7 @@ CHUNK = 256  # positions whose logits exist at a time
 
 
 @dataclass
-class Architecture(base.Architecture):
+class MedusaHeadsConfig(base.HeadConfig):
     """How many heads, and what they read out with.
 
     Args:
@@ -76,15 +76,15 @@ class MedusaHeads(Trainable):
         vocabulary_K: the tokens that heads of their own guess from, ascending; None is all of them.
     """
 
-    architecture: Architecture
+    architecture: MedusaHeadsConfig
 
-    def __init__(self, lm: LM, architecture: Architecture, vocabulary_K: Tensor | None = None):
+    def __init__(self, lm: LM, architecture: MedusaHeadsConfig, vocabulary_K: Tensor | None = None):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
         outputs = vocabulary_size(lm, vocabulary_K)
-        own = count if architecture.own_head else 0
+        own_heads = count if architecture.own_head else 0
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
-        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own))
+        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own_heads))
 
     @torch.no_grad()
     def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> MedusaHeads:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models.target import LM
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import new_folder
@@ -28,10 +28,7 @@ WEIGHTS, CONFIG = "pytorch_model.bin", "config.json"
 SAFETENSORS = "model.safetensors"  # what newer versions of accelerate save instead
 NAMES = {
     "layers.0.input_layernorm.weight": "input_norm.weight",
-    "layers.0.self_attn.q_proj.weight": "attention.q_proj.weight",
-    "layers.0.self_attn.k_proj.weight": "attention.k_proj.weight",
-    "layers.0.self_attn.v_proj.weight": "attention.v_proj.weight",
-    "layers.0.self_attn.o_proj.weight": "attention.o_proj.weight",
+    **{f"layers.0.self_attn.{x}_proj.weight": f"attention.{x}_proj.weight" for x in "qkvo"},
     "norm.weight": "norm.weight",
 }
 # frequencies of positions, which older versions of transformers saved: they follow from the config
@@ -90,21 +87,20 @@ def read(source: str) -> Official:
     return Official(path, {name: state[name] for name in NAMES}, config, origin)
 
 
-def exit_layer(asked: int | None, lm: LM) -> int:
-    """The exit layer that was asked for, else that of the checkpoint released for this target.
+def exit_layer(given: int | None, lm: LM) -> int:
+    """The given exit layer, else that of the checkpoint released for this target.
 
     Errors: `ConfigError` where there is none.
     """
-    if asked is not None:
-        return asked
-    if lm.name not in EXIT_LAYERS:
-        known = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
+    layer = given if given is not None else EXIT_LAYERS.get(lm.name)
+    if layer is None:
+        released = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
         raise ConfigError(
             "an official checkpoint does not say at which exit layer it was trained, and of "
-            f"{lm.name} it is not known (it is {known}). Pass exit_layer= the number of the "
+            f"{lm.name} it is not known (it is {released}). Pass exit_layer= the number of the "
             "target's layers below the adapter."
         )
-    return EXIT_LAYERS[lm.name]
+    return layer
 
 
 def to_adapter(official: Official, lm: LM, exit_layer: int) -> Adapter:
@@ -115,20 +111,20 @@ def to_adapter(official: Official, lm: LM, exit_layer: int) -> Adapter:
     _check_target(lm)
     with torch.device("meta"):
         adapter = Adapter(lm, exit_layer)
-    wanted = adapter.state_dict()
+    own_state = adapter.state_dict()
     fit = f"Pass model= the target that it was trained for, not {lm.name}."
     for name, tensor in official.state.items():
-        shape, own_shape = list(tensor.shape), list(wanted[NAMES[name]].shape)
+        shape, own_shape = list(tensor.shape), list(own_state[NAMES[name]].shape)
         if shape != own_shape:
             raise AdapterMismatch(
                 f"'{official.path}': {name} has shape {shape}; {lm.name} needs {own_shape}. {fit}"
             )
     for field in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
-        theirs, own = getattr(official.config, field), getattr(lm.config, field)
-        if not math.isclose(theirs, own, rel_tol=1e-6):  # an epsilon may have been a float32
+        theirs, ours = getattr(official.config, field), getattr(lm.config, field)
+        if not math.isclose(theirs, ours, rel_tol=1e-6):  # an epsilon may have been a float32
             raise AdapterMismatch(
                 f"the {CONFIG} beside '{official.path}' says {field}={theirs}; {lm.name} has "
-                f"{own}. {fit}"
+                f"{ours}. {fit}"
             )
     state = {NAMES[name]: tensor for name, tensor in official.state.items()}
     adapter.load_state_dict(state, strict=True, assign=True)
@@ -145,14 +141,14 @@ def write(path: str, lm: LM, folder: Path) -> Adapter:
     """
     _check_target(lm)
     adapter, _ = adapter_files.as_saved(path, lm, vocabulary=None)
-    if not isinstance(adapter, Adapter) or adapter.architecture != Architecture():
+    if not isinstance(adapter, Adapter) or adapter.architecture != AdapterHeadConfig():
         raise ConfigError(
             f"adapter '{path}' is not the paper's, and the official layout has room for nothing "
             f"else: it is {adapter.architecture}. Pass adapter= one of adapter=attention."
         )
-    own, fields = adapter.state_dict(), {name: getattr(lm.config, name) for name in KEPT}
+    weights, fields = adapter.state_dict(), {name: getattr(lm.config, name) for name in KEPT}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-    state = {name: own[ours].contiguous() for name, ours in NAMES.items()}
+    state = {name: weights[ours].contiguous() for name, ours in NAMES.items()}
     with new_folder(folder) as partial:
         torch.save(state, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
@@ -166,10 +162,8 @@ def _state(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a cut pickle torch raises whatever comes of its last opcode
         raise _unreadable(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    tensors = isinstance(state, dict) and all(
-        isinstance(name, str) and isinstance(x, Tensor) for name, x in state.items()
-    )
-    if not tensors:
+    is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not is_state or not all(isinstance(x, Tensor) for x in state.values()):
         raise _unreadable(path, "it holds something other than a state dict of tensors")
     return state
 
@@ -188,18 +182,20 @@ def _unreadable(path: Path, reason: str) -> CorruptFile:
 def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> None:
     """Raise `AdapterMismatch` unless these are the weights of the paper's adapter, and
     `CorruptFile` where one is not finite."""
-    paper = "the paper's adapter has one attention layer, two norms, and the target's head"
+    faults = []
     if config.num_hidden_layers != 1 or any(name.startswith("layers.1.") for name in state):
-        raise AdapterMismatch(
-            f"'{path}' has several layers ({CONFIG}: {config.num_hidden_layers}); {paper}."
-        )
-    heads = sorted(name for name in state if "head" in name)
-    if heads:
-        raise AdapterMismatch(f"'{path}' has a head of its own, {heads[0]}; {paper}.")
+        faults.append(f"has several layers ({CONFIG}: {config.num_hidden_layers})")
+    if heads := sorted(name for name in state if "head" in name):
+        faults.append(f"has a head of its own, {heads[0]}")
     if missing := [name for name in NAMES if name not in state]:
-        raise AdapterMismatch(f"'{path}' lacks {', '.join(missing)}; {paper}.")
+        faults.append(f"lacks {', '.join(missing)}")
     if unknown := sorted(state.keys() - NAMES.keys() - IGNORED):
-        raise AdapterMismatch(f"'{path}' also holds {', '.join(unknown)}; {paper}.")
+        faults.append(f"also holds {', '.join(unknown)}")
+    if faults:
+        raise AdapterMismatch(
+            f"'{path}' {faults[0]}; the paper's adapter has one attention layer, two norms, and "
+            "the target's head."
+        )
     for name in NAMES:
         if not state[name].is_floating_point():
             raise AdapterMismatch(f"'{path}': {name} holds {state[name].dtype}, no weights.")

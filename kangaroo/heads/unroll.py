@@ -6,8 +6,8 @@ Shapes: B rows, R rows of a block (1 or B), T tokens, D hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,22 +32,8 @@ class Unrolled(PastKeys):
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
-class Drafts(Protocol):
-    """A drafting layer."""
-
-    def __call__(
-        self,
-        f_BND: Tensor,
-        deep_BND: Tensor | None,
-        block: Block,
-        past: PastKeys | None,
-        read_BN: Tensor | None,
-    ) -> Tensor:
-        """The state that the head reads, `[B, N, D]`; see `Layer.forward`."""
-
-
 def unroll(
-    layer: Drafts,
+    layer: Callable[..., Tensor],
     f_BTD: Tensor,
     deep_BTD: Tensor,
     block: Block,
@@ -62,19 +48,20 @@ def unroll(
     (training-time test, EAGLE-3, arXiv 2503.01840).
 
     Args:
+        layer: a drafting layer; see `Layer.forward`.
         deep_BTD: the target's states at the layer's `deep_tap`, normed.
         read_BT: where heads read them; see `Trainable.states`.
     """
-    if steps == 1:
-        return [layer(f_BTD, before(deep_BTD, block.positions_RT), block, Unrolled(), read_BT)]
-    seen_RTT, past = sees(block), Unrolled()
+    if steps > 1:
+        read_BT = None  # later steps read states where no head does
+    seen_RTT, past = sees(block) if steps > 1 else None, Unrolled()
     states: list[Tensor] = []
     for step in range(1, steps + 1):
-        deep_BTD = before(deep_BTD, block.positions_RT)
-        at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD)) if step > 1 else block
-        # later steps read states where no head does
-        states.append(layer(f_BTD, deep_BTD, at, past, None))
-        deep_BTD = states[-1]
+        deep_BTD, at = before(deep_BTD, block.positions_RT), block
+        if seen_RTT is not None and step > 1:
+            at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD))
+        deep_BTD = layer(f_BTD, deep_BTD, at, past, read_BT)
+        states.append(deep_BTD)
     return states
 
 
@@ -93,9 +80,7 @@ def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
     Of step 1, what lies before the draft; of each later step, the draft's one token of that step.
     """
     past = [seen_RTT.tril(1 - step)]
-    for other in range(2, step + 1):
-        back = other - step
-        past.append(seen_RTT.tril(back).triu(back))
+    past += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
     return torch.cat(past, -1)
 
 

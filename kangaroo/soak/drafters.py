@@ -26,7 +26,7 @@ from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.heads import medusa_heads
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.export import draft_model as exported
@@ -34,11 +34,11 @@ from kangaroo.models.target import LM
 from kangaroo.soak.settings import Build, Draw, Setting
 
 ADAPTERS = {
-    "attention": Architecture(),
-    "layer": Architecture(feed_forward=True),
-    "mlp": Architecture(attention=False, feed_forward=True),
-    "own head": Architecture(own_head=True),
-    "fused": Architecture(fused=True),
+    "attention": AdapterHeadConfig(),
+    "layer": AdapterHeadConfig(feed_forward=True),
+    "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
+    "own head": AdapterHeadConfig(own_head=True),
+    "fused": AdapterHeadConfig(fused=True),
 }
 THRESHOLDS = (0.0, 0.1, 0.3, 0.6)
 
@@ -124,7 +124,7 @@ def medusa(setting: Setting, draw: Draw) -> Drafter:
     lm = setting.lm
     heads, own_head = draw.of("heads", 1, 3), draw.of("own_head", True, False)
     vocabulary_K = torch.arange(0, lm.config.vocab_size, 2)
-    parts = medusa_heads.Architecture(heads=heads, own_head=own_head)
+    parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
     made = medusa_heads.MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     made = made.to(lm.device, lm.dtype).requires_grad_(False)
     choices = sparse_tree([[0.5, 0.3]] * heads, draw.of("nodes", 1, 2, 5) if heads > 1 else 2)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.heads.base import Trainable
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.muon import MOMENTUM, Muon
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, install
@@ -31,21 +32,7 @@ GRID = 2.0**44
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 
 
-class Options(Protocol):
-    """The options of a run that a backend reads."""
-
-    betas: tuple[float, float]
-    weight_decay: float
-    muon: bool
-    clip: float
-    average: float | None
-    accumulate: int | None
-    remember: bool
-    zero_stage: int
-    shard_target: bool
-
-
-def check(config: Options, ranks: Ranks) -> None:
+def check(config: TrainerConfig, ranks: Ranks) -> None:
     """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
@@ -63,19 +50,20 @@ def check(config: Options, ranks: Ranks) -> None:
             "it out, or start more: "
             f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}"
         )
-    if config.shard_target and config.remember:
+    if config.shard_target and config.cache_target_states:
         raise ConfigError(
-            "trainer.remember=true and trainer.shard_target=true exclude each other: all processes "
-            "run a sharded target at once, and one that remembers a micro-batch would not."
+            "trainer.cache_target_states=true and trainer.shard_target=true exclude each other: "
+            "all processes run a sharded target at once, and one that remembers a micro-batch "
+            "would not."
         )
 
 
 def begin(
-    adapters: Sequence[nn.Module], options: Options, ranks: Ranks | None = None
+    adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks | None = None
 ) -> TorchBackend:
     """The backend that `zero_stage` asks for; 0 is plain torch."""
-    kind = DeepSpeedBackend if options.zero_stage else TorchBackend
-    return kind(adapters, options, ranks or Ranks())
+    backend = DeepSpeedBackend if options.zero_stage else TorchBackend
+    return backend(adapters, options, ranks or Ranks())
 
 
 class TorchBackend:
@@ -88,7 +76,7 @@ class TorchBackend:
         ranks: the processes whose gradients are summed; each calls the same methods.
     """
 
-    def __init__(self, adapters: Sequence[nn.Module], options: Options, ranks: Ranks):
+    def __init__(self, adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
         self.adapters, self.options, self.ranks = adapters, options, ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
@@ -126,7 +114,10 @@ class TorchBackend:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
         self.steps += 1
-        self._average()
+        # of few steps it is nearly the mean: the start, which is far from all, soon counts little
+        share = min(self.options.average or 0.0, (1 + self.steps) / (10 + self.steps))
+        for parameter, mean in self._pairs():
+            mean.lerp_(parameter.detach(), 1 - share)
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -135,15 +126,18 @@ class TorchBackend:
         """Within it the adapters have the running means of their weights, where these are asked
         for; else what they have.
         """
-        pairs = list(zip(self.parameters.values(), self.means, strict=False))
-        own = [parameter.detach().clone() for parameter, _ in pairs]
-        for parameter, mean in pairs:
+        weights = [p.detach().clone() for p, _ in self._pairs()]
+        for parameter, mean in self._pairs():
             parameter.data.copy_(mean)
         try:
             yield
         finally:
-            for (parameter, _), weight in zip(pairs, own, strict=True):
+            for (parameter, _), weight in zip(self._pairs(), weights, strict=True):
                 parameter.data.copy_(weight)
+
+    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Parameters with the running means of their values; none without `average`."""
+        return list(zip(self.parameters.values(), self.means, strict=False))
 
     def state(self) -> dict[str, Any]:
         """Weights, their means and the optimizers' moments in float32 on the CPU, by name: whole,
@@ -152,10 +146,8 @@ class TorchBackend:
         Every process has to call this. Before the first step there are no moments.
         """
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
-        means = {
-            name: mean.cpu().clone()
-            for name, mean in zip(self.parameters, self.means, strict=False)
-        }
+        named = zip(self.parameters, self.means, strict=False)
+        means = {name: mean.cpu().clone() for name, mean in named}
         return {"steps": self.steps, "weights": weights, "means": means} | self._moments()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -168,19 +160,14 @@ class TorchBackend:
                 mean.copy_(state["means"][name])
         self._load_moments(state)
 
-    def _average(self) -> None:
-        # of few steps it is nearly the mean: the start, which is far from all, soon counts little
-        share = min(self.options.average or 0.0, (1 + self.steps) / (10 + self.steps))
-        for parameter, mean in zip(self.parameters.values(), self.means, strict=False):
-            mean.lerp_(parameter.detach(), 1 - share)
-
     def _begin(self) -> None:
         matrices = [matrices_of(adapter) if self.options.muon else [] for adapter in self.adapters]
         by_muon = {id(p) for group in matrices for p in group}
         others = [[p for p in a.parameters() if id(p) not in by_muon] for a in self.adapters]
         self.optimizers: list[torch.optim.Optimizer] = [self._adamw(others)]
         if self.options.muon:
-            self.optimizers.append(self._muon(matrices))
+            groups = [{"params": group} for group in matrices]
+            self.optimizers.append(Muon(groups, self.ranks, weight_decay=self.options.weight_decay))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -189,10 +176,6 @@ class TorchBackend:
             weight_decay=self.options.weight_decay,
         )
 
-    def _muon(self, groups: Sequence[Sequence[Tensor]]) -> Muon:
-        own = [{"params": group} for group in groups]
-        return Muon(own, self.ranks, weight_decay=self.options.weight_decay)
-
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -200,28 +183,22 @@ class TorchBackend:
             optimizer.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
-        states: dict[Any, Any] = {}
-        for optimizer in self.optimizers:
-            states |= optimizer.state
-        return {
-            key: {
-                name: states[p][key].cpu().clone()
-                for name, p in self.parameters.items()
-                if key in states[p]
-            }
-            for key in (*MOMENTS, MOMENTUM)
-        }
+        states = {p: state for x in self.optimizers for p, state in x.state.items()}
+        moments: dict[str, dict[str, Tensor]] = {key: {} for key in (*MOMENTS, MOMENTUM)}
+        for name, parameter in self.parameters.items():
+            for key in moments.keys() & states.get(parameter, {}).keys():
+                moments[key][name] = states[parameter][key].cpu().clone()
+        return moments
 
     def _load_moments(self, state: dict[str, Any]) -> None:
         names = {p: name for name, p in self.parameters.items()}
         for optimizer in self.optimizers:
-            adamw = isinstance(optimizer, torch.optim.AdamW)
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    for key in MOMENTS if adamw else (MOMENTUM,):
-                        optimizer.state[p][key] = state[key][names[p]].to(p.device)
-                    if adamw:
-                        optimizer.state[p]["step"] = torch.tensor(float(self.steps))
+            is_adamw = isinstance(optimizer, torch.optim.AdamW)
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                for key in MOMENTS if is_adamw else (MOMENTUM,):
+                    optimizer.state[p][key] = state[key][names[p]].to(p.device)
+                if is_adamw:
+                    optimizer.state[p]["step"] = torch.tensor(float(self.steps))
 
 
 def matrices_of(adapter: nn.Module) -> list[Tensor]:
@@ -261,32 +238,30 @@ class DeepSpeedBackend(TorchBackend):
         ]
         # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
         # moments of the first alone
-        self.engines = [self._engine(deepspeed.initialize, own) for own in twins]
-        self.twins = [twin for own in twins for twin in own]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": self.options.zero_stage},
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+        }
+        self.engines = [
+            deepspeed.initialize(
+                model=group,
+                optimizer=self._adamw([list(group)]),
+                config=config,
+                dist_init_required=False,
+            )[0]
+            for group in twins
+        ]
+        self.twins = [twin for group in twins for twin in group]
         for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
             parameter.data = twin.data
-
-    def _engine(self, initialize: Callable[..., Any], twins: nn.ParameterList) -> Any:
-        engine, *_ = initialize(
-            model=twins,
-            optimizer=self._adamw([list(twins)]),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": self.options.zero_stage},
-                "gradient_clipping": 0.0,
-                "steps_per_print": None,
-            },
-            dist_init_required=False,
-        )
-        return engine
 
     def _update(self, rates: Sequence[float]) -> None:
         from deepspeed.utils import safe_set_full_grad
 
-        gradients = {
-            id(twin): parameter.grad
-            for parameter, twin in zip(self.parameters.values(), self.twins, strict=True)
-        }
+        pairs = zip(self.parameters.values(), self.twins, strict=True)
+        gradients = {id(twin): parameter.grad for parameter, twin in pairs}
         for engine, rate in zip(self.engines, rates, strict=True):
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate

@@ -14,6 +14,8 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.provenance import changes
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+# options by the names that runs from before have them under
+RENAMED = {"kept": "use_stored_logits", "remember": "cache_target_states"}
 
 
 @dataclass
@@ -59,24 +61,21 @@ class Checkpoint:
         progress, backend = Progress(), None
         if self.path.exists():
             state = _read(self.path)
-            changed = changes(state["identity"], self.identity)
-            if changed:
+            if changed := changes(state["identity"], self.identity):
                 raise ConfigError(
                     f"'{self.folder}' holds a run with other settings ({changed}). Go on with the "
                     "same ones, pass output= another folder, or delete it."
                 )
             progress, backend = Progress(**state["progress"]), state["backend"]
-        self._forget_metrics_after(progress.step)
+        # steps that will be done again are dropped, and a torn last line
+        rows = [row for row in read_metrics(self.folder) if row["step"] <= progress.step]
+        (self.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return progress, backend
 
     def save(self, backend: dict[str, Any], progress: Progress) -> None:
         """Write the state beside the last one, then put it in its place."""
-        state = {
-            "identity": self.identity,
-            "backend": backend,
-            "progress": asdict(progress),
-        }
         part = self.path.with_suffix(".part")
+        state = {"identity": self.identity, "backend": backend, "progress": asdict(progress)}
         torch.save(state, part)
         os.replace(part, self.path)
 
@@ -85,13 +84,12 @@ class Checkpoint:
         with (self.folder / METRICS).open("a") as file:
             file.write(json.dumps({"step": step} | metrics) + "\n")
 
-    def _forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be done again, a torn last line included."""
-        path = self.folder / METRICS
-        lines = path.read_text().splitlines() if path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every step; a last line that is still being written is left out."""
+    path = folder / METRICS
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def begun_with(folder: Path) -> dict[str, Any]:
@@ -103,8 +101,10 @@ def begun_with(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
-        return torch.load(path, weights_only=True, mmap=mmap)
+        state = torch.load(path, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptFile(
             f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
         ) from error
+    state["identity"] = {RENAMED.get(k, k): v for k, v in state["identity"].items()}
+    return state

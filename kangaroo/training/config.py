@@ -22,6 +22,7 @@ LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
 MOVES_NOTHING = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
+ADDED_LATER = "use_stored_logits", "tokens", "muon"
 
 
 @dataclass
@@ -33,9 +34,9 @@ class TrainerConfig(Ranged):
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
         packing: samples stand one after another in shared rows, without seeing each other.
-        remember: keep what the target computes of each micro-batch, in memory: only the first epoch
-            runs it. Micro-batches then stay the same, and come in another order every epoch.
-        kept: learn from the distributions that were kept when the data was written
+        cache_target_states: keep what the target computes of each micro-batch, in memory: only the
+            first epoch runs it. Micro-batches then stay the same, in another order every epoch.
+        use_stored_logits: learn from the distributions that were stored when the data was written
             (`data.teacher`): the target runs no layer that no adapter reads, nor its head. None:
             where the data has them.
         muon: linear layers, but for LM heads, are moved by Muon (Jordan et al. 2024), which makes
@@ -71,8 +72,8 @@ class TrainerConfig(Ranged):
     warmup_steps: CountOrZero = 30
     batch_tokens: Count = 512
     packing: bool = False
-    remember: bool = False
-    kept: bool | None = None
+    cache_target_states: bool = False
+    use_stored_logits: bool | None = None
     accumulate: Count | None = None
     clip: Positive = 1.0
     average: Annotated[float, Range(above=0, below=1)] | None = None
@@ -103,7 +104,7 @@ class TrainerConfig(Ranged):
         """The options that move a weight: a run goes on with the same ones only."""
         settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
         # as in runs from before there were such options
-        return {k: v for k, v in settings.items() if v or k not in ("kept", "tokens", "muon")}
+        return {k: v for k, v in settings.items() if v or k not in ADDED_LATER}
 
 
 def loss_chunk_of(memory: int, vocabulary: int) -> int:

@@ -37,11 +37,8 @@ def prompts_of(
     Errors: `ConfigError` where there is none.
     """
     starts = [answers(sample["loss_mask"])[-1][0] for sample in samples]
-    prompts = [
-        sample["input_ids"][:start]
-        for sample, start in zip(samples, starts, strict=True)
-        if 0 < start <= longest
-    ]
+    pairs = zip(samples, starts, strict=True)
+    prompts = [sample["input_ids"][:start] for sample, start in pairs if 0 < start <= longest]
     if count and not prompts:
         raise ConfigError(
             f"none of the {len(samples)} held-out samples has a prompt of 1 to {longest} tokens to "
@@ -69,24 +66,18 @@ def decode(
         adapter, heads = frozen(lm, trainee)
         method = DRAFTERS[trainee.recipe.architecture.drafter]
         drafter = method.chain(STEPS).of(lm, adapter, heads)
-        metrics |= _greedy(lm, drafter, name, prompts, new_tokens)
+        greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
+        reached = ctar([record.accepted for record in greedy], STEPS)
+        written = sum(len(record.tokens) for record in greedy)
+        metrics |= compression(name, reached, written / len(greedy))
         if isinstance(drafter, Chain):  # which says what its tokens were drawn from
             drafter = method.chain(1).of(lm, adapter, heads)
             sampling = Sampling(temperature=1.0, rule=Rule.rejection)
             sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
-            accepted, drafted = sum(r.accepted for r in sampled), sum(r.drafted for r in sampled)
-            if drafted:
-                metrics[f"{name}/sampled_acceptance"] = accepted / drafted
+            if drafted := sum(record.drafted for record in sampled):
+                share = sum(record.accepted for record in sampled) / drafted
+                metrics[f"{name}/sampled_acceptance"] = share
     return metrics
-
-
-def _greedy(
-    lm: LM, drafter: Drafter, name: str, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> dict[str, float]:
-    greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
-    reached = ctar([record.accepted for record in greedy], STEPS)
-    written = sum(len(record.tokens) for record in greedy)
-    return compression(name, reached, written / len(greedy))
 
 
 def _rounds(

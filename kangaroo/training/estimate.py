@@ -27,10 +27,10 @@ from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.data.writing import TRIAL_LENGTH
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import LM
+from kangaroo.training.batches import check_holdout
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.training.work import check_holdout
 from kangaroo.utils.errors import ConfigError
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
@@ -42,7 +42,7 @@ FIXES = {  # by the part that takes most
     "target": "Choose a smaller model, start fewer processes where they share that memory, or "
     "spread it: trainer.shard_target=true in several processes, model.device_map=auto on "
     "several GPUs",
-    "remembered states": "Pass trainer.remember=false, or ask for less data",
+    "remembered states": "Pass trainer.cache_target_states=false, or ask for less data",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
     "activations": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "frozen forward": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
@@ -197,7 +197,9 @@ def estimate(
     parameters = sum(_count(adapter) for _, adapter in planned)
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
-    kept = 0 if config.kept is False else text.likeliest  # so much is read of each distribution
+    kept = (
+        0 if config.use_stored_logits is False else text.likeliest
+    )  # so much is read of each distribution
 
     share = max(0, 1 - config.holdout / text.conversations)
     if config.tokens is not None:
@@ -227,12 +229,12 @@ def estimate(
         "activations": 0,
         "logits": min(config.chunk, wanted) * logits,
     }
-    if config.remember:  # of the process with most micro-batches
+    if config.cache_target_states:  # of the process with most micro-batches
         records = 9 * tokens + (learnt * (12 + 13 * kept) if kept else 0)
         own = -(-accumulate // processes) / accumulate
         memory["remembered states"] = int(own * (states(tokens, learnt) + records))
 
-    looks, of_head = 1 if config.remember else epochs, 2.0 * width * learnt
+    looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
     flops = 2.0 * layers * tokens * looks
     if kept:
         flops *= max(taps | deep) / lm.n_layers

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,16 @@ from kangaroo.heads import adapter_files
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import LM
 from kangaroo.training import backend as backends
-from kangaroo.training import curves, kept, results
-from kangaroo.training.batches import collate, frequent_tokens, plan
+from kangaroo.training import curves, results
+from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
 from kangaroo.training.config import TrainerConfig, schedule
 from kangaroo.training.decode import decode, prompts_of
-from kangaroo.training.micro_batch import Seen, grade, look, teach
+from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, train_step
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.training.results import STEPS
-from kangaroo.training.work import Work
 from kangaroo.utils import memory
-from kangaroo.utils.errors import Diverged
+from kangaroo.utils.errors import ConfigError, Diverged
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import Tracker
@@ -43,231 +42,234 @@ from kangaroo.utils.tracking import Tracker
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Run:
-    """What a run works with, from its first step or its last checkpoint on.
+class Trainer:
+    """A run, from its first step or its last checkpoint on.
+
+    One that was stopped at any moment ends with the same weights as one that was not, whatever the
+    number of processes before and after.
 
     Args:
-        accumulate: micro-batches of an optimizer step.
-        total: optimizer steps.
-        prompts: held-out ones to decode.
-        frequent_K: what the assistant writes, the most frequent token first.
-        about: provenance of the data.
-        remembered: what the target computed of each micro-batch, where that is kept.
-    """
-
-    lm: LM
-    config: TrainerConfig
-    ranks: Ranks
-    work: Work
-    accumulate: int
-    total: int
-    prompts: list[list[int]]
-    frequent_K: Tensor
-    trained: list[Trainee]
-    backend: backends.TorchBackend
-    checkpoint: Checkpoint
-    progress: Progress
-    about: dict[str, Any]
-    remembered: dict[tuple[int, ...], Seen] = field(default_factory=dict)
-
-
-def train(
-    lm: LM,
-    samples: Sequence[Sample],
-    recipes: Sequence[AdapterRecipe],
-    config: TrainerConfig,
-    output: Path,
-    tracker: Tracker,
-    about: dict[str, Any],
-    ranks: Ranks | None = None,
-) -> list[Path]:
-    """Train all adapters, each saved in its own folder under `output`.
-
-    A run that was stopped at any moment goes on from its last checkpoint, and ends with the same
-    weights as one that was not, whatever the number of processes before and after.
-
-    Args:
+        output: each adapter is saved in a folder of its own there.
         about: provenance of the data, saved with the adapters.
         ranks: the processes that share the work, all with these arguments; the first one alone
             writes files. None: there is only this one.
 
-    Errors: those of `begin` and `go_on`.
-    """
-    return go_on(begin(lm, samples, recipes, config, output, about, ranks or Ranks()), tracker)
-
-
-def go_on(run: Run, tracker: Tracker) -> list[Path]:
-    """All steps that are left; see `train`. Errors: `Diverged`."""
-    progress, first, output = run.progress, run.trained[0].name, run.checkpoint.folder
-    if progress.step:
-        log.info("going on after step %d of %d", progress.step, run.total)
-    bar = tqdm(
-        total=run.total,
-        initial=progress.step,
-        unit="step",
-        desc="training",
-        disable=not run.ranks.is_first,
-    )
-    while progress.step < run.total:
-        metrics = _step(run)
-        _check_finite(run, [name for name, x in metrics.items() if not math.isfinite(x)])
-        with run.backend.averaged():
-            metrics |= _measure(run)
-        if run.ranks.is_first:
-            run.checkpoint.log(progress.step, metrics)
-            tracker.log(metrics, progress.step)
-        if _due(run, run.config.save_every):
-            state = run.backend.state()  # on the host: to look at it costs no time of a device
-            _check_finite(run, ["a weight"] if adapter_files.not_finite(state["weights"]) else [])
-            if run.ranks.is_first:
-                run.checkpoint.save(state, progress)
-        bar.update()
-        loss, agree = metrics[f"train/{first}/loss"], metrics[f"train/{first}/agreement"]
-        bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
-    bar.close()
-    if run.ranks.is_first:
-        with run.backend.averaged():
-            for trainee in run.trained:
-                _save(run, trainee, output / trainee.name)
-        curves.write(output)
-    return [output / trainee.name for trainee in run.trained]
-
-
-def begin(
-    lm: LM,
-    samples: Sequence[Sample],
-    recipes: Sequence[AdapterRecipe],
-    config: TrainerConfig,
-    output: Path,
-    about: dict[str, Any],
-    ranks: Ranks,
-) -> Run:
-    """Everything before the first step: what is learnt, by whom, and from where on.
-
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
     """
-    config = kept.settled(lm, samples, config, about)
-    config, accumulate = settled(config, lm, output, ranks)
-    work = Work.of(samples, config)
-    if ranks.is_first and accumulate < ranks.world:
-        log.warning(
-            "trainer.accumulate=%d keeps %d of the %d processes busy, and the others wait. Start "
-            "fewer, or begin a new run (output=) without trainer.accumulate.",
-            *(accumulate, accumulate, ranks.world),
-        )
-    # a sharded target is run by all processes at once, and its layers are gathered for every token
-    decoded = 0 if config.shard_target else config.decode_prompts
-    longest = min(config.max_length, lm.context - config.decode_tokens)
-    prompts = prompts_of(work.held_out, decoded, longest, config.decode_tokens)
-    frequent_K = frequent_tokens(work.kept)
-    vocabulary_K = None if config.vocabulary is None else frequent_K[: config.vocabulary].sort()[0]
-    shard_on = ranks.device if config.shard_target else None
-    trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
-    backend = backends.begin([trainee.adapter for trainee in trained], config, ranks)
-    settings = config.identity() | {"adapters": [trainee.settings() for trainee in trained]}
-    checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
-    progress, state = ranks.share(checkpoint.resume() if ranks.is_first else (Progress(), None))
-    if state is not None:
-        backend.load_state(state)
-    total = math.ceil(len(work.batches) / accumulate)
-    return Run(
-        *(lm, config, ranks, work, accumulate, total, prompts, frequent_K),
-        *(trained, backend, checkpoint, progress, about),
-    )
+
+    def __init__(
+        self,
+        lm: LM,
+        samples: Sequence[Sample],
+        recipes: Sequence[AdapterRecipe],
+        config: TrainerConfig,
+        output: Path,
+        about: dict[str, Any],
+        ranks: Ranks | None = None,
+    ):
+        self.lm, self.about, self.ranks = lm, about, ranks or Ranks()
+        stored = uses_stored_logits(lm, samples, config, about)
+        config = replace(config, use_stored_logits=stored)
+        self.config = config = resolve_options(config, lm, output, self.ranks)
+        self.accumulate = config.accumulate or 1
+        self.work = Work.of(samples, config)
+        self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
+        if self.ranks.is_first and self.accumulate < self.ranks.world:
+            log.warning(
+                "trainer.accumulate=%d keeps %d of the %d processes busy, and the others wait. "
+                "Start fewer, or begin a new run (output=) without trainer.accumulate.",
+                *(self.accumulate, self.accumulate, self.ranks.world),
+            )
+        # a sharded target is run by all processes at once, and gathers its layers for every token
+        decoded = 0 if config.shard_target else config.decode_prompts
+        longest = min(config.max_length, lm.context - config.decode_tokens)
+        self.prompts = prompts_of(self.work.held_out, decoded, longest, config.decode_tokens)
+        # what the assistant writes, the most frequent token first
+        self.frequent_K = frequent_tokens(self.work.training)
+        size = config.vocabulary
+        vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
+        shard_on = self.ranks.device if config.shard_target else None
+        self.trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
+        adapters = [trainee.adapter for trainee in self.trained]
+        self.backend = backends.begin(adapters, config, self.ranks)
+        settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
+        self.checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
+        resumed = self.checkpoint.resume() if self.ranks.is_first else (Progress(), None)
+        self.progress, state = self.ranks.broadcast(resumed)
+        if state is not None:
+            self.backend.load_state(state)
+        self.target_states: dict[tuple[int, ...], TargetOutputs] = {}  # where they are cached
+
+    def train(self, tracker: Tracker) -> list[Path]:
+        """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
+        progress, output, is_first = self.progress, self.checkpoint.folder, self.ranks.is_first
+        if progress.step:
+            log.info("going on after step %d of %d", progress.step, self.total)
+        shown = {"unit": "step", "desc": "training", "disable": not is_first}
+        bar = tqdm(total=self.total, initial=progress.step, **shown)
+        while progress.step < self.total:
+            metrics = self._step()
+            self._check_finite([name for name, x in metrics.items() if not math.isfinite(x)])
+            with self.backend.averaged():
+                metrics |= self._measure()
+            if is_first:
+                self.checkpoint.log(progress.step, metrics)
+                tracker.log(metrics, progress.step)
+            if self._is_due(self.config.save_every):
+                state = self.backend.state()  # on the host: to look at it costs a device no time
+                broken = adapter_files.not_finite(state["weights"]) is not None
+                self._check_finite(["a weight"] if broken else [])
+                if is_first:
+                    self.checkpoint.save(state, progress)
+            bar.update()
+            name = f"train/{self.trained[0].name}"
+            loss, agree = metrics[f"{name}/loss"], metrics[f"{name}/agreement"]
+            bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
+        bar.close()
+        if is_first:
+            with self.backend.averaged():
+                for trainee in self.trained:
+                    self._save(trainee, output / trainee.name)
+            curves.write(output)
+        return [output / trainee.name for trainee in self.trained]
+
+    def _step(self) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        config, work, progress, trained = self.config, self.work, self.progress, self.trained
+        started = running()
+        first = progress.step * self.accumulate
+        group = work.batches[first : first + self.accumulate]
+        # weighted by all positions of the step, so that the mean does not depend on the split
+        positions = max(sum(work.positions[i] for batch in group for i in batch), 1)
+        sums = []
+        for batch, counts in self.ranks.scatter(group):
+            outputs = self.target_states.get(tuple(batch))
+            outputs = outputs or _forward(self.lm, work.training, batch, config, trained)
+            if config.cache_target_states:
+                self.target_states[tuple(batch)] = outputs
+            weight = counts / positions
+            sums.append(results.sums(train_step(self.lm, outputs, trained, config.chunk, weight)))
+            self.backend.collect()
+        sums = [x_SF.cpu() for x_SF in sums]  # here: each waits for the device
+        sums_SF = torch.stack(self.ranks.gather(sums, len(group))).sum(0)
+        share = schedule(config, progress.step, self.total)
+        rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
+        self.backend.step(rates)
+
+        tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - started
+        progress.seconds += seconds
+        progress.step += 1
+        progress.tokens += tokens
+        progress.assistant_tokens += positions
+        metrics = results.named("train", trained, [x.recipe.steps for x in trained], sums_SF)
+        metrics |= {
+            "tokens": progress.tokens,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_gib": memory.peak(self.lm.device) / 2**30,
+        }
+        named = zip(trained, rates, strict=True)
+        return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
+
+    def _check_finite(self, broken: Sequence[str]) -> None:
+        """Stop where something is not finite any more; the last checkpoint has what came before.
+
+        Errors: `Diverged`.
+        """
+        if broken:
+            fix = "Train anew, with a lower trainer.learning_rate="
+            if self.checkpoint.path.exists():
+                fix = f"'{self.checkpoint.folder}' keeps the last checkpoint before that. {fix} "
+                fix += "and another output="
+            raise Diverged(
+                f"{broken[0]} is not finite at step {self.progress.step} of {self.total}: the "
+                f"training has diverged. {fix}."
+            )
+
+    def _is_due(self, every: int) -> bool:
+        """Whether it is time for what is done every so many steps, and again after the last."""
+        return self.progress.step == self.total or self.progress.step % every == 0
+
+    def _measure(self) -> dict[str, float]:
+        """Held-out results, where they are due."""
+        config, progress = self.config, self.progress
+        metrics: dict[str, float] = {}
+        if self._is_due(config.evaluate_every):
+            held_out = self.work.held_out
+            measured = evaluate(self.lm, self.trained, held_out, config, self.ranks)
+            progress.held_out, progress.facts = measured
+            metrics |= progress.held_out
+        # one process decodes: the others need nothing of it and wait where they next meet
+        if self.prompts and self.ranks.is_first and self._is_due(config.decode_every):
+            progress.decoded = decode(self.lm, self.trained, self.prompts, config.decode_tokens)
+            metrics |= progress.decoded
+        return metrics
+
+    def _save(self, trainee: Trainee, folder: Path) -> None:
+        progress = asdict(self.progress)
+        facts = progress.pop("facts")[trainee.name]
+        for part, prefix in (("held_out", "held_out"), ("decoded", "decode")):
+            name, metrics = f"{prefix}/{trainee.name}/", progress[part].items()
+            progress[part] = {k.removeprefix(name): v for k, v in metrics if k.startswith(name)}
+        training = {
+            "adapter": trainee.settings(),
+            "trainer": asdict(self.config),
+            "progress": progress,
+            "data": self.about,
+            "processes": self.ranks.world,
+        } | provenance()
+        vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
+        size = None if vocabulary_K is None else len(vocabulary_K)
+        described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
+        dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
+        adapter_files.save(trainee.adapter, described, self.frequent_K, folder, dtype)
 
 
-def settled(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -> tuple[TrainerConfig, int]:
-    """The options with `accumulate` and `loss_chunk` as numbers, and the first of them: the given
-    ones, else those of the run in `output`, else one micro-batch for each process, and what suits
-    the first process's device.
+def uses_stored_logits(
+    lm: LM, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
+) -> bool:
+    """The option `use_stored_logits`, of which None is true if nothing speaks against it.
+
+    Errors: `ConfigError` where it is true and cannot be.
     """
-    accumulate, loss_chunk = config.accumulate, config.loss_chunk
-    if accumulate is None or loss_chunk is None:
-        begun = begun_with(output) if ranks.is_first else {}
-        # a sharded target goes there later
-        device = ranks.device if config.shard_target else lm.device
-        suiting = config.on(memory.total(device), lm.config.vocab_size).chunk
-        made = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
-        shared = ranks.share(made)
-        accumulate, loss_chunk = accumulate or shared[0], loss_chunk or shared[1]
-    return replace(config, accumulate=accumulate, loss_chunk=loss_chunk), accumulate
-
-
-def _step(run: Run) -> dict[str, float]:
-    """One optimizer step; its metrics."""
-    config, work, progress = run.config, run.work, run.progress
-    started = running()
-    first = progress.step * run.accumulate
-    group = work.batches[first : first + run.accumulate]
-    # weighted by all positions of the step, so that the mean does not depend on the split
-    wanted = max(sum(work.positions[i] for batch in group for i in batch), 1)
-    sums = []
-    for batch, counts in run.ranks.deal(group):
-        seen = run.remembered.get(tuple(batch))
-        seen = seen or _look(run.lm, work.kept, batch, config, run.trained)
-        if config.remember:
-            run.remembered[tuple(batch)] = seen
-        grades = teach(run.lm, seen, run.trained, config.chunk, weight=counts / wanted)
-        sums.append(results.sums(grades))
-        run.backend.collect()
-    sums = [own_SF.cpu() for own_SF in sums]  # here: each waits for the device
-    sums_SF = torch.stack(run.ranks.merge(sums, len(group))).sum(0)
-    share = schedule(config, progress.step, run.total)
-    rates = [trainee.recipe.learning_rate or config.learning_rate for trainee in run.trained]
-    run.backend.step([share * rate for rate in rates])
-
-    tokens = sum(work.tokens[i] for batch in group for i in batch)
-    seconds = running() - started
-    progress.seconds += seconds
-    progress.step += 1
-    progress.tokens += tokens
-    progress.assistant_tokens += wanted
-    metrics = results.named("train", results.step_names(run.trained), sums_SF) | {
-        "tokens": progress.tokens,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_gib": memory.peak(run.lm.device) / 2**30,
-    }
-    for trainee, rate in zip(run.trained, rates, strict=True):
-        metrics[f"train/{trainee.name}/learning_rate"] = share * rate
-    return metrics
-
-
-def _check_finite(run: Run, wrong: Sequence[str]) -> None:
-    """Stop where something is not finite any more; the last checkpoint has what came before.
-
-    Errors: `Diverged`.
-    """
-    if wrong:
-        fix = "Train anew, with a lower trainer.learning_rate="
-        if run.checkpoint.path.exists():
-            fix = f"'{run.checkpoint.folder}' keeps the last checkpoint before that. {fix} and "
-            fix += "another output="
-        raise Diverged(
-            f"{wrong[0]} is not finite at step {run.progress.step} of {run.total}: the training "
-            f"has diverged. {fix}."
+    if config.use_stored_logits is False:
+        return False
+    stored, fix = about.get("teacher"), ""
+    if not all("teacher" in sample for sample in samples):
+        fix = (
+            "this dataset has no kept distributions. Let the target write one with data.teacher=32 "
+            "(and another data.path=), or leave trainer.use_stored_logits out."
         )
+    elif stored and stored["model"] != lm.name:
+        fix = (
+            f"the distributions of this dataset are those of '{stored['model']}', and the target "
+            f"is '{lm.name}'. Let the target write its own data, or leave "
+            "trainer.use_stored_logits out."
+        )
+    if fix and config.use_stored_logits:
+        raise ConfigError(f"trainer.use_stored_logits=true: {fix}")
+    if not fix:
+        log.info("learning from kept distributions: the target runs as far as adapters read")
+    elif any("teacher" in sample for sample in samples):
+        log.info("kept distributions are not used: %s", fix)
+    return not fix
 
 
-def _due(run: Run, every: int) -> bool:
-    """Whether it is time for what is done every so many steps, and once more after the last."""
-    return run.progress.step == run.total or run.progress.step % every == 0
-
-
-def _measure(run: Run) -> dict[str, float]:
-    """Held-out results, where they are due."""
-    config, progress = run.config, run.progress
-    metrics: dict[str, float] = {}
-    if _due(run, config.evaluate_every):
-        found = evaluate(run.lm, run.trained, run.work.held_out, config, run.ranks)
-        progress.held_out, progress.facts = found
-        metrics |= progress.held_out
-    # one process decodes: the others need nothing of it and wait where they next meet
-    if run.prompts and run.ranks.is_first and _due(run, config.decode_every):
-        progress.decoded = decode(run.lm, run.trained, run.prompts, config.decode_tokens)
-        metrics |= progress.decoded
-    return metrics
+def resolve_options(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -> TrainerConfig:
+    """The options with `accumulate` and `loss_chunk` as numbers: the given ones, else those of the
+    run in `output`, else one micro-batch for each process, and what suits the first process's
+    device.
+    """
+    if config.accumulate is not None and config.loss_chunk is not None:
+        return config
+    begun = begun_with(output) if ranks.is_first else {}
+    # a sharded target goes there later
+    device = ranks.device if config.shard_target else lm.device
+    suiting = config.on(memory.total(device), lm.config.vocab_size).chunk
+    usual = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
+    accumulate, chunk = ranks.broadcast(usual)
+    accumulate, chunk = config.accumulate or accumulate, config.loss_chunk or chunk
+    return replace(config, accumulate=accumulate, loss_chunk=chunk)
 
 
 def evaluate(
@@ -280,57 +282,36 @@ def evaluate(
     """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its drafter
     has to know (`Trainable.facts`).
     """
-    found = []
-    lengths = [min(len(sample["input_ids"]), config.max_length) for sample in samples]
+    lengths = lengths_of(samples, config.max_length)
     batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
-    for batch, _ in ranks.deal(batches):
-        seen = _look(lm, samples, batch, config, trained)
-        grades, tallies = grade(lm, seen, trained, config.chunk, STEPS)
+
+    def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        outputs = _forward(lm, samples, batch, config, trained)
+        students, tallies = grade(lm, outputs, trained, config.chunk, STEPS)
+        wanted_BT = outputs.tokens.wanted_BT
         accepted = [
-            results.accepted(own, seen.tokens.wanted_BT, trainee.recipe.architecture.longest(STEPS))
-            for trainee, own in zip(trained, grades, strict=True)
+            results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
+            for trainee, steps in zip(trained, students, strict=True)
         ]
-        found.append((results.sums(grades).cpu(), torch.stack(accepted).cpu(), tallies))
-    all_sums, all_accepted, all_tallies = zip(*ranks.merge(found, len(batches)), strict=True)
-    sums_SF, accepted_AW = torch.stack(all_sums).sum(0), torch.stack(all_accepted).sum(0)
+        return results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies
+
+    measured = [measure(batch) for batch, _ in ranks.scatter(batches)]
+    sums, accepted, tallies = zip(*ranks.gather(measured, len(batches)), strict=True)
     facts = {
-        trainee.name: trainee.adapter.facts(torch.stack(own).sum(0))
-        for trainee, own in zip(trained, zip(*all_tallies, strict=True), strict=True)
+        trainee.name: trainee.adapter.facts(torch.stack(counted).sum(0))
+        for trainee, counted in zip(trained, zip(*tallies, strict=True), strict=True)
     }
+    sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(accepted).sum(0)
     return results.held_out(trained, sums_SF, accepted_AW), facts
 
 
-def _look(
+def _forward(
     lm: LM,
     samples: Sequence[Sample],
-    batch: list[int],
+    batch: Sequence[int],
     config: TrainerConfig,
     trained: Sequence[Trainee],
-) -> Seen:
-    chosen = [samples[i] for i in batch]
-    tokens = collate(chosen, config.max_length, lm.device, config.packing, bool(config.kept))
-    return look(lm, tokens, trained, config.chunk)
-
-
-def _save(run: Run, trainee: Trainee, folder: Path) -> None:
-    def mine(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-        own = f"{prefix}/{trainee.name}/"
-        return {k.removeprefix(own): v for k, v in metrics.items() if k.startswith(own)}
-
-    progress = asdict(run.progress) | {
-        "held_out": mine(run.progress.held_out, "held_out"),
-        "decoded": mine(run.progress.decoded, "decode"),
-    }
-    facts = progress.pop("facts")[trainee.name]
-    training = {
-        "adapter": trainee.settings(),
-        "trainer": asdict(run.config),
-        "progress": progress,
-        "data": run.about,
-        "processes": run.ranks.world,
-    } | provenance()
-    vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
-    size = None if vocabulary_K is None else len(vocabulary_K)
-    described = adapter_files.describe(run.lm, trainee.adapter, training, size, facts)
-    dtype = adapter_files.kept_dtype(trainee.adapter, run.lm)
-    adapter_files.save(trainee.adapter, described, run.frequent_K, folder, dtype)
+) -> TargetOutputs:
+    chosen, stored = [samples[i] for i in batch], bool(config.use_stored_logits)
+    tokens = collate(chosen, config.max_length, lm.device, config.packing, stored)
+    return forward_target(lm, tokens, trained, config.chunk)

@@ -42,41 +42,39 @@ class Muon(torch.optim.Muon):
         ]
         for i, ((weight, group), step) in enumerate(zip(moved, steps, strict=True)):
             self.ranks.copy_from(i % self.ranks.world, step)
-            rate = group["lr"]
-            weight.mul_(1 - rate * group["weight_decay"])
-            weight.add_(step, alpha=-rate * LIKE_ADAMW * max(weight.shape) ** 0.5)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(step, alpha=-group["lr"] * LIKE_ADAMW * max(weight.shape) ** 0.5)
 
     def _step_of(self, weight_MN: Tensor, group: dict[str, Any], is_mine: bool) -> Tensor:
         """The direction in which a matrix moves; if it is another process's, room for it."""
-        gradient_MN, momentum = weight_MN.grad, group["momentum"]
+        gradient_MN, state = weight_MN.grad, self.state[weight_MN]
         assert gradient_MN is not None
-        state = self.state[weight_MN]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient_MN)
-        state[MOMENTUM].lerp_(gradient_MN, 1 - momentum)
+        state[MOMENTUM].lerp_(gradient_MN, 1 - group["momentum"])
         if not is_mine:
             return torch.empty_like(weight_MN, dtype=fast_format(weight_MN))
-        update_MN = gradient_MN.lerp(state[MOMENTUM], momentum)
+        update_MN = gradient_MN.lerp(state[MOMENTUM], group["momentum"])
         return orthogonal(update_MN, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def fast_format(matrix_MN: Tensor) -> torch.dtype:
     """The format that its device multiplies fast."""
-    fast = matrix_MN.device.type != "cpu" or torch_multiplies(torch.bfloat16)
-    return torch.bfloat16 if fast else torch.float32
+    is_fast = matrix_MN.device.type != "cpu" or torch_multiplies(torch.bfloat16)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def orthogonal(
     matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
     """The matrix with its singular values brought near 1, by Newton and Schulz's iteration."""
+    is_tall = matrix_MN.shape[0] > matrix_MN.shape[1]
     x_MN = matrix_MN.to(fast_format(matrix_MN))
-    tall = x_MN.shape[0] > x_MN.shape[1]
-    x_MN = x_MN.T if tall else x_MN  # the smaller side first
+    x_MN = x_MN.T if is_tall else x_MN  # the smaller side first
     x_MN = x_MN / x_MN.norm().clamp(min=eps)
     a, b, c = coefficients
     for _ in range(steps):
         square_MM = x_MN @ x_MN.T
         polynomial_MM = torch.addmm(square_MM, square_MM, square_MM, beta=b, alpha=c)
         x_MN = torch.addmm(x_MN, polynomial_MM, x_MN, beta=a)
-    return x_MN.T.contiguous() if tall else x_MN
+    return x_MN.T.contiguous() if is_tall else x_MN

@@ -27,7 +27,7 @@ class AdapterRecipe(Ranged):
 
     Args:
         name: with the exit layer it names the adapter's folder and results.
-        architecture: what it is made of: the `Architecture` of a module in `kangaroo/heads`.
+        architecture: what it is made of: the `HeadConfig` of a module in `kangaroo/heads`.
         exit_layers: how many of the target's layers lie below each adapter; not read by kinds that
             have but one place.
         draft_steps: trained on its own states too, as it reads them when it drafts this many tokens
@@ -86,10 +86,9 @@ class Trainee:
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to be, as plain values."""
+        settings = asdict(self.recipe) | {"loss": self.recipe.loss.value}
         kind = {"kind": self.recipe.architecture.kind()}
-        settings = asdict(self.recipe)
-        architecture = kind | settings["architecture"]
-        return settings | {"architecture": architecture, "loss": self.recipe.loss.value}
+        return settings | {"architecture": kind | settings["architecture"]}
 
 
 def trainees(
@@ -108,10 +107,10 @@ def trainees(
 
     Errors: `ConfigError` where two would have the same name.
     """
-    made: dict[str, tuple[AdapterRecipe, Trainable]] = {}
+    adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for recipe in recipes:
         for name, layer in recipe.places(lm).items():
-            if name in made:
+            if name in adapters:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
             with torch.random.fork_rng(devices=[]):  # the same in every process
                 torch.manual_seed(seed)
@@ -120,12 +119,12 @@ def trainees(
                 adapter.start_from(lm, vocabulary_K)
             elif recipe.start != RANDOM:
                 go_on_from(recipe.start, adapter, lm)
-            made[name] = recipe, adapter.float()
+            adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # the layers that adapters start from had to be whole
     targets = DraftHead(lm, None, vocabulary_K)
     trained = []
-    for name, (recipe, adapter) in made.items():
+    for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()
         heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else [targets]
         trained.append(Trainee(name, adapter, heads, targets, recipe))

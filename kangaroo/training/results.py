@@ -11,39 +11,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.training.distill import MEASURES, Graded
+from kangaroo.training.distill import MEASURES, Student
 from kangaroo.training.recipe import Trainee
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
+POSITIONS = MEASURES.index("positions")
 
 
-def sums(grades: Sequence[Sequence[Graded]]) -> Tensor:
+def sums(students: Sequence[Sequence[Student]]) -> Tensor:
     """`[all steps of all adapters, F]`, so that micro-batches and processes add up."""
-    return torch.stack([grade.sums_F for own in grades for grade in own])
+    return torch.stack([student.sums_F for steps in students for student in steps])
 
 
-def named(prefix: str, names: Sequence[str], sums_SF: Tensor) -> dict[str, float]:
-    """Means per position under `<prefix>/<name>/<result>`, where there was a position."""
-    count = MEASURES.index("positions")
+def named(
+    prefix: str, trained: Sequence[Trainee], counts: Sequence[int], sums_SF: Tensor
+) -> dict[str, float]:
+    """Means per position, where there was a position: `<prefix>/<adapter>/<result>` for the first
+    draft token, `<prefix>/<adapter>/step2/<result>` for the second, ...
+
+    Args:
+        counts: the draft steps of each adapter.
+    """
+    names = [
+        trainee.name if step == 1 else f"{trainee.name}/step{step}"
+        for trainee, count in zip(trained, counts, strict=True)
+        for step in range(1, count + 1)
+    ]
     return {
-        f"{prefix}/{name}/{measure}": value / row[count]
+        f"{prefix}/{name}/{measure}": value / row[POSITIONS]
         for name, row in zip(names, sums_SF.tolist(), strict=True)
         for measure, value in zip(MEASURES, row, strict=True)
-        if measure != "positions" and row[count]  # no answer may be long enough for a late step
+        if measure != "positions" and row[POSITIONS]  # no answer may reach a late step
     }
-
-
-def draft_step_names(name: str, count: int) -> list[str]:
-    """`<name>` for the first draft token, `<name>/step2` for the second, ..."""
-    return [name] + [f"{name}/step{k}" for k in range(2, count + 1)]
-
-
-def step_names(trained: Sequence[Trainee]) -> list[str]:
-    """A name for each row of `sums` in training."""
-    names = []
-    for trainee in trained:
-        names += draft_step_names(trainee.name, trainee.recipe.steps)
-    return names
 
 
 def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -> dict[str, float]:
@@ -55,22 +54,15 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
         accepted_AW: of each adapter, see `accepted`.
     """
     counts = [trainee.recipe.architecture.graded_steps(STEPS) for trainee in trained]
-    names = [
-        name
-        for trainee, count in zip(trained, counts, strict=True)
-        for name in draft_step_names(trainee.name, count)
-    ]
-    metrics = named("held_out", names, sums_SF)
-    for trainee, own_SF, accepted_W in zip(
-        trained, sums_SF.split(counts), accepted_AW, strict=True
-    ):
-        positions = float(own_SF[0, MEASURES.index("positions")])
-        ctar = [count / positions for count in accepted_W.tolist()]
+    metrics = named("held_out", trained, counts, sums_SF)
+    of_each = zip(trained, sums_SF.split(counts), accepted_AW.tolist(), strict=True)
+    for trainee, steps_SF, accepted_W in of_each:
+        ctar = [count / float(steps_SF[0, POSITIONS]) for count in accepted_W]
         metrics |= compression(f"held_out/{trainee.name}", ctar, 1 + sum(ctar))
     return metrics
 
 
-def accepted(own: Sequence[Graded], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
+def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
     """`[W]`: from how many positions the first 1, 2, ... draft tokens would all be accepted.
 
     Greedy, along texts that the target wrote: had a draft begun at every position, each of its
@@ -84,7 +76,7 @@ def accepted(own: Sequence[Graded], wanted_BT: Tensor, most: int = STEPS) -> Ten
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
         if step < most:
-            agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
+            agrees_BT[wanted_BT] = steps[min(step, len(steps) - 1)].agrees_M
         alive_BT = alive_BT & F.pad(agrees_BT[:, step:], (0, step))
         counts.append(alive_BT.sum())
     return torch.stack(counts)
@@ -92,5 +84,5 @@ def accepted(own: Sequence[Graded], wanted_BT: Tensor, most: int = STEPS) -> Ten
 
 def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, float]:
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
-    found = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
-    return found | {f"{prefix}/compression_rate": rate}
+    shares = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
+    return shares | {f"{prefix}/compression_rate": rate}

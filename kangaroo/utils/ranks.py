@@ -44,7 +44,7 @@ class Ranks:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+    def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's share: items `rank`, `rank + world`, ...
 
         All shares have the same length, since all processes run a sharded target at once. The bool
@@ -54,7 +54,7 @@ class Ranks:
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; each a small object that can be pickled."""
         if self.world == 1:
             return [value]
@@ -63,12 +63,12 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def merge(self, results: list[T], count: int) -> list[T]:
-        """The results for `count` items that `deal` shared out, in their order."""
-        shares = self.gather(results)
+    def gather(self, results: list[T], count: int) -> list[T]:
+        """The results for `count` items that `scatter` gave out, in their order."""
+        shares = self.all_gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The value of process 0, in all of them; what the others pass is not used."""
         if self.world == 1:
             return value
@@ -91,7 +91,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Return when all processes have called it."""
-        self.gather(None)
+        self.all_gather(None)
 
 
 @contextmanager

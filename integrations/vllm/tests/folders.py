@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kangaroo.heads.adapter import Adapter, Architecture
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import random_model
 from kangaroo.models.target import LM
@@ -49,7 +49,7 @@ def tiny(tied: bool = False) -> LM:
 
 def adapter_for(lm: LM, **parts: bool) -> Adapter:
     """An adapter that is often right untrained: the layers above the exit change little."""
-    adapter = Adapter(lm, EXIT, Architecture(**parts)).start_from(lm)
+    adapter = Adapter(lm, EXIT, AdapterHeadConfig(**parts)).start_from(lm)
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())
     return adapter.requires_grad_(False)
 

@@ -15,7 +15,7 @@ from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Architecture
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import LM
@@ -162,7 +162,9 @@ def shipped(model_name: str) -> list[str]:
         if (folder / adapter_files.CONFIG).is_file()
     }
     paths = [str(SHIPPED / name) for name in [model_name, *sorted(beside)]]
-    return [x for x in paths if isinstance(adapter_files.read_config(x).architecture, Architecture)]
+    return [
+        x for x in paths if isinstance(adapter_files.read_config(x).architecture, AdapterHeadConfig)
+    ]
 
 
 def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candidate]:

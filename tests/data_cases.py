@@ -1,0 +1,35 @@
+"""Targets and settings for the tests of training data."""
+
+from kangaroo.data.filters import FilterConfig
+from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.models import loading
+from kangaroo.models.loading import TINY, Dtype, ModelConfig
+from kangaroo.models.target import LM
+
+NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
+HEALTHY = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
+
+
+def target():
+    """A target and its tokenizer."""
+    hf, tokenizer = loading.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    return LM(hf), tokenizer
+
+
+def brief():
+    """One that ends a turn after some ten tokens."""
+    lm, tokenizer = target()
+    lm.hf.generation_config.eos_token_id = [257, *range(100, 120)]
+    return lm, tokenizer
+
+
+def settings(path, **changes):
+    fields = {
+        "shards": 3,
+        "shard_size": 4,
+        "batch_size": 3,
+        "max_question_tokens": 8,
+        "max_answer_tokens": 12,
+        "keep_unfinished_questions": True,
+    }
+    return SynthesisConfig(path=str(path), **(fields | changes))
