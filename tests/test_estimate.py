@@ -227,6 +227,8 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_peak(machi
     assert len(lines) == 3  # ShareGPT's answers are not written anew
     _, _, lines = foreseen("model=vicuna-7b", processes=8)
     assert f"about {hours / 8:.2g} hours" in lines[2]
+    *_, lines = foreseen("model=vicuna-7b", "data.regenerate=true", "data.batch_size=61")
+    assert "61 texts at a time" in lines[3]
 
 
 def test_a_local_file_is_read_before_anything_is_said_of_it(machine, tmp_path):
@@ -274,12 +276,6 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_the_fix(machine, free, 
     machine((A100, int(free * GB)))
     with pytest.raises(ConfigError, match=refused):
         foreseen(*line.split())
-
-
-def test_texts_that_fit_are_written(machine):
-    machine((A100, 80 * GB))
-    *_, lines = foreseen("model=vicuna-7b", "data.regenerate=true", "data.batch_size=61")
-    assert "61 texts at a time" in lines[3]
 
 
 def test_each_process_counts_its_gpu_or_its_share_of_what_all_have(machine, monkeypatch):

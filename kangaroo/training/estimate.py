@@ -70,15 +70,15 @@ class Devices:
         sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
         if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
             return Devices("CPU", psutil.virtual_memory().available // sharing)
-        gpus = list(range(torch.cuda.device_count()))
-        if not spread:
-            index = None if model.device == "auto" else torch.device(model.device).index
-            gpus = [torch.cuda.current_device() if index is None else index]
-        room = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
-        free = sum(free for free, _ in room) // (sharing if spread else 1)
-        name = torch.cuda.get_device_name(gpus[0])
-        name = f"{len(gpus)} x {name}" if spread else name
-        return Devices(name, free, room[0][1], f"cuda:{gpus[0]}")
+        if spread:
+            room = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+            name = f"{len(room)} x {torch.cuda.get_device_name(0)}"
+            return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
+        index = None if model.device == "auto" else torch.device(model.device).index
+        gpu = torch.cuda.current_device() if index is None else index
+        return Devices(
+            torch.cuda.get_device_name(gpu), *torch.cuda.mem_get_info(gpu), f"cuda:{gpu}"
+        )
 
     def speed(self, dtype: torch.dtype) -> tuple[float, str]:
         """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
@@ -136,7 +136,7 @@ class Text:
             return Text(count, tokens, learnt, max(lengths), kept, source)
         if isinstance(data, SynthesisConfig):
             count = data.shards * data.shard_size
-            tokens = data.shard_size * sum(lengths[i % len(lengths)] for i in range(data.shards))
+            tokens = count * sum(lengths) // len(lengths)
         else:
             count = min(CONVERSATIONS, data.limit or CONVERSATIONS)
             if reading.is_local(data.source):
@@ -211,8 +211,8 @@ def estimate(
     wanted = batch * text.learnt // text.tokens
 
     def states(tokens: int, learnt: int) -> int:  # of the target, which adapters learn from
-        teaching = 0 if kept and lm.n_layers not in deep else learnt
-        return ((len(taps) + len(deep)) * tokens + teaching) * width * size
+        learnt *= not kept or lm.n_layers in deep
+        return ((len(taps) + len(deep)) * tokens + learnt) * width * size
 
     # of a position: the teacher's, then p, log q and gradients; kept: q, its exponent, gradient
     logits = vocabulary * 3 * size if kept else max(whole * (size + 8), vocabulary * (size + 24))
@@ -247,8 +247,8 @@ def estimate(
         products = {m for m in adapter.modules() if isinstance(m, nn.Linear)} - set(heads)
         features = sum(m.in_features + m.out_features for m in products)
         # what autograd keeps; gathered states and their gradients
-        memory["activations"] += batch * passes * features * (5 if size == 4 else 4)
-        memory["activations"] += 12 * steps * wanted * width
+        autograd = batch * passes * features * (5 if size == 4 else 4)
+        memory["activations"] += autograd + 12 * steps * wanted * width
         weights = _count(adapter) - sum(map(_count, heads))
         flops += 6.0 * weights * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
@@ -265,16 +265,15 @@ def check_writing(lm: LM, data: Data, devices: Devices) -> list[str]:
     """
     memory = {"target": _count(lm) * lm.dtype.itemsize}
     devices.check("loading the target", memory)
-    if isinstance(data, MixConfig) or store.is_complete(Path(data.path)):
+    given = isinstance(data, ConversationsConfig) and not data.regenerate
+    if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return []
+    longest, rows = lm.context, min(data.batch_size, data.shard_size)
     if isinstance(data, SynthesisConfig):
         turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
-        longest = max(data.turns) * turn
-    elif data.regenerate:
-        longest = data.max_length
+        longest = min(longest, max(data.turns) * turn)
     else:
-        return []
-    longest, rows = min(longest, lm.context), min(data.batch_size, data.shard_size)
+        longest = min(longest, data.max_length)
     # before it writes, the target is timed on plain passes over as many short texts
     keys = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
     row = max(keys, min(longest, TRIAL_LENGTH) * _in_layer(lm))
@@ -285,11 +284,8 @@ def check_writing(lm: LM, data: Data, devices: Devices) -> list[str]:
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
     there = "train on text that is there (data=conversations data.regenerate=false)"
     devices.check(what, memory, f"{fix}, or {there}")
-    taken = sum(memory.values()) / 1e9
-    return [
-        f"expect {taken:.1f} GB of memory while the target writes the data, {rows} texts at a time "
-        "(data.batch_size)"
-    ]
+    taken = f"expect {sum(memory.values()) / 1e9:.1f} GB of memory while the target writes the data"
+    return [f"{taken}, {rows} texts at a time (data.batch_size)"]
 
 
 def foresee(
