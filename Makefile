@@ -38,7 +38,7 @@ serve: setup  ## answer requests of OpenAI's API on port 8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
 load: setup  ## measure servers of four drafters by how many ask at the same time
-	$(BIN)/python scripts/load.py $(ARGS)
+	$(BIN)/python integrations/load_test/load_test.py $(ARGS)
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
@@ -46,7 +46,7 @@ train: setup  ## train an adapter for SmolLM2-135M
 # Questions that the target answers: a file in ShareGPT or chat form, or an id on the hub (docs/data.md).
 QUESTIONS ?= questions.jsonl
 curve: setup  ## train on more and more answers to QUESTIONS=, and say what still more would bring
-	$(BIN)/python scripts/split.py $(QUESTIONS) outputs/questions
+	$(BIN)/python scripts/prepare.py split source=$(QUESTIONS) output=outputs/questions
 	$(BIN)/python train.py experiment=learning_curve data.source=outputs/questions/training.jsonl $(ARGS)
 	$(BIN)/python scripts/learning_curve.py runs=outputs/learning_curve/smollm2-135m \
 	  bench.path=outputs/questions/held_out.jsonl bench.name=held_out
@@ -57,8 +57,9 @@ tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
 speed: setup  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
 
+# make soak SOAK_TOKENS=100000 SOAK_SEED=1 SOAK_OUTPUT=outputs/soak-1
 soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
-	$(BIN)/python scripts/soak.py $(ARGS)
+	$(BIN)/python -m pytest -q -s -m soak tests/soak $(ARGS)
 
 TABLE = outputs/estimate.md
 ESTIMATE = $(BIN)/python scripts/estimate.py estimate.table=$(TABLE) $(ARGS)

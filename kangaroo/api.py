@@ -31,7 +31,7 @@ from kangaroo.utils.settings import made, typed
 
 log = logging.getLogger(__name__)
 
-CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
+CONFIGS = of_project("configs")  # models, drafters and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
@@ -49,8 +49,8 @@ def load(
     """A model that is ready to answer.
 
     Args:
-        model: a name of `configs/model`, a hub id, a local folder, or a `ModelConfig` where number
-            format or device matter.
+        model: a name of `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
+            where number format or device matter.
         adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
             takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
             one that training saved.
@@ -102,16 +102,15 @@ def warn_of_ends(lm: LM, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def model_config(model: str) -> ModelConfig:
-    """What a name of `configs/model`, a hub id or a local folder stands for.
+    """What a name of `configs/groups/model.yaml`, a hub id or a local folder stands for.
 
-    A hub id that one of those files names gets that file's number format and chat template.
+    A hub id that stands there too gets that section's number format and chat template.
 
     Errors: `ConfigError` for what is none of these.
     """
     known = known_models()
     for found in known:
         if model in (found["name"], found["path"]):
-            del found["defaults"]  # Hydra's
             if "dtype" in found:
                 found["dtype"] = Dtype(found["dtype"])
             return ModelConfig(**found)
@@ -146,7 +145,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
     values = _written(CONFIGS / "drafter" / f"{drafter}.yaml")
     schema, *others = values.pop("defaults")  # Hydra's
-    sizes = _written(CONFIGS / "hardware" / f"{hardware_here()}.yaml")
+    sizes = _written(CONFIGS / "groups/hardware.yaml")[hardware_here()]
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -164,7 +163,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
 
 
 def hardware_here() -> str:
-    """The file of configs/hardware that drafters take if none is asked for."""
+    """The section of `configs/groups/hardware.yaml` that drafters take if none is asked for."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 

@@ -49,7 +49,7 @@ def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
 
 @contextmanager
 def scheduling(**changes: object) -> Iterator[Scheduler]:
-    options: dict = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
+    options: dict = {"max_batch_size": 3, "max_model_len": LONGEST, "max_queue": 64} | changes
     scheduler = Scheduler(options.pop("engine", None) or engine_of(target()), **options).start()
     try:
         yield scheduler
@@ -96,8 +96,10 @@ def alone(engine: Engine, request: Request) -> list[int]:
 def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object) -> Iterator[str]:
     """The address of a server in a thread."""
     tokenizer = tokenizer or byte_tokenizer()
-    config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
-    scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
+    config = ServeConfig(**({"port": 0, "max_batch_size": 3, "max_model_len": LONGEST} | changes))  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        engine_of(target()), config.max_batch_size, LONGEST, config.max_queue
+    ).start()
     app = make_app(scheduler, tokenizer, "tiny", "kangaroo", config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

@@ -129,7 +129,7 @@ def test_the_committed_page_is_what_the_script_writes():
 
 def test_the_page_holds_a_shape_against_what_is_asked_of_it(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    config = SpeedConfig(prompts=1, new_tokens=8, repeats=1, context_tokens=8, phase_context=40)
+    config = SpeedConfig(prompts=1, max_new_tokens=8, repeats=1, context_tokens=8, phase_context=40)
     config.contexts, config.batches, config.bandwidth_megabytes = [256], [1], 1
     config.rivals = False
     speed = measure(lm, byte_tokenizer(), Kangaroo(lm, adapter_for(lm), 6, 0.0), config)

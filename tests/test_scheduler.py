@@ -117,7 +117,7 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
     seen = watched(engine, monkeypatch)
     prompts = [[rng.randrange(3, 250) for _ in range(9)] for _ in range(8)]
     jobs = [job(Request(prompt, 30, ignore_eos=True)) for prompt in prompts]
-    with scheduling(engine=engine, rows=4) as scheduler:
+    with scheduling(engine=engine, max_batch_size=4) as scheduler:
         scheduler.submit(*(one for one, _ in jobs))
         for one, heard in jobs:
             assert heard.ended.wait(60)
@@ -145,7 +145,7 @@ def test_who_cancels_leaves_all_others_as_they_were():
     """Before a row is free, while the prompt enters, and in the middle of a text."""
     rng, other = random.Random(1), engine_of(target())
     jobs = [job(random_request(rng)) for _ in range(60)]
-    with scheduling(rows=4) as scheduler:
+    with scheduling(max_batch_size=4) as scheduler:
         for i, (one, heard) in enumerate(jobs):
             scheduler.submit(one)
             if i % 3 == 1:
@@ -225,7 +225,7 @@ def test_what_a_prompt_takes_is_learnt_from_those_before():
 
 
 def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
-    with scheduling(rows=1, most_waiting=2) as scheduler:
+    with scheduling(max_batch_size=1, max_queue=2) as scheduler:
         running, heard = job(Request([5], 150, ignore_eos=True))
         scheduler.submit(running)
         assert heard.begun.wait(60)
@@ -246,7 +246,7 @@ def test_a_request_that_can_never_be_served_is_refused():
 
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         jobs = [job(Request([5 + i], 20, ignore_eos=True)) for i in range(4)]
         scheduler.submit(*(one for one, _ in jobs))
         assert scheduler.close(60)
@@ -256,7 +256,7 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
 
 
 def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         jobs = [job(Request([5], LONGEST - 1, ignore_eos=True)) for _ in range(30)]
         scheduler.submit(*(one for one, _ in jobs))
         assert not scheduler.close(0.05)
@@ -265,7 +265,7 @@ def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
 
 
 def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         step = scheduler.engine.step
 
         def slowly(batch, drafts):

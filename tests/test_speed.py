@@ -247,7 +247,7 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"new_tokens": 7},
+        {"max_new_tokens": 7},
         {"context_tokens": 7},
         {"contexts": [600]},
         {"phase_context": 470},
@@ -332,7 +332,7 @@ def test_texts_are_compared_up_to_vanillas_first_eos():
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    config = SpeedConfig(prompts=2, new_tokens=8, repeats=1, phase_context=40)
+    config = SpeedConfig(prompts=2, max_new_tokens=8, repeats=1, phase_context=40)
     config.contexts, config.context_tokens = [32, 96], 6
     config.batches, config.bandwidth_megabytes = [1, 3], 1
     drafter, more = (

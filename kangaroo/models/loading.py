@@ -38,7 +38,7 @@ from kangaroo.utils.folders import TORCHRUN, command_line, of_project
 TINY = "random:tiny"
 RANDOM = "random:"
 
-MODELS = of_project("configs") / "model"  # a file for each model known by name
+MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
 
 
 class Dtype(Enum):
@@ -59,7 +59,7 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: its short name, which is also the name of its file in `configs/model`.
+        name: its short name, which is also that of its section in `configs/groups/model.yaml`.
         path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
             `random:small:` and a path of `shapes.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
@@ -88,16 +88,19 @@ class ModelConfig:
 
 
 def known_models() -> list[dict[str, Any]]:
-    """What the files of configs/model say, one each."""
-    return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+    """What `MODELS` says of each, without how it is trained."""
+    sections = yaml.safe_load(MODELS.read_text("utf-8")) if MODELS.is_file() else {}
+    for section in sections.values():
+        del section["train"]
+    return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
     """How a command is told of a target, for `folders.command_line`.
 
     Args:
-        model: its name in configs/model, or its path: a hub id or folder.
-        name: what it is called if it is none of configs/model.
+        model: its name among `known_models`, or its path: a hub id or folder.
+        name: what it is called if it is none of them.
     """
     for known in known_models():
         if model in (known["name"], known["path"]):

@@ -164,7 +164,7 @@ class Server:
 
     def _model(self) -> dict[str, Any]:
         kind = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
-        return kind | {"drafter": self.drafter, "max_len": self.scheduler.longest}
+        return kind | {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
 
     def _no_model(self, name: str) -> Response:
         message = f"there is no model '{name}'; this is '{self.model}'."
@@ -192,7 +192,7 @@ class Server:
     ) -> Response:
         if asked.model is not None and asked.model != self.model:
             return self._no_model(asked.model)
-        room = self.scheduler.longest - len(prompt)
+        room = self.scheduler.max_model_len - len(prompt)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)
         requests = [

@@ -30,19 +30,20 @@ def check_installed() -> None:
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
 
-def check_memory(lm: LM, rows: int, longest: int, devices: Devices) -> None:
-    """Raise `ConfigError` where keys and values of so many texts of `longest` tokens do not fit:
-    they have their place from the start. Log what they take.
+def check_memory(lm: LM, max_batch_size: int, max_model_len: int, devices: Devices) -> None:
+    """Raise `ConfigError` where keys and values of so many texts of such a length do not fit: they
+    have their place from the start. Log what they take.
     """
-    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * longest
-    taken, free = f"{rows * row / 1e9:.1f} GB", f"{devices.free / 1e9:.1f} GB"
-    log.info(f"{rows} texts of up to {longest} tokens: {taken} of keys and values")
-    if rows * row <= devices.free:
+    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * max_model_len
+    taken, free = f"{max_batch_size * row / 1e9:.1f} GB", f"{devices.free / 1e9:.1f} GB"
+    log.info(f"{max_batch_size} texts of up to {max_model_len} tokens: {taken} of keys and values")
+    if max_batch_size * row <= devices.free:
         return
-    fix = f"rows={devices.free // row} or " if devices.free >= row else ""
+    fix = f"max_batch_size={devices.free // row} or " if devices.free >= row else ""
     raise ConfigError(
-        f"rows={rows} texts of up to {longest} tokens take {taken} of keys and values, and "
-        f"{devices.name} has {free} free beside the model. Pass {fix}longest= fewer tokens."
+        f"max_batch_size={max_batch_size} texts of up to {max_model_len} tokens take {taken} of "
+        f"keys and values, and {devices.name} has {free} free beside the model. Pass "
+        f"{fix}max_model_len= fewer tokens."
     )
 
 
@@ -50,10 +51,10 @@ def _loaded(
     model: ModelConfig, drafter: DrafterConfig, config: ServeConfig
 ) -> tuple[Engine, PreTrainedTokenizerBase, int]:
     lm, tokenizer = load_target(model)
-    longest = min(config.longest or lm.context, lm.context)
-    check_memory(lm, config.rows, longest, found(model))
+    max_model_len = min(config.max_model_len or lm.context, lm.context)
+    check_memory(lm, config.max_batch_size, max_model_len, found(model))
     engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
-    return engine, tokenizer, longest
+    return engine, tokenizer, max_model_len
 
 
 def serve(
@@ -67,7 +68,7 @@ def serve(
     Args:
         ready: is told the port once everything is loaded; who came before that is answered now.
 
-    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the rows take more memory
+    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
     than there is; what loading raises.
     """
     check_installed()
@@ -77,7 +78,7 @@ def serve(
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
     # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer, longest = passing.submit(_loaded, model, drafter, config).result()
-    scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
+        engine, tokenizer, max_model_len = passing.submit(_loaded, model, drafter, config).result()
+    scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue).start()
     ready(listening.getsockname()[1])
     http.run(listening, scheduler, tokenizer, model.name, drafter.name, config)

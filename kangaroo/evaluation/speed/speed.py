@@ -51,7 +51,7 @@ class SpeedConfig(Ranged):
     Args:
         bench: where the questions come from.
         prompts: this many of them, spread over the tasks.
-        new_tokens: written for each.
+        max_new_tokens: written for each.
         repeats: how often every method writes every text.
         rivals: also measure transformers' own ways to speculate (`rivals.py`), and llama.cpp where
             the extra `benchmark` is installed (`llama.py`).
@@ -70,7 +70,7 @@ class SpeedConfig(Ranged):
 
     bench: BenchConfig = field(default_factory=BenchConfig)
     prompts: Count = 12
-    new_tokens: Count = 128
+    max_new_tokens: Count = 128
     repeats: Count = 2
     rivals: bool = True
     leave_out: list[str] = field(default_factory=list)
@@ -163,10 +163,10 @@ def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -
     """
     widest = max(drafter.max_nodes for drafter in drafters)
     least = widest + 2
-    if min(config.new_tokens, config.context_tokens) < least:
+    if min(config.max_new_tokens, config.context_tokens) < least:
         raise ConfigError(
-            f"speed.new_tokens and speed.context_tokens must be {least} or more: the first token "
-            f"is timed with the prompt, and a round can write {widest + 1}."
+            f"speed.max_new_tokens and speed.context_tokens must be {least} or more: the first "
+            f"token is timed with the prompt, and a round can write {widest + 1}."
         )
     fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     for length in sorted(set(config.contexts) - set(fitting)):
@@ -210,7 +210,7 @@ def measure(
         raise ConfigError(f"more.{min(taken)}: that name is taken; call it otherwise.")
     ours: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **more}
     contexts = fitting_contexts(lm, list(ours.values()), config)
-    longest = lm.context - config.new_tokens
+    longest = lm.context - config.max_new_tokens
     prompts, tasks = question_prompts(tokenizer, config.prompts, config.bench, longest)
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     methods = {"hf": timed_generate(lm)}
@@ -236,7 +236,7 @@ def measure(
         "speedups": speedups_of(answers, names, list(ours)),
         "equal_texts": equal_texts(answers, lm.eos_ids()),
         "phases": step,
-        "batches": throughput(lm, drafter, prompts, config.new_tokens, config.batches),
+        "batches": throughput(lm, drafter, prompts, config.max_new_tokens, config.batches),
         "contexts": [
             {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
             | {m: summarise([typical(grown, m)[i]], reads[m], bandwidth) for m in core}
@@ -261,7 +261,7 @@ def _answers(
     skipped: dict[str, str] = {}
     with ExitStack() as processes:
         if config.rivals:
-            context = max(map(len, prompts)) + config.new_tokens
+            context = max(map(len, prompts)) + config.max_new_tokens
             by_llama, skipped = llama_rivals(lm, context, processes)
             others = rivals(lm, drafter) | by_llama
             if unknown := set(config.leave_out) - set(others) - set(skipped):
@@ -273,8 +273,10 @@ def _answers(
             methods = methods | kept
         for name, why in skipped.items():
             log.warning("%s is skipped: %s", name, why)
-        take_turns(methods, prompts[:1], config.new_tokens, 1, "warm-up")
-        return take_turns(methods, prompts, config.new_tokens, config.repeats, "answers"), skipped
+        take_turns(methods, prompts[:1], config.max_new_tokens, 1, "warm-up")
+        return take_turns(
+            methods, prompts, config.max_new_tokens, config.repeats, "answers"
+        ), skipped
 
 
 def _about(lm: LM, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def notes(result: dict[str, Any]) -> str:
         f"{static}"
         f"Texts that are vanilla's up to its first EOS, of {len(result['tasks'])}: {texts}.\n"
         f"{result['model']} in {result['dtype']} on {_device(result)}; greedy, batch 1, "
-        f"{settings['prompts']} prompts x {settings['new_tokens']} tokens x "
+        f"{settings['prompts']} prompts x {settings['max_new_tokens']} tokens x "
         f"{settings['repeats']} repeats; exit layer {drafter['exit_layer']}, at most "
         f"{drafter['steps']} draft tokens, threshold {drafter['threshold']}, "
         f"draft vocabulary {drafter['vocabulary'] or 'whole'}.\n"

@@ -198,7 +198,7 @@ def question_prompts(
     if not by_task:
         raise ConfigError(
             f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
-            "context leaves; lower speed.new_tokens or pass another bench."
+            "context leaves; lower speed.max_new_tokens or pass another bench."
         )
     prompts, tasks = [], []
     for i, (task, asked) in enumerate(by_task.items()):
