@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import hydra
 import transformers
@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kangaroo.cli.schema import CHOICES, CONFIGS, RENAMED, register, sections
+from kangaroo.cli.schema import CHOICES, CONFIGS, RENAMED, register, register_command, sections
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
@@ -100,6 +100,8 @@ def command(
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
+        register_command(get_type_hints(run)["config"])
+
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
         def main(config: DictConfig) -> float | None:
             logging.captureWarnings(True)
@@ -159,6 +161,7 @@ def with_actions(name: str, actions: Mapping[str, Callable[[], None]]) -> Callab
     lines = [f"  {action:{width}}  {text}\n" for action, text in about.items()]
 
     def main() -> None:
+        """Do what the first word says."""
         program = Path(sys.argv[0]).name
         action, *rest = sys.argv[1:] or ["--help"]
         if action in ("-h", "--help"):

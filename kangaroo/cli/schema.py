@@ -6,6 +6,7 @@ type is refused before anything is loaded.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -32,7 +33,6 @@ from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.tune import TuneConfig
 from kangaroo.heads.base import Architecture
-from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.learning_curve.measuring import LearningCurveConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
@@ -255,27 +255,15 @@ class ExportCommand:
     output: str = MISSING
 
 
-# The type of each command's config, by the name of its schema.
-COMMANDS: dict[str, type] = {
-    "train": TrainCommand,
-    "evaluate": EvaluateCommand,
-    "speed": SpeedCommand,
-    "chat": ChatCommand,
-    "serve": ServeCommand,
-    "tune": TuneCommand,
-    "datastore": DatastoreCommand,
-    "layers": LayersCommand,
-    "calibrate": CalibrateCommand,
-    "split": SplitCommand,
-    "import": ImportCommand,
-    "export": ExportCommand,
-    "push": PushConfig,
-    "pull": PullConfig,
-    "estimate": EstimateCommand,
-    "cost": CostCommand,
-    "compare": CompareCommand,
-    "learning_curve": LearningCurveCommand,
-}
+def draft_model_of(model: str, option: str) -> str | None:
+    """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
+    smaller one with its tokens `adapter`, which makes one of its own first layers.
+    """
+    small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
+    adapter = None if small else f"adapters/{model}"
+    return {"model": small, "adapter": adapter}[option]
+
+
 # Choices that have no file: those of a group by name, each a type with its defaults.
 CHOICES: dict[str, dict[str, Any]] = {
     "logger": {"none": NoTrackerConfig, "wandb": WandbConfig},
@@ -290,19 +278,11 @@ CHOICES: dict[str, dict[str, Any]] = {
         "mix_schema": MixConfig,
     },
 }
-RESOLVERS = {
-    "bench_name": bench_name,
-    "overrides": named_by,
-    "fitting": fitting,
-    "hardware_here": hardware_here,
-}
 
 
 def register() -> None:
-    """Tell Hydra the type of everything, and the choices that are sections of a file."""
+    """Tell Hydra the types of all groups, and the choices that are sections of a file."""
     store = ConfigStore.instance().store
-    for name, command in COMMANDS.items():
-        store(name=f"{name}_schema", node=command)
     choices = CHOICES | {
         "drafter": {
             f"{k}_schema": v for k, v in classes("kangaroo.drafters", DrafterConfig).items()
@@ -312,8 +292,9 @@ def register() -> None:
     for group, types in choices.items():
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
-    for name, resolver in (RESOLVERS | {"draft_model_of": draft_model_of}).items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    for resolver in (bench_name, fitting, hardware_here, draft_model_of):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     for command in WITH_ACTIONS:
         for action, config in sections(f"{command}.yaml").items():
             store(name=f"{command}_{action}", node=config)
@@ -333,10 +314,7 @@ def sections(file: str) -> dict[str, dict[str, Any]]:
     return {str(name): section for name, section in found.items()}
 
 
-def draft_model_of(model: str, option: str) -> str | None:
-    """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
-    smaller one with its tokens `adapter`, which makes one of its own first layers.
-    """
-    small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
-    adapter = None if small else f"adapters/{model}"
-    return {"model": small, "adapter": adapter}[option]
+def register_command(kind: type) -> None:
+    """Tell Hydra a command's type: `TrainCommand` is train_schema."""
+    name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower().rpartition("_")[0]
+    ConfigStore.instance().store(name=f"{name}_schema", node=kind)
