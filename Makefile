@@ -38,7 +38,7 @@ serve: setup  ## answer requests of OpenAI's API on port 8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
 load: setup  ## measure servers of four drafters by how many ask at the same time
-	$(BIN)/python scripts/load.py $(ARGS)
+	$(BIN)/python integrations/load_test/load_test.py $(ARGS)
 
 train: setup  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
@@ -49,8 +49,9 @@ tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
 speed: setup  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
 
+# make soak SOAK_TOKENS=100000 SOAK_SEED=1 SOAK_OUTPUT=outputs/soak-1
 soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
-	$(BIN)/python scripts/soak.py $(ARGS)
+	$(BIN)/python -m pytest -q -s -m soak tests/soak $(ARGS)
 
 # The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature

@@ -8,21 +8,19 @@ from difflib import get_close_matches
 COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "answer requests of OpenAI's API, many at a time",
-    "load": "measure servers by how many ask at the same time",
     "evaluate": "measure a drafter on a bench; with -m, several side by side",
     "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",
-    "soak": "decode very many tokens by every drafter, and compare all with vanilla's",
-    "split": "split questions into some to learn from and some to measure on",
     "train": "let a model write its data, and train adapters on it; say first what that takes",
     "make_data": "the first part of train alone: write the data",
-    "import_adapter": "turn a checkpoint of the authors' code into an adapter",
-    "export": "write an adapter for other software",
-    "push": "upload an adapter with its model card to the hub",
-    "pull": "fetch an adapter from the hub",
-    "calibrate": "count how often what the hybrid drafter drafts from is right",
-    "search_layers": "search the layers that a draft may skip",
-    "datastore": "make documents searchable, for drafters that look things up",
+    "convert import": "turn a checkpoint of the authors' code into an adapter",
+    "convert export": "write an adapter for other software",
+    "convert push": "upload an adapter with its model card to the hub",
+    "convert pull": "fetch an adapter from the hub",
+    "prepare datastore": "make documents searchable, for drafters that look things up",
+    "prepare layers": "search the layers that a draft may skip",
+    "prepare calibrate": "count how often what the hybrid drafter drafts from is right",
+    "prepare split": "split questions into some to learn from and some to measure on",
 }
 
 
@@ -32,9 +30,10 @@ def main() -> None:
     if name in ("-h", "--help"):
         sys.stdout.write(usage())
         return
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean '{near[0]}'? " if near else ""
+    if name not in {command.split()[0] for command in COMMANDS}:
+        last_words = {command.split()[-1]: command for command in COMMANDS}
+        near = get_close_matches(name, last_words, n=1)
+        hint = f"Did you mean '{last_words[near[0]]}'? " if near else ""
         raise SystemExit(f"there is no command '{name}'. {hint}`kangaroo --help` lists them all.")
     from kangaroo import cli  # here, since it takes seconds
 

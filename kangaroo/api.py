@@ -24,7 +24,7 @@ from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.utils.folders import of_project
 from kangaroo.utils.settings import build, typed
 
-CONFIGS = of_project("configs")  # a file for each model, drafter and hardware known by name
+CONFIGS = of_project("configs")  # models, drafters and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
@@ -42,8 +42,8 @@ def load(
     """A model that is ready to answer.
 
     Args:
-        model: a name of `configs/model`, a hub id, a local folder, or a `ModelConfig` where number
-            format or device matter.
+        model: a name of `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
+            where number format or device matter.
         adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
             takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
             one that training saved.
@@ -92,7 +92,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
     values = _written(f"drafter/{drafter}.yaml")
     schema, *others = values.pop("defaults")  # Hydra's
-    sizes = _written(f"hardware/{hardware_here()}.yaml")
+    sizes = _written("groups/hardware.yaml")[hardware_here()]
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -110,7 +110,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
 
 
 def hardware_here() -> str:
-    """The file of configs/hardware that drafters take if none is asked for."""
+    """The section of `configs/groups/hardware.yaml` that drafters take if none is asked for."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 

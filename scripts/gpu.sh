@@ -26,7 +26,7 @@ SECONDS_OF=(175 175 100 110 80 80)
 # sizes of the work; DRY does less of each
 TESTS=(-m gpu tests)
 SHAPE=random:
-SPEED=(speed.repeats=1 speed.new_tokens=64 speed.context_tokens=48 'speed.rivals=[]' speed.bandwidth_megabytes=8192)
+SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 'speed.rivals=[]' speed.bandwidth_megabytes=8192)
 SPEED_7B=("speed.contexts=[256,1024,1900]" "speed.batches=[1,4,16,32,64]" speed.prompts=3)
 SPEED_8B=("speed.contexts=[256,2048,8144]" "speed.batches=[1,16]" speed.prompts=2)
 EVALUATE=(bench=demo question_every=3 max_new_tokens=64)
@@ -38,7 +38,7 @@ if [ -n "${DRY:-}" ]; then
   TESTS=(tests/test_tables.py)
   SHAPE=random:small:
   SECONDS_OF=(600 600 600 600 600 600)
-  SPEED+=(speed.prompts=1 speed.new_tokens=8 speed.context_tokens=8 speed.bandwidth_megabytes=64 "speed.batches=[1,4]" "speed.contexts=[64,256]")
+  SPEED+=(speed.prompts=1 speed.max_new_tokens=8 speed.context_tokens=8 speed.bandwidth_megabytes=64 "speed.batches=[1,4]" "speed.contexts=[64,256]")
   EVALUATE=("${EVALUATE[@]/question_every=*/question_every=40}" max_new_tokens=4)
   CONVERSATIONS=10
   TOKENS=2000
@@ -82,8 +82,9 @@ command_of() {
         "data.path='$RESULTS/data'" "output=$RESULTS/train")
       ;;
     soak)
-      COMMAND=(scripts/soak.py "soak.tokens=$TOKENS" soak.dtype=bfloat16 "output=$RESULTS/soak")
-      [ -n "${DRY:-}" ] || COMMAND+=(soak.device=cuda)
+      export SOAK_TOKENS=$TOKENS SOAK_DTYPE=bfloat16 SOAK_OUTPUT=$RESULTS/soak
+      [ -n "${DRY:-}" ] || export SOAK_DEVICE=cuda
+      COMMAND=(-m pytest -q -s -m soak tests/soak)
       ;;
   esac
 }

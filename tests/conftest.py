@@ -46,8 +46,12 @@ def steady_budget(request, monkeypatch):
         monkeypatch.setattr(Budget, limits, no_limits)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch
+
+    for item in items:
+        if "soak" in item.keywords and "soak" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="takes most of an hour: make soak"))
 
     if not torch.cuda.is_available():
         for item in items:

@@ -29,6 +29,24 @@ from kangaroo.training.recipe import AdapterRecipe
 
 EXIT = 2  # of four layers; all but the first change little
 VOCABULARY = 64
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Families of targets: transformers' model type, and fields that differ from `tiny_model`'s.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-ungrouped": ("llama", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {}),
+    "qwen2-biased": ("qwen2", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+}
 
 
 def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):

@@ -60,7 +60,7 @@ def alone(request: Request) -> list[int]:
 
 @contextmanager
 def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Scheduler]:
-    options = {"rows": 3, "longest": LONGEST, "most_waiting": 64} | changes
+    options = {"max_batch_size": 3, "max_model_len": LONGEST, "max_queue": 64} | changes
     scheduler = Scheduler(engine or engine_of(target()), **options).start()
     try:
         yield scheduler
@@ -122,8 +122,10 @@ def as_body(request: Request) -> dict:
 def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object) -> Iterator[str]:
     """The address of a server in a thread."""
     tokenizer = tokenizer or byte_tokenizer()
-    config = ServeConfig(**({"port": 0, "rows": 3, "longest": LONGEST} | changes))  # type: ignore[arg-type]
-    scheduler = Scheduler(engine_of(target()), config.rows, LONGEST, config.most_waiting).start()
+    config = ServeConfig(**({"port": 0, "max_batch_size": 3, "max_model_len": LONGEST} | changes))  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        engine_of(target()), config.max_batch_size, LONGEST, config.max_queue
+    ).start()
     app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

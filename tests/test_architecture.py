@@ -32,12 +32,11 @@ ORDER = [
     {"cpu"},
     {"engine"},
     {"data", "evaluation"},
-    {"soak", "evaluation.study"},
+    {"evaluation.study"},
     {"training"},
     {"evaluation.speed"},
     {"evaluation.tune"},
     {"api", "chat", "evaluation.race", "hub", "serving"},
-    {"under_load"},
     {"cli"},
     {"__main__"},
 ]

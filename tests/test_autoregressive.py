@@ -325,10 +325,10 @@ def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
     for skip in ([4], [-1], [0, 1, 2, 3]):
         with pytest.raises(ConfigError, match=r"skip=.*0 to 3"):
             DraftVerify(case.lm, skip)
-    with pytest.raises(ConfigError, match="search_layers"):
+    with pytest.raises(ConfigError, match=r"prepare\.py layers"):
         DraftVerifyConfig().build(case.lm)
     file = tmp_path / "subset.json"
-    with pytest.raises(AdapterNotFound, match="search_layers"):
+    with pytest.raises(AdapterNotFound, match=r"prepare\.py layers"):
         DraftVerifyConfig(subset=str(file)).build(case.lm)
     file.write_text("{")
     with pytest.raises(CorruptFile, match="search one again"):

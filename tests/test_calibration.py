@@ -172,7 +172,7 @@ def test_without_a_file_the_odds_are_assumed_which_is_said(saved, caplog):
         for _ in range(3):
             assert HybridConfig(adapter=str(folder)).build(lm).odds == KNOWN
     (said,) = [record.message for record in caplog.records if "has no" in record.message]
-    assert "has no calibration.json" in said and "scripts/calibrate.py" in said
+    assert "has no calibration.json" in said and "scripts/prepare.py calibrate" in said
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(save
     (tmp_path / "talks.json").write_text(json.dumps([{"conversations": talk}] * 3))
     asked = "data=conversations data.source=talks.json data.regenerate=false"
     asked += " data.filters.near_duplicate=1 data.filters.max_repetition=1 calibrate.holdout=2"
-    done = python("scripts/calibrate.py", "model=tiny", *asked.split(), cwd=tmp_path)
+    done = python("scripts/prepare.py calibrate", "model=tiny", *asked.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     known = json.loads((folder / odds.FILE).read_text())
     assert known["rounds"] > 0 and known["settings"]["holdout"] == 2
     assert "calibrate.py" in known["command"] and known["data"]["conversations"] == 1
     assert odds.read(folder, adapter_files.weights_hash(str(folder)), "") != KNOWN
-    done = python("scripts/calibrate.py", "model=tiny", "drafter=vanilla", cwd=tmp_path)
+    done = python("scripts/prepare.py calibrate", "model=tiny", "drafter=vanilla", cwd=tmp_path)
     assert done.returncode == 1
     assert "ConfigError: drafter=vanilla has nothing to calibrate" in done.stderr

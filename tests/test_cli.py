@@ -17,19 +17,20 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import __main__, cli
+from kangaroo.cli.command import with_actions
+from kangaroo.cli.schema import WITH_ACTIONS, sections
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models.loading import Dtype, ModelConfig, load
+from kangaroo.models.loading import Dtype, ModelConfig, known_models, load
 from kangaroo.models.target import LM
-from kangaroo.training.config import TrainerConfig
 from kangaroo.utils.folders import sole_writer
 
 ROOT = Path(__file__).parent.parent
-MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+MODELS = [model["name"] for model in known_models()]
 DRAFTERS = sorted(path.stem for path in (ROOT / "configs/drafter").glob("*.yaml"))
 
 
@@ -44,10 +45,15 @@ def run(script, *overrides, cwd):
     return python(script, *overrides, cwd=cwd)
 
 
-def test_the_console_command_has_every_command_in_its_list():
-    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    without = {"split"}  # its options are a parser's
-    assert set(__main__.COMMANDS) == configs | without == set(cli.__all__) - {"CONFIGS"}
+def test_every_command_has_a_script_a_config_and_its_name_in_the_console_programs_list():
+    names = {name.split()[0] for name in __main__.COMMANDS}
+    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"leaves_no_files"}
+    scripts = [ROOT / "train.py", ROOT / "evaluate.py", *(ROOT / "scripts").glob("*.py")]
+    assert names == configs == set(cli.__all__) - {"CONFIGS"}
+    assert names <= {path.stem for path in scripts}
+    for command in WITH_ACTIONS:
+        actions = [name.split()[1] for name in __main__.COMMANDS if name.startswith(f"{command} ")]
+        assert actions == list(sections(f"{command}.yaml"))
 
 
 def test_the_console_command_lists_them_without_loading_torch():
@@ -59,20 +65,54 @@ def test_the_console_command_lists_them_without_loading_torch():
         assert f"{name} " in shown and what in shown
 
 
-def test_the_console_command_runs_what_it_is_given_under_its_name(monkeypatch):
+def test_the_console_command_runs_what_it_is_given_under_its_name(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(cli, "export", lambda: seen.append(sys.argv))
-    monkeypatch.setattr(sys, "argv", ["/bin/kangaroo", "export", "model=tiny", "--cfg", "job"])
+    export = with_actions("convert", {"export": lambda: seen.append(sys.argv)})
+    monkeypatch.setattr(cli, "convert", export)
+    monkeypatch.setattr(
+        sys, "argv", ["/bin/kangaroo", "convert", "export", "model=tiny", "--cfg", "job"]
+    )
     __main__.main()
-    assert seen == [["kangaroo export", "model=tiny", "--cfg", "job"]]
+    assert seen == [["kangaroo convert export", "model=tiny", "--cfg", "job"]]
+
+
+def test_a_command_with_actions_lists_them_and_refuses_others(tmp_path):
+    shown = run("scripts/convert.py", cwd=tmp_path).stdout
+    assert "usage: convert.py ACTION" in shown and "  push    Upload an adapter, or" in shown
+    refused = run("scripts/convert.py exprot", "to=vllm", cwd=tmp_path)
+    assert refused.returncode == 1
+    told = (
+        "convert does not do 'exprot'. Did you mean 'export'? It does import, export, push, pull."
+    )
+    assert refused.stderr.startswith(f"{told}\n")
 
 
 def test_help_lists_choices_alone(tmp_path):
     shown = run("evaluate.py", "--help", cwd=tmp_path).stdout
     assert "schema" not in shown and "\nbench: demo, spec_bench\n" in shown
     assert "\nadapter: attention, " in shown and "threshold: " in shown
-    texts = [path.read_text() for path in (ROOT / "configs").glob("*.yaml")]
-    assert all('help: {template: "${help:}"}' in text for text in texts)
+    assert "\nlogger: none, wandb\n" in shown and "\ngroups: " not in shown
+    shown = run("scripts/convert.py export", "--help", cwd=tmp_path).stdout
+    assert shown.startswith("convert.py export: every setting") and "to: draft_model" in shown
+    for path in (ROOT / "configs").glob("*.yaml"):
+        text = path.read_text()
+        assert 'help: {template: "${help:}"}' in text or "leaves_no_files" in text
+
+
+@pytest.mark.parametrize(
+    "script, option, new",
+    [
+        ("scripts/serve.py", "rows=8", "max_batch_size"),
+        ("scripts/serve.py", "longest=9", "max_model_len"),
+        ("scripts/serve.py", "most_waiting=9", "max_queue"),
+        ("scripts/speed.py", "speed.new_tokens=9", "speed.max_new_tokens"),
+    ],
+)
+def test_an_option_by_its_old_name_is_refused_with_the_new_one(script, option, new, tmp_path):
+    refused = run(script, option, cwd=tmp_path)
+    old = option.partition("=")[0]
+    told = f"Could not override '{old}': there is no such option; it is '{new}'."
+    assert refused.returncode == 1 and refused.stderr.startswith(f"{told}\n")
 
 
 @pytest.mark.parametrize("path, adapter", [(None, "adapters/tiny"), ("org/small", None)])
@@ -101,6 +141,8 @@ def test_a_folder_is_called_by_the_benchs_file(options, folder):
     [
         ("trian", "there is no command 'trian'. Did you mean 'train'? `kangaroo --help` lists"),
         ("model=tiny", "there is no command 'model=tiny'. `kangaroo --help` lists"),
+        ("export", "there is no command 'export'. Did you mean 'convert export'? `kangaroo"),
+        ("search_layers", "Did you mean 'prepare layers'? `kangaroo --help` lists"),
     ],
 )
 def test_an_unknown_command_is_refused_with_the_nearest_name(asked, told, monkeypatch):
@@ -139,14 +181,6 @@ def test_every_trainer_composes(trainer, stage):
     assert composed("train", f"trainer={trainer}").trainer.zero_stage == stage
 
 
-def test_yaml_holds_only_differences():
-    """A YAML file that repeats a dataclass default would drift from it."""
-    for path in (ROOT / "configs/trainer").glob("*.yaml"):
-        given = OmegaConf.load(path)
-        default = OmegaConf.structured(TrainerConfig)
-        assert all(key == "defaults" or given[key] != default[key] for key in given)
-
-
 def test_an_unknown_override_is_refused_by_name(tmp_path):
     result = run("train.py", "trainer.learningrate=1", cwd=tmp_path)
     assert result.returncode != 0
@@ -181,7 +215,7 @@ def kill_when(path, script, *overrides, cwd):
     process.wait()
 
 
-@pytest.mark.parametrize("script", ["evaluate.py", "train.py", "scripts/soak.py"])
+@pytest.mark.parametrize("script", ["evaluate.py", "train.py"])
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(script, tmp_path):
     """Both would go on with what the other writes. Another rank of the same run may."""
     with sole_writer(tmp_path / "out", rank=0), sole_writer(tmp_path / "out", rank=1):
@@ -334,7 +368,7 @@ def test_a_datastore_of_a_dataset_and_a_text_and_what_drafts_from_it(tmp_path):
     ]
     for source, documents in (settings, 17), (["~data"], 1):
         built = run(
-            "scripts/datastore.py", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
+            "scripts/prepare.py datastore", "model=tiny", *source, "texts=[notes.txt]", cwd=tmp_path
         )
         assert built.returncode == 0, built.stderr
         about = json.loads((tmp_path / "adapters/tiny-datastore/datastore.json").read_text())

@@ -65,16 +65,10 @@ APPENDED = {
 FAST = "train.py model=vicuna-7b"
 
 
-# Commands that one process does.
+# Commands that one process does, with an action where it has several.
 ALONE = [
-    cli.calibrate,
-    cli.datastore,
-    cli.chat,
-    cli.export,
-    cli.import_adapter,
-    cli.search_layers,
-    cli.soak,
-    cli.speed,
+    *("chat", "speed", "convert import", "convert export"),
+    *("prepare datastore", "prepare layers", "prepare calibrate"),
 ]
 
 
@@ -258,7 +252,9 @@ def test_a_process_killed_in_writing_and_in_training_changes_no_byte(folder):
 
 @pytest.mark.parametrize("command", ALONE)
 def test_a_command_for_one_process_refuses_more(command, tmp_path, monkeypatch):
+    name, *action = command.split()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])
-    with pytest.raises(SystemExit, match=r"it\.py runs in one process, and torchrun started 2"):
-        command()
+    monkeypatch.setattr(sys, "argv", ["it.py", *action, f"hydra.run.dir={tmp_path}"])
+    said = " ".join([r"it\.py", *action, "runs in one process, and torchrun started 2"])
+    with pytest.raises(SystemExit, match=said):
+        vars(cli)[name]()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from helpers import (
+    ARCHITECTURES,
     EXIT,
     RandomTree,
     Scripted,
@@ -58,7 +59,6 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.target import LM
-from kangaroo.soak.tiny import LLAMA3_ROPE
 
 NEW_TOKENS = 18
 CHUNK = 16
@@ -87,13 +87,15 @@ def draft_lm(case: Case) -> LM:
     return draft.compile_for_decoding() if case.lm.acceleration.library else draft
 
 
-def medusa(lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True) -> Medusa:
+def medusa(
+    lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True, heads: int = 3
+) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
-    parts = medusa_heads.MedusaHeadsConfig(heads=3, own_head=own_head)
+    parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
     vocabulary_K = torch.arange(0, 64, 2)
-    heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
-    heads = heads.to(lm.device, lm.dtype).requires_grad_(False)
-    return Medusa(lm, heads, heads.draft_heads(lm, vocabulary_K), choices)
+    trained = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    trained = trained.to(lm.device, lm.dtype).requires_grad_(False)
+    return Medusa(lm, trained, trained.draft_heads(lm, vocabulary_K.to(lm.device)), choices)
 
 
 def datastore_of(case: Case) -> Datastore:
@@ -102,15 +104,15 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(case: Case, *, nodes: int, cost: float, reference: bool = False) -> Hybrid:
+def hybrid(
+    lm: LM, adapter: Adapter, steps: int, nodes: int, cost: float, store: Datastore | None = None
+) -> Hybrid:
     """
     Args:
         cost: of a node or a drafted token.
     """
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    store = datastore_of(case) if reference else None
-    options = {"odds": assumed(), "costs": costs, "nodes": nodes, "reference": store}
-    return Hybrid(case.lm, case.adapter, 4, **options)
+    return Hybrid(lm, adapter, steps, odds=assumed(), costs=costs, nodes=nodes, reference=store)
 
 
 # A new drafter adds its line here.
@@ -152,14 +154,17 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
         case.lm, Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
     ),
     "cascade-draft-model": lambda case: Cascade(
-        case.lm, Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3), extend=True
-    ),
-    "hybrid-tree": lambda case: hybrid(case, nodes=7, cost=0.001),
-    "hybrid-tree-stops": lambda case: hybrid(case, nodes=15, cost=0.08, reference=True),
-    "hybrid-tree-fused": lambda case: Hybrid(
         case.lm,
-        adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)),
-        **{"odds": assumed(), "costs": Costs([1, 1, 1, 1, 1, 1], 0, 1), "nodes": 5},
+        Sometimes(case.texts),
+        DraftModel(case.lm, draft_lm(case), steps=3),
+        extend=True,
+    ),
+    "hybrid-tree": lambda case: hybrid(case.lm, case.adapter, 4, 7, 0.001),
+    "hybrid-tree-stops": lambda case: hybrid(
+        case.lm, case.adapter, 4, 15, 0.08, datastore_of(case)
+    ),
+    "hybrid-tree-fused": lambda case: hybrid(
+        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
@@ -207,13 +212,9 @@ def samplings(name: str) -> list[Sampling]:
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
 
 FAMILIES: dict[str, Callable[[], LM]] = {
-    "llama": lambda: tiny("llama"),
-    "llama-tied": lambda: tiny("llama", tie_word_embeddings=True),
-    "llama3-rope": lambda: tiny("llama", rope_parameters=LLAMA3_ROPE),
-    "llama-ungrouped": lambda: tiny("llama", num_key_value_heads=4),
-    "mistral": lambda: tiny("mistral"),
-    "qwen2-biased": lambda: tiny("qwen2"),
-    "qwen3-tied": lambda: tiny("qwen3", tie_word_embeddings=True),
+    name: partial(tiny, architecture, **fields)
+    for name, (architecture, fields) in ARCHITECTURES.items()
+} | {
     "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
     "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
     "llama-graphs": lambda: graphed(tiny("llama")),

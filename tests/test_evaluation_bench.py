@@ -132,7 +132,9 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
 @pytest.mark.parametrize("form", [json.dumps, lambda record: json.dumps([record], indent=1)])
 def test_a_file_of_conversations_is_told_what_it_is(key, form, tmp_path):
     (tmp_path / "talks.json").write_text(form({"id": "a", key: [{"role": "user"}]}))
-    told = r"talks\.json holds conversations, as ShareGPT's .* scripts/split\.py .*talks\.json"
+    told = (
+        r"talks\.json holds conversations, as ShareGPT's .* scripts/prepare\.py split .*talks\.json"
+    )
     with pytest.raises(DataError, match=told):
         load_questions(BenchConfig(path=str(tmp_path / "talks.json")))
 
@@ -161,9 +163,8 @@ def test_the_fingerprint_follows_what_is_asked():
 
 @pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="needs Spec-Bench's questions")
 def test_spec_bench_has_480_questions_and_560_turns(caplog):
-    settings = yaml.safe_load(
-        (Path(__file__).parents[1] / "configs/bench/spec_bench.yaml").read_text()
-    )
+    benches = Path(__file__).parents[1] / "configs/groups/bench.yaml"
+    settings = yaml.safe_load(benches.read_text())["spec_bench"]
     del settings["defaults"]
     questions = load_questions(BenchConfig(**settings, path=str(SPEC_BENCH)))
     assert not caplog.records  # its checksum is the right one

@@ -300,13 +300,15 @@ def test_a_machine_that_does_not_answer_is_told_too(hub, adapter, monkeypatch):
 
 
 def test_the_commands_offline(adapter, tmp_path):
-    done = python("scripts/push.py", "source=made", f"repo={REPO}", "dry_run=true", cwd=tmp_path)
+    done = python(
+        "scripts/convert.py push", "source=made", f"repo={REPO}", "dry_run=true", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert f"outputs/push/{REPO} holds what would be uploaded to {REPO}: README.md" in done.stdout
-    done = python("scripts/push.py", "source=made", f"repo={REPO}", cwd=tmp_path)
+    done = python("scripts/convert.py push", "source=made", f"repo={REPO}", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("HubError: 'someone/an-adapter' was not")
     assert "Traceback" not in done.stderr
-    done = python("scripts/pull.py", f"repo={REPO}", "output=adapters/x", cwd=tmp_path)
+    done = python("scripts/convert.py pull", f"repo={REPO}", "output=adapters/x", cwd=tmp_path)
     assert done.returncode == 1 and "HubError" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -226,7 +226,7 @@ def test_the_commands_import_and_export(tmp_path):
     lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     state = random_state(lm, torch.float16)
     checkpoint(tmp_path / "official", state, config_of(lm))
-    asked = ("scripts/import_adapter.py", "model=tiny", "source=official")
+    asked = ("scripts/convert.py import", "model=tiny", "source=official")
     refused = run(*asked, cwd=tmp_path)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     assert "ConfigError" in refused.stderr and "Pass exit_layer=" in refused.stderr
@@ -238,7 +238,7 @@ def test_the_commands_import_and_export(tmp_path):
     assert adapter.exit_layer == 2
     again = run(*asked, "exit_layer=2", cwd=tmp_path)
     assert again.returncode == 1 and "already holds an adapter" in again.stderr
-    back = run("scripts/export.py", "to=official", "model=tiny", cwd=tmp_path)
+    back = run("scripts/convert.py export", "to=official", "model=tiny", cwd=tmp_path)
     assert back.returncode == 0 and "--exitlayer 2" in back.stdout, back.stderr
     written = torch.load(
         tmp_path / "outputs/export/tiny-official" / official.WEIGHTS, weights_only=True
@@ -247,7 +247,7 @@ def test_the_commands_import_and_export(tmp_path):
 
 
 def test_a_command_without_what_it_needs_says_so_in_short(tmp_path):
-    result = run("scripts/import_adapter.py", cwd=tmp_path)
+    result = run("scripts/convert.py import", cwd=tmp_path)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "missing mandatory value: source" in result.stderr
 

@@ -39,7 +39,8 @@ SHORT = (
     "data.filters.near_duplicate=1"
 )
 SPEED = (
-    "speed.new_tokens=20 speed.context_tokens=20 speed.batches=[1,2] speed.bandwidth_megabytes=16"
+    "speed.max_new_tokens=20 speed.context_tokens=20 speed.batches=[1,2] "
+    "speed.bandwidth_megabytes=16"
 )
 TUNED = (
     "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
@@ -70,8 +71,6 @@ APPENDED = {
     "evaluate.py drafter=kangaroo +variants.threshold=[0.4,0.6] +variants.steps=[2,6]": (
         f"model=tiny {FEW}"
     ),
-    "scripts/soak.py soak.tokens=100000 soak.seed=1 output=outputs/soak-1": "soak.tokens=1",
-    "scripts/soak.py soak.minutes=30": "model=tiny soak.tokens=1 soak.minutes=0.01",
     "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",
@@ -102,7 +101,7 @@ APPENDED = {
     "train.py data.teacher=32 data.path=outputs/data/kept output=outputs/kept": (
         f"model=tiny {ONE} {BRIEF} {SHORT}"
     ),
-    "scripts/split.py ShareGPT.json outputs/questions --held 64": "--held 2",
+    "scripts/prepare.py split source=ShareGPT.json output=outputs/questions held=64": "held=2",
     "train.py data=conversations data.source=outputs/questions/training.jsonl": (
         f"model=tiny data.source=ShareGPT.json {ONE} {BRIEF}"
     ),
@@ -110,8 +109,8 @@ APPENDED = {
         f"model=tiny {FEW}"
     ),
     "scripts/serve.py port=8000": None,  # test_serving.py starts servers
-    "scripts/serve.py model=vicuna-7b drafter=kangaroo rows=8": None,
-    "scripts/load.py": None,  # test_under_load.py runs it
+    "scripts/serve.py model=vicuna-7b drafter=kangaroo max_batch_size=8": None,
+    "integrations/load_test/load_test.py": None,  # test_load_test.py runs it
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.cache_target_states=true "
@@ -133,7 +132,7 @@ APPENDED = {
     "speed.prompts=24 speed.repeats=1 speed.contexts=[256,1024] speed.batches=[1,8,32]": (
         f"model=tiny speed.bench.path=questions.jsonl speed.contexts=[64] {SPEED}"
     ),
-    "scripts/search_layers.py data=mix search.budget=150 search.conversations=6 "
+    "scripts/prepare.py layers data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
     "scripts/tune.py": f"model=tiny bench.path=questions.jsonl {TUNED}",
     "scripts/tune.py search.drafters=[kangaroo,hybrid] bench.path=outputs/questions/held_out.jsonl "
@@ -143,8 +142,8 @@ APPENDED = {
     "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
     "evaluate.py --config-dir=OUTPUT drafter=tuned": None,
     "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
-    "scripts/calibrate.py data=mix": f"model=tiny {MIXED}",
-    "scripts/calibrate.py data=conversations data.source=outputs/questions/held_out.jsonl "
+    "scripts/prepare.py calibrate data=mix": f"model=tiny {MIXED}",
+    "scripts/prepare.py calibrate data=conversations data.source=outputs/questions/held_out.jsonl "
     "calibrate.holdout=256": (
         "model=tiny data.source=questions.jsonl data.max_answer_tokens=16 calibrate.holdout=4 "
         "data.filters.max_repetition=1 data.filters.near_duplicate=1"
@@ -153,19 +152,19 @@ APPENDED = {
         "model=tiny data.source=ShareGPT.json trainer.epochs=1 trainer.holdout=4 "
         "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"
     ),
-    "scripts/datastore.py data=mix": f"model=tiny {MIXED}",
-    "scripts/datastore.py model=vicuna-7b": SHORT,
+    "scripts/prepare.py datastore data=mix": f"model=tiny {MIXED}",
+    "scripts/prepare.py datastore model=vicuna-7b": SHORT,
     # tests/test_paper.py, tests/test_result_page.py
     "evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md": None,
     "evaluate.py results=outputs/demo page=docs/mine.md": None,
-    "scripts/import_adapter.py source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
+    "scripts/convert.py import source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
     ),
-    "scripts/export.py to=draft_model source=adapters/smollm2-135m model=smollm2-135m "
+    "scripts/convert.py export to=draft_model source=adapters/smollm2-135m model=smollm2-135m "
     "output=smollm2-draft": "",
-    "scripts/export.py to=vllm source=adapters/smollm2-135m model=smollm2-135m "
+    "scripts/convert.py export to=vllm source=adapters/smollm2-135m model=smollm2-135m "
     "output=smollm2-vllm": "",
-    "scripts/export.py to=official source=adapters/vicuna-7b model=vicuna-7b "
+    "scripts/convert.py export to=official source=adapters/vicuna-7b model=vicuna-7b "
     "output=kangaroo-ours": "",
     "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",
     "scripts/make_data.py model=smollm2-135m data.shards=3": f"{ONE} {BRIEF} {SHORT}",
@@ -177,10 +176,10 @@ APPENDED = {
     "evaluate.py -m +search=optuna drafter.threshold=interval(0.2,0.9) drafter.steps=range(1,9)": (
         None
     ),
-    "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME dry_run=true": "",
+    "scripts/convert.py push source=adapters/smollm2-135m repo=USER/NAME dry_run=true": "",
     # test_hub.py runs these against a hub of its own
-    "scripts/push.py source=adapters/smollm2-135m repo=USER/NAME": None,
-    "scripts/pull.py repo=USER/NAME output=adapters/NAME": None,
+    "scripts/convert.py push source=adapters/smollm2-135m repo=USER/NAME": None,
+    "scripts/convert.py pull repo=USER/NAME output=adapters/NAME": None,
     "evaluate.py experiment=compare data.shards=7 "
     "compare.adapters=[adapters/smollm2-135m, ...]": None,
     "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
@@ -236,11 +235,11 @@ def made(begun, tmp_path_factory):
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
         typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
-    typed("scripts/datastore.py", f"model=tiny {SHORT}", here)
+    typed("scripts/prepare.py datastore", f"model=tiny {SHORT}", here)
     options = "model=tiny search.budget=4 search.conversations=2"
-    typed("scripts/search_layers.py", f"{options} {SHORT}", here)
+    typed("scripts/prepare.py layers", f"{options} {SHORT}", here)
     options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"
-    typed("scripts/export.py", options, here)
+    typed("scripts/convert.py export", options, here)
     return here
 
 

@@ -91,7 +91,7 @@ def address() -> Iterator[str]:
     """With room for two answers, which have up to 512 tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving_cases, "LONGEST", 2000)
-        with serving(longest=2000) as where:
+        with serving(max_model_len=2000) as where:
             yield where
 
 

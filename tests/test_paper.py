@@ -257,7 +257,7 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
     shutil.copytree(trained / "attention-exit2", here / "adapters/vicuna-7b")
     shutil.copytree(trained / "medusa", here / "adapters/vicuna-7b-medusa")
     (here / "notes.txt").write_text("What is 2 and 2? It is 4. " * 9)
-    typed("scripts/datastore.py", *vicuna, "~data", "texts=[notes.txt]", cwd=here)
+    typed("scripts/prepare.py datastore", *vicuna, "~data", "texts=[notes.txt]", cwd=here)
     for name in NAMES:
         own = {
             "table1": [f"more.draft_model.model={weights}"],

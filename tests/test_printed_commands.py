@@ -32,24 +32,25 @@ from kangaroo.utils.ranks import Ranks
 
 __all__ = ["begun", "made"]  # fixtures
 
-WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+|outputs/\w+))*"
-COMMAND = re.compile(rf"(python|torchrun --nproc-per-node=N) (\S+\.py)({WORDS})")
+WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+))*"
+SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|calibrate|split)\b)?)"
+COMMAND = re.compile(rf"(?:python|torchrun --nproc-per-node=N) {SCRIPT}({WORDS})")
 # What is appended, so that it takes seconds.
 SMALLER = {
     "train.py": f"{ONE} {BRIEF} {SHORT}",
     "evaluate.py": f"{FEW} model.dtype=float32",
-    "scripts/calibrate.py": f"calibrate.holdout=4 {SHORT}",
-    "scripts/search_layers.py": f"search.budget=4 search.conversations=2 {SHORT}",
-    "scripts/datastore.py": SHORT,
+    "scripts/prepare.py calibrate": f"calibrate.holdout=4 {SHORT}",
+    "scripts/prepare.py layers": f"search.budget=4 search.conversations=2 {SHORT}",
+    "scripts/prepare.py datastore": SHORT,
     "scripts/tune.py": f"bench.path=questions.jsonl {TUNED}",
-    "scripts/import_adapter.py": "exit_layer=2 output=imported",
+    "scripts/convert.py import": "exit_layer=2 output=imported",
     "scripts/make_data.py": f"model=tiny {ONE} {BRIEF} {SHORT}",
 }
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """Scripts with their options."""
-    found = [(script, shlex.split(words)) for _, script, words in COMMAND.findall(text)]
+    """Scripts, with an action where they have several, and their options."""
+    found = [(script, shlex.split(words)) for script, words in COMMAND.findall(text)]
     return [(script.rstrip("."), [word.rstrip(".") for word in words]) for script, words in found]
 
 
@@ -122,7 +123,7 @@ TEXTS = {
     "a study not measured yet": lambda lm, other: report.section("table1", None),
     "a pulled adapter": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),
     "what an export prints": lambda lm, other: (
-        "python scripts/export.py model=tiny to=draft_model source=adapters/tiny output=draft"
+        "python scripts/convert.py export model=tiny to=draft_model source=adapters/tiny output=out"
     ),
     "what tuning prints": lambda lm, other: "python scripts/tune.py model=tiny",
     "that of a folder": lambda lm, other: card.measure("FOLDER", "kangaroo", "my adapters/tiny"),
@@ -158,11 +159,10 @@ def test_a_printed_command_composes(name, targets, here):
     found = commands(text_of(name, targets))
     assert found
     for script, words in found:
-        if script == "scripts/split.py":
-            continue  # its options are not Hydra's
         with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-            config = compose(Path(script).stem, words)
-        named = {"model", "model.path", "trainer.shard_target", "experiment"}
+            file, *action = script.split()
+            config = compose("_".join([Path(file).stem, *action]), words)
+        named = {"model", "model.path", "trainer.shard_target", "experiment", "source"}
         assert name == "slow training" or {word.partition("=")[0] for word in words} & named
         assert config.get("model") is None or config.model.path
 

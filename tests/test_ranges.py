@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
@@ -15,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from training_cases import config, nothing_is_drawn, samples, train
 
-from kangaroo import cli
+from kangaroo import __main__, cli
 from kangaroo.cli.command import check_ranges, varied
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -27,7 +26,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.utils.errors import ConfigError
 
-COMMANDS = sorted(path.stem for path in Path(cli.CONFIGS).glob("*.yaml"))
+COMMANDS = [name.replace(" ", "_") for name in __main__.COMMANDS]  # of configs, or sections
 DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla".split()
 BESIDES = {  # what a command has if it is asked for
     "train": ["data=conversations", "data.source=x", "adapter=eagle"],
@@ -42,7 +41,7 @@ AT_THE_EDGE = {int: [0, -1, 2**31 - 1], float: [0.0, -1.0, 1e300]}  # of most
 @functools.cache
 def composed(command):
     options = BESIDES.get(command, [])
-    if command not in ("calibrate", "chat", "serve"):
+    if command not in ("prepare_calibrate", "chat", "serve"):
         options = [*options, "output=out"]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         return compose(command, options)

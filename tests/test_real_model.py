@@ -30,7 +30,7 @@ ADAPTER = str(ROOT / "adapters/smollm2-135m")
 FUSED = f"{ADAPTER}-fused"
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but vanilla, draft models from the hub, and EAGLE, for which nothing trained is shipped
-OTHERS = {"vanilla", "eagle", *(name for name in DRAFTERS if name.startswith("draft_model-"))}
+OTHERS = {"vanilla", "eagle"}
 SHIPPED = sorted(set(DRAFTERS) - OTHERS)
 SPEC_BENCH = Path(
     os.environ.get("SPEC_BENCH", ROOT.parent / "shared/spec_bench/question.jsonl")

@@ -1,7 +1,6 @@
 """Which training a model takes: `train.py model=X` composes the paper's, or its own."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,11 +12,11 @@ from omegaconf import OmegaConf
 from kangaroo import cli
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.known_configs import SHAPES
+from kangaroo.models.loading import known_models
 from kangaroo.training.config import TrainerConfig
 
-ROOT = Path(__file__).parent.parent
 OWN = {"smollm2-135m", "tiny"}
-LARGE = sorted({path.stem for path in (ROOT / "configs/model").glob("*.yaml")} - OWN)
+LARGE = sorted({model["name"] for model in known_models()} - OWN)
 PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
 
 

@@ -148,7 +148,7 @@ def test_a_server_is_ready_once_it_has_recorded(monkeypatch):
 
     monkeypatch.setattr(serve, "load_target", lambda model: (lm, byte_tokenizer()))
     monkeypatch.setattr("kangaroo.serving.http.run", run)
-    config = ServeConfig(port=0, rows=1, longest=40)
+    config = ServeConfig(port=0, max_batch_size=1, max_model_len=40)
     serve.serve(ModelConfig("tiny", TINY, device="cpu"), VanillaConfig(), config, ready)
     ((port, recorded),) = said
     assert port and recorded

@@ -101,7 +101,7 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
     engine, rng = engine_of(target(), chunk=None), random.Random(8)
     seen = watched(engine, monkeypatch)
     jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
-    with scheduling(engine, rows=4) as scheduler:
+    with scheduling(engine, max_batch_size=4) as scheduler:
         scheduler.submit(*jobs)
         for job in jobs:
             job.check()
@@ -127,7 +127,7 @@ def test_who_cancels_leaves_all_others_as_they_were():
     """Before a row is free, while the prompt enters, and in the middle of a text."""
     rng = random.Random(1)
     jobs = [Heard(random_request(rng)) for _ in range(60)]
-    with scheduling(rows=4) as scheduler:
+    with scheduling(max_batch_size=4) as scheduler:
         for i, job in enumerate(jobs):
             scheduler.submit(job)
             if i % 3 == 2:
@@ -205,7 +205,7 @@ def test_what_a_prompt_takes_is_learnt_from_those_before():
 
 
 def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
-    with scheduling(rows=1, most_waiting=2) as scheduler:
+    with scheduling(max_batch_size=1, max_queue=2) as scheduler:
         running = heard([5], 150)
         scheduler.submit(running)
         assert running.begun.wait(60)
@@ -226,7 +226,7 @@ def test_a_request_that_can_never_be_served_is_refused():
 
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         jobs = [heard([5 + i], 20) for i in range(4)]
         scheduler.submit(*jobs)
         assert scheduler.close(60)
@@ -236,7 +236,7 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
 
 
 def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         jobs = [heard([5], LONGEST - 1) for _ in range(30)]
         scheduler.submit(*jobs)
         assert not scheduler.close(0.05)
@@ -244,7 +244,7 @@ def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
 
 
 def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
-    with scheduling(rows=1) as scheduler:
+    with scheduling(max_batch_size=1) as scheduler:
         step = scheduler.engine.step
 
         def slowly(batch: Batch, drafts: bool) -> list[StepRecord]:

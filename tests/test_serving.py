@@ -413,7 +413,7 @@ def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
     """The `curl` line, the Python lines, and SIGTERM in the middle of a text."""
     page = PAGE.read_text(encoding="utf-8")
     drafter = ["drafter=kangaroo", "drafter.adapter='untrained:2'", f"hydra.run.dir={tmp_path}"]
-    with served(*drafter, "longest=4096") as (address, process):
+    with served(*drafter, "max_model_len=4096") as (address, process):
         curl = next(part for part in page.split("```") if part.strip().startswith("curl"))
         line = curl.replace("\\\n", " ").replace("http://127.0.0.1:8000", address)
         done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60)
@@ -436,11 +436,13 @@ def test_rows_that_do_not_fit_are_refused_with_what_does(monkeypatch):
     row = 50 * lm.new_cache(1, 1).bytes()
     free = iter([4 * row, 4 * row - 1, row - 1])
     monkeypatch.setattr(memory, "free", lambda device: next(free))
-    check_memory(lm, rows=4, longest=50)
-    with pytest.raises(ConfigError, match=r"rows=4 texts of up to 50 tokens .* Pass rows=3 or"):
-        check_memory(lm, rows=4, longest=50)
-    with pytest.raises(ConfigError, match=r"Pass longest= fewer tokens"):
-        check_memory(lm, rows=1, longest=50)
+    check_memory(lm, max_batch_size=4, max_model_len=50)
+    with pytest.raises(
+        ConfigError, match=r"max_batch_size=4 texts of up to 50 tokens .* Pass max_batch_size=3 or"
+    ):
+        check_memory(lm, max_batch_size=4, max_model_len=50)
+    with pytest.raises(ConfigError, match=r"Pass max_model_len= fewer tokens"):
+        check_memory(lm, max_batch_size=1, max_model_len=50)
 
 
 def test_a_port_in_use_is_named(address):

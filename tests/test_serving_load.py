@@ -18,7 +18,12 @@ from kangaroo.engine.requests import Request
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 
-SERVED = ["drafter=kangaroo", "drafter.adapter='untrained:2'", "model.dtype=float32", "rows=8"]
+SERVED = [
+    "drafter=kangaroo",
+    "drafter.adapter='untrained:2'",
+    "model.dtype=float32",
+    "max_batch_size=8",
+]
 ANSWERS = {200, 400, 401, 404, 405, 413, 429, 503}
 STRANGE: list[Any] = [
     *(None, True, -1, 0, 10**30, 1e308, -0.5, "", "x" * 5000, "\ud800", "\0", "🦘"),
@@ -114,7 +119,10 @@ class Clients:
 
 @pytest.mark.slow
 def test_ten_thousand_requests_good_and_bad_break_nothing(tmp_path):
-    with served(*SERVED, f"longest={LONGEST}", f"hydra.run.dir={tmp_path}") as (address, process):
+    with served(*SERVED, f"max_model_len={LONGEST}", f"hydra.run.dir={tmp_path}") as (
+        address,
+        process,
+    ):
         clients, memory = Clients(address, seed=0), psutil.Process(process.pid).memory_info
         # what it needs at the most
         asyncio.run(clients.run(1000, at_once=32, bad=0.7, leaving=0.1))
@@ -131,7 +139,7 @@ def test_ten_thousand_requests_good_and_bad_break_nothing(tmp_path):
 @pytest.mark.slow
 def test_texts_are_right_across_cancellations_and_a_kill(tmp_path):
     """500 requests at 16 a time; the server is killed in the middle, and another one goes on."""
-    options = [*SERVED, f"longest={LONGEST}", f"hydra.run.dir={tmp_path}"]
+    options = [*SERVED, f"max_model_len={LONGEST}", f"hydra.run.dir={tmp_path}"]
     finished = []
     with served(*options) as (address, process):
         clients = Clients(address, seed=1)

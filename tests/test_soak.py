@@ -2,13 +2,17 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import python
-from evaluation_worker import tiny_lm
-from test_evaluation_run import QUESTIONS
+from helpers import adapter_for
+from soak import run, settings
+from soak.drafters import DRAFTERS
+from soak.settings import FAMILIES, SAMPLINGS, alone, setting_of
 
 import kangaroo.engine.stepper
 from kangaroo.drafters.base import DrafterConfig
@@ -16,31 +20,19 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.bench import Question
-from kangaroo.models.loading import Dtype, byte_tokenizer
-from kangaroo.soak import certificate, run, tiny, whole
-from kangaroo.soak.cells import cell_of
-from kangaroo.soak.drafters import DRAFTERS, adapter
-from kangaroo.soak.run import SoakConfig, Task, soak
-from kangaroo.soak.settings import SAMPLINGS, alone, sampling_of
-from kangaroo.soak.tiny import FAMILIES, Tiny, cut
-from kangaroo.soak.whole import Whole
+from kangaroo.models.loading import Dtype
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, NotLossless
 
-
-def test_every_family_meets_every_sampling():
-    count = len(FAMILIES) * len(SAMPLINGS)
-    met = {(FAMILIES[n % len(FAMILIES)], sampling_of(n)) for n in range(count)}
-    assert met == set(itertools.product(FAMILIES, SAMPLINGS))
+ROOT = Path(__file__).parents[1]
 
 
-def test_every_drafter_is_soaked():
+def test_every_drafter_and_family_and_sampling_is_soaked():
     assert set(DRAFTERS) == set(classes("kangaroo.drafters", DrafterConfig))
-
-
-def test_under_the_rejection_rule_only_greedy_texts_are_compared():
-    """Those alone are promised to be vanilla's."""
+    numbers = range(len(FAMILIES) * len(SAMPLINGS))  # without a common divisor they all meet
+    assert len({(n % len(FAMILIES), n % len(SAMPLINGS)) for n in numbers}) == len(numbers)
+    assert all(max(run.FEWEST, 2 * rows) > rows for rows in run.BATCHES)  # rows are refilled
+    # under the rejection rule only greedy texts are promised to be vanilla's
     rejecting = [sampling for sampling in SAMPLINGS.values() if sampling.rule is Rule.rejection]
     assert rejecting and all(sampling.greedy for sampling in rejecting)
 
@@ -48,107 +40,78 @@ def test_under_the_rejection_rule_only_greedy_texts_are_compared():
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Few and short texts."""
-    monkeypatch.setattr(tiny, "REQUESTS", 8)
-    monkeypatch.setattr(tiny, "LIMIT", (1, 24))
+    monkeypatch.setattr(settings, "REQUESTS", 8)
+    monkeypatch.setattr(settings, "LIMIT", (1, 24))
+    setting_of.cache_clear()
 
 
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "records-0.jsonl").read_text().splitlines()]
 
 
-def certify(folder, tokens=400, seed=0, drafters=None, **options):
-    part = Tiny(seed, "cpu")
-    if drafters is not None:
-        part.drafters = drafters
-    config = SoakConfig(tokens=tokens, seed=seed, **options)
-    return soak([Task(part, tokens, lambda cell: cell.tokens)], config, {}, folder)
-
-
 def test_a_setting_is_the_same_every_time_and_another_by_another_seed_or_number():
-    first, again = Tiny(0, "cpu").setting(0), Tiny(0, "cpu").setting(0)
+    first = setting_of(0, 0)
+    setting_of.cache_clear()
+    again = setting_of(0, 0)
     assert (first.requests, first.texts, first.eos_ids) == (
         again.requests,
         again.texts,
         again.eos_ids,
     )
-    for other in (Tiny(1, "cpu").setting(0), Tiny(0, "cpu").setting(len(FAMILIES))):
+    for other in (setting_of(0, 1), setting_of(len(FAMILIES), 0)):
         assert other.family == first.family and other.requests != first.requests
 
 
 def test_in_half_precision_only_targets_that_keep_the_promise_are_soaked(tmp_path):
-    part = Tiny(0, "cpu", torch.bfloat16)
-    assert part.families == [name for name in FAMILIES if name.endswith(", compiled")]
-    setting = part.setting(0)
-    assert setting.lm.dtype == torch.bfloat16 and setting.prefill_chunks == (1024,)
-    config = SoakConfig(tokens=600, dtype=Dtype.bfloat16)
-    found = soak([Task(part, 600, lambda cell: cell.tokens)], config, {}, tmp_path)
-    assert found["different_texts"] == 0 and found["settings"]["dtype"] == "bfloat16"
+    half = [setting_of(number, 0, "cpu", torch.bfloat16) for number in range(3)]
+    assert all(s.family.endswith(", compiled") and s.prefill_chunks == (1024,) for s in half)
+    assert half[0].lm.dtype == torch.bfloat16
+    certificate = run.soak(DRAFTERS, tmp_path, 600, dtype=Dtype.bfloat16)
+    assert certificate["different_texts"] == 0 and certificate["settings"]["dtype"] == "bfloat16"
 
 
 def test_an_eos_ends_texts_in_the_middle():
-    setting = next(
-        found for found in map(Tiny(0, "cpu").setting, itertools.count()) if found.eos_ids
-    )
-    whole = alone(setting.lm, setting.requests, SAMPLINGS[setting.sampling], frozenset())
+    numbers = itertools.count()
+    setting = next(some for some in (setting_of(n, 0) for n in numbers) if some.eos_ids)
+    sampling = SAMPLINGS[setting.sampling]
+    whole = alone(setting.lm, setting.requests, sampling)
     assert any(len(text) < len(long) for text, long in zip(setting.texts, whole, strict=True))
     # the cut is what decoding with that EOS does
-    assert setting.texts == alone(
-        setting.lm, setting.requests, SAMPLINGS[setting.sampling], setting.eos_ids
-    )
-
-
-def test_a_text_is_cut_after_its_first_eos():
-    assert cut([1, 2, 3, 2], frozenset({2})) == [1, 2]
-    assert cut([1, 3], frozenset({2})) == [1, 3]
+    assert setting.texts == alone(setting.lm, setting.requests, sampling, setting.eos_ids)
 
 
 def test_the_certificate_adds_up(tmp_path):
-    found = certify(tmp_path, tokens=300)
-    cells = [cell_of(fields) for fields in lines(tmp_path)]
-    assert found["tokens"] == sum(cell.tokens for cell in cells) >= 300
-    assert found["differences"] == [] and found["different_texts"] == 0
-    for groups in found["by"].values():
-        assert sum(group["tokens"] for group in groups.values()) == found["tokens"]
-    assert list(found["by"]["drafter"]) == list(DRAFTERS)[: len(found["by"]["drafter"])]
+    certificate = run.soak(DRAFTERS, tmp_path, 300)
+    assert certificate["tokens"] == sum(cell["tokens"] for cell in lines(tmp_path)) >= 300
+    assert certificate["differences"] == [] and certificate["different_texts"] == 0
+    for groups in certificate["by"].values():
+        assert sum(group["tokens"] for group in groups.values()) == certificate["tokens"]
+    drafters = list(certificate["by"]["drafter"])
+    assert drafters == list(DRAFTERS)[: len(drafters)]
     text = (tmp_path / "certificate.md").read_text()
-    assert f"{found['tokens']:,} tokens in" in text and "texts that differ: 0." in text
-    assert f"git_revision={found['settings']['git_revision']}" in text
+    assert f"{certificate['tokens']:,} tokens in" in text and "texts that differ: 0." in text
+    assert f"git_revision={certificate['settings']['git_revision']}" in text
 
 
-def test_it_goes_on_where_it_was_killed(tmp_path):
+def test_it_goes_on_where_it_was_killed_and_decodes_nothing_again(tmp_path, monkeypatch):
     """In the middle of a line."""
-    certify(tmp_path / "whole", tokens=200)
-    certify(tmp_path / "killed", tokens=100)
+    run.soak(DRAFTERS, tmp_path / "whole", 200)
+    run.soak(DRAFTERS, tmp_path / "killed", 100)
     file = tmp_path / "killed/records-0.jsonl"
     kept = file.read_bytes()[:-40]
     file.write_bytes(kept)
-    certify(tmp_path / "killed", tokens=200)
+    done = run.soak(DRAFTERS, tmp_path / "killed", 200)
     assert file.read_bytes().startswith(kept[: kept.rfind(b"\n")])
 
     def timeless(folder):
         return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(folder)]
 
     assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
-
-
-def test_a_finished_soak_decodes_nothing_again(tmp_path, monkeypatch):
-    found = certify(tmp_path)
     monkeypatch.setattr(Engine, "completions", None)
-    again = certify(tmp_path)
-    assert (again["tokens"], again["seconds"]) == (found["tokens"], found["seconds"])
-
-
-def test_another_seed_needs_another_folder(tmp_path):
-    certify(tmp_path, tokens=1)
+    again = run.soak(DRAFTERS, tmp_path / "killed", 200)
+    assert (again["tokens"], again["seconds"]) == (done["tokens"], done["seconds"])
     with pytest.raises(ConfigError, match=r"seed=0 there, 1 now\. Pass another output="):
-        certify(tmp_path, tokens=1, seed=1)
-    certify(tmp_path, tokens=1, seed=1, resume=False)
-    assert len(lines(tmp_path)) == 1
-
-
-def test_an_amount_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="one of them must be above 0"):
-        SoakConfig(tokens=0)
+        run.soak(DRAFTERS, tmp_path / "killed", 200, seed=1)
 
 
 class AltersATokenThatWasWritten(Kangaroo):
@@ -156,11 +119,11 @@ class AltersATokenThatWasWritten(Kangaroo):
         super().observe(batch, draft, verdict, taps)
         last_B1 = (batch.length_B - 1)[:, None]  # the pending token, which the next round reads
         changed_B1 = batch.tokens_BS.gather(1, last_B1) + (verdict.count_B > 0)[:, None].long()
-        batch.tokens_BS.scatter_(1, last_B1, changed_B1 % tiny.VOCABULARY)
+        batch.tokens_BS.scatter_(1, last_B1, changed_B1 % settings.VOCABULARY)
 
 
 def altering(setting, draw):
-    return AltersATokenThatWasWritten(setting.lm, adapter(setting.lm, "attention", 2), 4, 0.0)
+    return AltersATokenThatWasWritten(setting.lm, adapter_for(setting.lm), 4, 0.0)
 
 
 class WritesIntoTheCommittedCache(PromptLookup):
@@ -187,7 +150,7 @@ def accepts_one_too_many(decide):
 
 @pytest.mark.parametrize("broken", ["token", "cache", "verifier"])
 def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "FAMILIES", ["llama"])  # whose rounds are the tensors'
+    monkeypatch.setattr(settings, "FAMILIES", ["llama"])  # whose rounds are the tensors'
     builds = {
         "token": altering,
         "cache": lambda setting, draw: WritesIntoTheCommittedCache(1, 4),
@@ -197,61 +160,43 @@ def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
         decide = kangaroo.engine.stepper.decide
         monkeypatch.setattr(kangaroo.engine.stepper, "decide", accepts_one_too_many(decide))
     with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
-        certify(tmp_path, tokens=1, drafters={broken: builds[broken]})
-    found = json.loads((tmp_path / certificate.NAME).read_text())
-    assert found["different_texts"] == len(found["differences"]) > 0
-    one = found["differences"][0]
-    assert one["label"] == "bug" and one["cell"].startswith(f"tiny/0/{broken} (llama, greedy, ")
-    assert one["vanilla"] != one["found"]
-    assert f"| {one['seed']} | {one['position']} |" in (tmp_path / "certificate.md").read_text()
+        run.soak({broken: builds[broken]}, tmp_path, 1)
+    certificate = json.loads((tmp_path / run.CERTIFICATE).read_text())
+    assert certificate["different_texts"] == len(certificate["differences"]) > 0
+    difference = certificate["differences"][0]
+    assert difference["label"] == "bug" and difference["cell"].startswith(
+        f"0/{broken} (llama, greedy, "
+    )
+    assert difference["vanilla"] != difference["found"]
+    assert (
+        f"| {difference['seed']} | {difference['position']} |"
+        in (tmp_path / "certificate.md").read_text()
+    )
     monkeypatch.undo()
     # the report has all that makes the difference again
-    (text,) = Engine(tiny.target("llama", "cpu"), PromptLookup(1, 4)).generate(
-        [one["prompt"]], one["max_new_tokens"], seeds=[one["seed"]]
+    (text,) = Engine(settings.target("llama", "cpu"), PromptLookup(1, 4)).generate(
+        [difference["prompt"]], difference["max_new_tokens"], seeds=[difference["seed"]]
     )
-    assert text.tokens[one["position"]] == one["vanilla"][0]
+    assert text.tokens[difference["position"]] == difference["vanilla"][0]
 
 
 def test_a_difference_stays_in_the_records_and_fails_the_next_start_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "FAMILIES", ["llama"])
+    monkeypatch.setattr(settings, "FAMILIES", ["llama"])
     for _ in range(2):
         with pytest.raises(NotLossless):
-            certify(tmp_path, tokens=1, drafters={"altering": altering})
+            run.soak({"altering": altering}, tmp_path, 1)
     assert len(lines(tmp_path)) == 1
 
 
-def test_a_model_is_soaked_for_as_long_as_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(whole, "LIMIT", (2, 8))
-    questions = [Question(q["question_id"], q["category"], q["turns"]) for q in QUESTIONS]
-    part = Whole("tiny", tiny_lm(), byte_tokenizer(), {"lookup": PromptLookup()}, questions, 0)
-    config = SoakConfig(tokens=0, minutes=1.0)
-    found = soak([Task(part, 0.3, lambda cell: cell.seconds)], config, {}, tmp_path)
-    cells = [cell_of(fields) for fields in lines(tmp_path)]
-    assert sum(cell.seconds for cell in cells[:-1]) < 0.3 <= sum(cell.seconds for cell in cells)
-    assert list(found["by"]["target"]) == ["tiny"] and found["different_texts"] == 0
-
-
-def test_a_bench_without_a_short_question_is_refused():
-    questions = [Question(1, "qa", ["word " * 1000])]
-    with pytest.raises(ConfigError, match="no question of the bench has at most 400 tokens"):
-        Whole("tiny", tiny_lm(), byte_tokenizer(), {}, questions, 0)
-
-
-def test_the_command_writes_its_certificate_and_resumes(tmp_path):
-    def typed(*options):
-        done = python("scripts/soak.py", *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        return " ".join(done.stdout.split())
-
-    shown = typed("soak.tokens=1")
-    folder = tmp_path / "outputs/soak"
-    found = json.loads((folder / certificate.NAME).read_text())
-    assert certificate.verdict(found) in shown and "texts that differ: 0." in shown
-    before = (folder / "records-0.jsonl").read_bytes()
-    typed(f"soak.tokens={found['tokens'] + 1}")
-    assert (folder / "records-0.jsonl").read_bytes().startswith(before)
-    assert [line["drafter"] for line in lines(folder)] == ["vanilla", "kangaroo"]
-
-
-def test_rows_are_refilled_wherever_several_are_decoded():
-    assert all(max(run.FEWEST, 2 * rows) > rows for rows in run.BATCHES)
+def test_pytest_runs_it_by_its_mark_alone(tmp_path):
+    environment = {"SOAK_TOKENS": "1", "SOAK_OUTPUT": "out", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    for mark, said in ("soak", "texts that differ: 0."), ("not slow", "1 skipped"):
+        done = subprocess.run(
+            [*command, "-m", mark, ROOT / "tests/soak"],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and said in done.stdout, done.stdout

@@ -216,7 +216,7 @@ def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"new_tokens": 10}, "must be 11 or more"),  # than the longest round of any drafter
+        ({"max_new_tokens": 10}, "must be 11 or more"),  # than the longest round of any drafter
         ({"context_tokens": 10}, "must be 11 or more"),
         ({"contexts": [600]}, r"no context of speed\.contexts"),
     ],
@@ -273,7 +273,9 @@ def test_drafters_and_rivals_that_cannot_be_measured_are_refused():
 
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    config = SpeedConfig(prompts=2, new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6)
+    config = SpeedConfig(
+        prompts=2, max_new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6
+    )
     config.batches, config.bandwidth_megabytes = [1, 3], 1
     config.rivals = ["hf_lookup", "hf_early_exit", "hf_truncated", "hf_assistant"]
     drafter = Kangaroo(lm, adapter_for(lm), 3, 0.0)

@@ -160,7 +160,7 @@ def test_a_choice_composes_to_what_was_chosen(name, points, monkeypatch):
     study = STUDIES[name]
     monkeypatch.setenv("WANDB_RUN_ID", RUN)
     # what a group of configs holds is not seen in the config: any choice of one is another recipe
-    groups = [p for p in study["parameters"] if (ROOT / "configs" / p).is_dir()]
+    groups = [p for p in study["parameters"] if (ROOT / f"configs/groups/{p}.yaml").is_file()]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         for point in points(study):
             env, interpreter, program, *options = typed_by_the_agent(study, point, monkeypatch)

@@ -1,39 +1,30 @@
-"""The commands; with `cli_schema.py`, their types, `cli/command.py` alone knows Hydra."""
+"""The commands; with `cli/schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
-from kangaroo.cli.command import CONFIGS
-from kangaroo.cli.decoding import chat, soak, speed
+from kangaroo.cli.command import with_actions
+from kangaroo.cli.converting import export, import_adapter, pull, push
+from kangaroo.cli.decoding import chat, serve, speed
 from kangaroo.cli.evaluating import evaluate
-from kangaroo.cli.making import (
-    calibrate,
-    datastore,
-    export,
-    import_adapter,
-    pull,
-    push,
-    search_layers,
-    split,
-)
-from kangaroo.cli.serving import load, serve
+from kangaroo.cli.preparing import calibrate, datastore, layers, split
+from kangaroo.cli.schema import CONFIGS
 from kangaroo.cli.training import make_data, train
 from kangaroo.cli.tuning import tune
 
+convert = with_actions(
+    "convert", {"import": import_adapter, "export": export, "push": push, "pull": pull}
+)
+prepare = with_actions(
+    "prepare", {"datastore": datastore, "layers": layers, "calibrate": calibrate, "split": split}
+)
+
 __all__ = [
     "CONFIGS",
-    "calibrate",
     "chat",
-    "datastore",
+    "convert",
     "evaluate",
-    "export",
-    "import_adapter",
-    "load",
     "make_data",
-    "pull",
-    "push",
-    "search_layers",
+    "prepare",
     "serve",
-    "soak",
     "speed",
-    "split",
     "train",
     "tune",
 ]

@@ -8,12 +8,13 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import hydra
 import transformers
@@ -23,16 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kangaroo.cli.schema import register
+from kangaroo.cli.schema import CHOICES, CONFIGS, RENAMED, register, register_command, sections
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
-from kangaroo.utils.folders import install, of_project, sole_writer
+from kangaroo.utils.folders import install, sole_writer
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
 
 STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
-CONFIGS = str(of_project("configs"))
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,19 @@ $CONFIG"""
 
 
 def help_text() -> str:
-    """What `--help` says: groups and choices are the folders and files of configs/. Hydra's own
-    text would list the types of settings among them.
+    """What `--help` says: groups and choices are those that are stored, and the files of configs/.
+    Hydra's own text would list the types of settings among them.
     """
     choices: dict[str, list[str]] = {}
+    for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
+        choices[file.stem] = list(sections(f"groups/{file.name}"))
+    for group in ("logger", "trainer"):
+        choices[group] = list(CHOICES[group])
     for file in sorted(Path(CONFIGS).glob("*/**/*.yaml")):
         choices.setdefault(file.parent.relative_to(CONFIGS).as_posix(), []).append(file.stem)
-    del choices["sweep"]  # W&B's files
-    lines = [f"{group}: {', '.join(names)}" for group, names in choices.items()]
+    for others in ("groups", "sweep"):  # the former are above, the latter are W&B's
+        del choices[others]
+    lines = [f"{group}: {', '.join(names)}" for group, names in sorted(choices.items())]
     return HELP.format(program=Path(sys.argv[0]).name, groups="\n".join(lines))
 
 
@@ -87,7 +92,7 @@ def command(
     it returns is what a sweeper that searches (`hydra/sweeper=optuna`) goes by.
 
     Args:
-        config_name: of the file in `configs/`.
+        config_name: of the file in `configs/`, or COMMAND_ACTION of a section in COMMAND's.
         shared: several processes can share the work; else torchrun may start but one.
         goes_on: what it writes to its output is gone on with by the same command: two at a time
             would mix what they write.
@@ -95,18 +100,20 @@ def command(
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
+        register_command(get_type_hints(run)["config"])
+
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)
-        @functools.wraps(run)
         def main(config: DictConfig) -> float | None:
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            found, failure, stopped, in_sweep = None, None, False, sweep_folder() is not None
+            rank, in_sweep = int(os.environ.get("RANK", 0)), sweep_folder() is not None
+            result, failure, stopped = None, None, False
             try:
                 if not shared:
                     ranks.check_alone()
                 check_ranges(config)
-                with own_folder(config.output) if goes_on else nullcontext():
-                    found = run(OmegaConf.to_object(config))
+                with sole_writer(Path(config.output), rank) if goes_on else nullcontext():
+                    result = run(OmegaConf.to_object(config))
             except KeyboardInterrupt:
                 stopped = True
             except Exception as error:
@@ -119,7 +126,7 @@ def command(
             # beyond the handler, whose traceback holds the target: the next job needs its memory
             gc.collect()
             if stopped:
-                if int(os.environ.get("RANK", 0)) == 0:
+                if rank == 0:
                     kept = " What is finished is kept: the same command goes on from there."
                     sys.stderr.write(f"\nStopped.{kept if goes_on or keeps else ''}\n")
                 raise SystemExit(STOPPED)
@@ -127,11 +134,48 @@ def command(
                 raise CompactHydraException(failure)  # Hydra goes on, and fails after the last job
             if failure is not None:
                 raise SystemExit(failure)
-            return found
+            return result
 
-        return main
+        @functools.wraps(run)
+        def checked() -> None:
+            check_names(config_name)
+            main()
+
+        return checked
 
     return decorate
+
+
+def check_names(config_name: str) -> None:
+    """End where an option is given by the name that it once had, and say which it has now."""
+    for word in sys.argv[1:]:
+        old = word.partition("=")[0].lstrip("+")
+        if new := RENAMED.get(config_name, {}).get(old):
+            raise SystemExit(f"Could not override '{old}': there is no such option; it is '{new}'.")
+
+
+def with_actions(name: str, actions: Mapping[str, Callable[[], None]]) -> Callable[[], None]:
+    """A command whose first word says what it does; the rest is that action's own."""
+    width = max(map(len, actions))
+    about = {action: (run.__doc__ or "").partition("\n")[0] for action, run in actions.items()}
+    lines = [f"  {action:{width}}  {text}\n" for action, text in about.items()]
+
+    def main() -> None:
+        """Do what the first word says."""
+        program = Path(sys.argv[0]).name
+        action, *rest = sys.argv[1:] or ["--help"]
+        if action in ("-h", "--help"):
+            sys.stdout.write(f"usage: {program} ACTION [option=value ...]\n\n{''.join(lines)}")
+            sys.stdout.write(f"\n`{program} ACTION --help` lists an action's options.\n")
+            return
+        if action not in actions:
+            near = get_close_matches(action, actions, n=1)
+            hint = f"Did you mean '{near[0]}'? " if near else ""
+            raise SystemExit(f"{name} does not do '{action}'. {hint}It does {', '.join(actions)}.")
+        sys.argv = [f"{sys.argv[0]} {action}", *rest]  # what Hydra reads, and what results name
+        actions[action]()
+
+    return main
 
 
 def check_ranges(config: DictConfig, place: str = "") -> None:
@@ -147,11 +191,6 @@ def check_ranges(config: DictConfig, place: str = "") -> None:
     for name, value in there.items():
         if isinstance(value, DictConfig):
             check_ranges(value, f"{place}{name}.")
-
-
-def own_folder(output: str) -> AbstractContextManager[None]:
-    """The output is this process's alone."""
-    return sole_writer(Path(output), int(os.environ.get("RANK", 0)))
 
 
 def sweep_folder() -> Path | None:

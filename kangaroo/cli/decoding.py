@@ -1,28 +1,21 @@
-"""Commands that decode with a drafter: time it, try it hard, talk to it."""
+"""Commands that decode with a drafter: time it, talk to it, serve it."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from kangaroo.api import load_target
 from kangaroo.chat import chat as talk
 from kangaroo.chat import questions as typed_questions
-from kangaroo.cli.command import command, plain
-from kangaroo.cli.schema import SoakCommand, SpeedCommand, TalkCommand
+from kangaroo.cli.command import command
+from kangaroo.cli.schema import ChatCommand, ServeCommand, SpeedCommand
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.bench import fingerprint, load_questions
 from kangaroo.evaluation.speed import report
 from kangaroo.evaluation.speed.speed import measure
-from kangaroo.soak import certificate
-from kangaroo.soak.run import Task
-from kangaroo.soak.run import soak as soaked
-from kangaroo.soak.tiny import Tiny
-from kangaroo.soak.whole import Whole
-from kangaroo.utils import tables
+from kangaroo.serving.serve import serve as run_server
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +29,8 @@ def speed(config: SpeedCommand) -> None:
     report.write(result, Path(config.output), Console())
 
 
-@command("soak", goes_on=True)
-def soak(config: SoakCommand) -> None:
-    """Compare very many tokens of every drafter with vanilla's; write the certificate."""
-    options, about = config.soak, dict[str, Any]()
-    tiny = Tiny(options.seed, options.device, options.dtype.torch)
-    tasks = [Task(tiny, options.tokens, lambda cell: cell.tokens)]
-    if options.minutes:
-        settings = {name: drafter.settings() for name, drafter in config.drafters.items()}
-        questions = load_questions(config.bench)
-        about = {"model": plain(config.model), "drafters": settings, "bench": config.bench.name}
-        lm, tokenizer = load_target(config.model)
-        built = {name: drafter.build(lm) for name, drafter in config.drafters.items()}
-        whole = Whole(config.model.name, lm, tokenizer, built, questions, options.seed)
-        tasks.append(Task(whole, 60 * options.minutes, lambda cell: cell.seconds))
-        about |= {"bench.fingerprint": fingerprint(questions)}
-    found = soaked(tasks, options, about, Path(config.output))
-    console = Console()
-    for name, groups in found["by"].items():
-        console.print(tables.terminal(certificate.rows(name, groups)))
-    console.print(certificate.verdict(found), highlight=False)
-    log.info("the certificate, as certificate.md and certificate.json, is in %s", config.output)
-
-
 @command("chat")
-def chat(config: TalkCommand) -> None:
+def chat(config: ChatCommand) -> None:
     """Talk in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
     engine = Engine(lm, config.drafter.build(lm), tokenizer, reuse=True)
@@ -71,3 +41,9 @@ def chat(config: TalkCommand) -> None:
         style="dim",
     )
     talk(engine, tokenizer, config.sampling, config.chat, console, typed_questions(console))
+
+
+@command("serve")
+def serve(config: ServeCommand) -> None:
+    """Answer requests until it is stopped; then finish what runs."""
+    run_server(config.model, config.drafter, config)

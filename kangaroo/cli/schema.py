@@ -6,8 +6,10 @@ type is refused before anything is loaded.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -28,23 +30,26 @@ from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune.search import TuneConfig
 from kangaroo.heads.base import HeadConfig
-from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
-from kangaroo.soak.run import SoakConfig
 from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
-from kangaroo.under_load.config import LoadConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import fitting, named_by
-from kangaroo.utils.ranges import Count, Ranged
+from kangaroo.utils.folders import fitting, named_by, of_project
+from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
 
-# Of trees and drafts, by drafter and option, and of the paper's experiments: a file of
-# configs/hardware.
+CONFIGS = str(of_project("configs"))
+WITH_ACTIONS = ("convert", "prepare")  # commands whose first word says which section is theirs
+# What options were once called, by the config that has them.
+RENAMED = {
+    "serve": {"rows": "max_batch_size", "longest": "max_model_len", "most_waiting": "max_queue"},
+    "speed": {"speed.new_tokens": "speed.max_new_tokens"},
+}
+# Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
 Sizes = dict[str, dict[str, Any]]
-# Of which families there is a draft model (configs/drafter).
+# Of which families there is a draft model (drafter=draft_model).
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
 
@@ -63,17 +68,23 @@ class TrainCommand:
 
 
 @dataclass
-class EvaluateCommand(EvaluateConfig):
-    """`python evaluate.py`: a target, a drafter, and what they are asked; or finished results that
-    a page is made of; or adapters, measured on text that they were not trained on.
+class DraftingCommand:
+    """What decodes with a drafter."""
+
+    model: ModelConfig = MISSING
+    drafter: Any = MISSING
+    hardware: Sizes = field(default_factory=dict)
+
+
+@dataclass
+class EvaluateCommand(DraftingCommand, EvaluateConfig):
+    """`evaluate.py`: a target, a drafter, and what they are asked; or finished results that a page
+    is made of; or adapters, measured on text that they were not trained on.
     """
 
     output: str = MISSING
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
     variants: dict[str, list[Any]] = field(default_factory=dict)  # values of the drafter's options
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
-    hardware: Sizes = field(default_factory=dict)
     logger: Any = MISSING
     study: StudyConfig | None = None  # what the results are a table and a plot of
     race: bool = False  # before that, the first question by each method, side by side as they write
@@ -84,63 +95,37 @@ class EvaluateCommand(EvaluateConfig):
 
 
 @dataclass
-class SpeedCommand:
-    """`python scripts/speed.py`: how fast, against what the memory allows."""
+class SpeedCommand(DraftingCommand):
+    """`scripts/speed.py`: how fast, against what the memory allows."""
 
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
-    hardware: Sizes = field(default_factory=dict)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING
 
 
 @dataclass
-class SoakCommand:
-    """`python scripts/soak.py`: many tokens by every drafter, all compared with vanilla's."""
+class ChatCommand(DraftingCommand):
+    """`scripts/chat.py`: a target, a drafter, how tokens are chosen."""
 
-    model: ModelConfig = MISSING
-    drafters: dict[str, Any] = field(default_factory=dict)  # of the model
-    hardware: Sizes = field(default_factory=dict)
-    bench: BenchConfig = field(default_factory=BenchConfig)  # what the model is asked
-    soak: SoakConfig = field(default_factory=SoakConfig)
-    output: str = MISSING
+    sampling: Sampling = field(default_factory=Sampling)
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
 
 @dataclass
-class TuneCommand(TuneConfig):
-    """`python scripts/tune.py`: the fastest drafter and its settings."""
-
-    output: str = MISSING
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING  # today's
-    hardware: Sizes = field(default_factory=dict)
+class ServeCommand(DraftingCommand, ServeConfig):
+    """`scripts/serve.py`: a target and a drafter, for many at a time."""
 
 
 @dataclass
-class SearchCommand:
-    """`python scripts/search_layers.py`: which layers a draft may skip."""
+class TuneCommand(DraftingCommand, TuneConfig):
+    """`scripts/tune.py`: the fastest drafter and its settings; `drafter` is today's."""
 
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    search: SearchConfig = field(default_factory=SearchConfig)
     output: str = MISSING
-
-
-@dataclass
-class CalibrateCommand:
-    """`python scripts/calibrate.py`: how often what a hybrid drafts from is right."""
-
-    model: ModelConfig = MISSING
-    data: Any = MISSING
-    drafter: Any = MISSING
-    hardware: Sizes = field(default_factory=dict)
-    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
 
 
 @dataclass
 class DatastoreCommand:
-    """`python scripts/datastore.py`: documents that drafters may search."""
+    """`scripts/prepare.py datastore`: documents that drafters may search."""
 
     model: ModelConfig = MISSING
     data: Any = None  # a dataset; '~data' on the command line leaves it out
@@ -149,8 +134,45 @@ class DatastoreCommand:
 
 
 @dataclass
-class ImportAdapterCommand(Ranged):
-    """`python scripts/import_adapter.py`: a checkpoint of the authors' code becomes an adapter.
+class LayersCommand:
+    """`scripts/prepare.py layers`: which layers a draft may skip."""
+
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    search: SearchConfig = field(default_factory=SearchConfig)
+    output: str = MISSING
+
+
+@dataclass
+class CalibrateCommand(DraftingCommand):
+    """`scripts/prepare.py calibrate`: how often what a hybrid drafts from is right."""
+
+    data: Any = MISSING
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+
+
+@dataclass
+class SplitCommand(Ranged):
+    """`scripts/prepare.py split`: questions to learn from, and others to measure on.
+
+    Args:
+        source: questions, in any form that data.source= takes.
+        output: the folder of the two files.
+        held: questions to hold out of each task.
+        seed: of the choice and of the order.
+        skip_bad: leave out what cannot be read.
+    """
+
+    source: str = MISSING
+    output: str = MISSING
+    held: Count = 64
+    seed: Seed = 0
+    skip_bad: bool = False
+
+
+@dataclass
+class ImportCommand(Ranged):
+    """`scripts/convert.py import`: a checkpoint of the authors' code becomes an adapter.
 
     Args:
         source: its folder, or hub id.
@@ -166,7 +188,7 @@ class ImportAdapterCommand(Ranged):
 
 
 class Layout(Enum):
-    """What `scripts/export.py` makes of an adapter.
+    """What `scripts/convert.py export` makes of an adapter.
 
     `draft_model`: a checkpoint with the target's first layers, for vLLM, SGLang, transformers.
     `vllm`: the adapter alone, for the plugin kangaroo-vllm.
@@ -183,7 +205,7 @@ class Layout(Enum):
 
 @dataclass
 class ExportCommand:
-    """`python scripts/export.py`: an adapter for other software.
+    """`scripts/convert.py export`: an adapter for other software.
 
     Args:
         to: what it becomes.
@@ -197,92 +219,6 @@ class ExportCommand:
     output: str = MISSING
 
 
-@dataclass
-class PushCommand(PushConfig):
-    """`python scripts/push.py`: an adapter with its model card to the hub."""
-
-    source: str = MISSING
-    repo: str = MISSING
-    output: str = MISSING
-
-
-@dataclass
-class PullCommand(PullConfig):
-    """`python scripts/pull.py`: an adapter from the hub."""
-
-    repo: str = MISSING
-    output: str = MISSING
-
-
-@dataclass
-class ServeCommand(ServeConfig):
-    """`python scripts/serve.py`: a target and a drafter, for many at a time."""
-
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
-    hardware: Sizes = field(default_factory=dict)
-
-
-@dataclass
-class LoadCommand(LoadConfig):
-    """`python scripts/load.py`: servers by how many ask at the same time."""
-
-    output: str = MISSING
-    model: ModelConfig = MISSING
-    drafters: dict[str, Any] = field(default_factory=dict)  # a server each
-    hardware: Sizes = field(default_factory=dict)
-
-
-@dataclass
-class TalkCommand:
-    """`python scripts/chat.py`: a target, a drafter, how tokens are chosen."""
-
-    model: ModelConfig = MISSING
-    drafter: Any = MISSING
-    hardware: Sizes = field(default_factory=dict)
-    sampling: Sampling = field(default_factory=Sampling)
-    chat: ChatConfig = field(default_factory=ChatConfig)
-
-
-def register() -> None:
-    """Tell Hydra the types of all groups; the YAML files in `configs/` hold only differences."""
-    cs = ConfigStore.instance()
-    cs.store(name="train_schema", node=TrainCommand)
-    cs.store(name="evaluate_schema", node=EvaluateCommand)
-    cs.store(name="speed_schema", node=SpeedCommand)
-    cs.store(name="soak_schema", node=SoakCommand)
-    cs.store(name="chat_schema", node=TalkCommand)
-    cs.store(name="serve_schema", node=ServeCommand)
-    cs.store(name="load_schema", node=LoadCommand)
-    cs.store(name="tune_schema", node=TuneCommand)
-    cs.store(name="calibrate_schema", node=CalibrateCommand)
-    cs.store(name="search_layers_schema", node=SearchCommand)
-    cs.store(name="datastore_schema", node=DatastoreCommand)
-    cs.store(name="import_adapter_schema", node=ImportAdapterCommand)
-    cs.store(name="export_schema", node=ExportCommand)
-    cs.store(name="push_schema", node=PushCommand)
-    cs.store(name="pull_schema", node=PullCommand)
-    cs.store(group="model", name="schema", node=ModelConfig)
-    cs.store(group="bench", name="schema", node=BenchConfig)
-    cs.store(group="adapter", name="schema", node=AdapterRecipe)
-    cs.store(group="trainer", name="schema", node=TrainerConfig)
-    cs.store(group="data", name="self_synthesis_schema", node=SynthesisConfig)
-    cs.store(group="data", name="conversations_schema", node=ConversationsConfig)
-    cs.store(group="data", name="mix_schema", node=MixConfig)
-    for name, drafter in classes("kangaroo.drafters", DrafterConfig).items():
-        cs.store(group="drafter", name=f"{name}_schema", node=drafter)
-    for name, architecture in classes("kangaroo.heads", HeadConfig).items():
-        cs.store(group="adapter/architecture", name=name, node=architecture)
-    cs.store(group="logger", name="none_schema", node=NoTrackerConfig)
-    cs.store(group="logger", name="wandb_schema", node=WandbConfig)
-    OmegaConf.register_new_resolver("bench_name", bench_name, replace=True)
-    OmegaConf.register_new_resolver("overrides", named_by, replace=True)
-    OmegaConf.register_new_resolver("if", lambda x, a, b: b if x is None else a, replace=True)
-    OmegaConf.register_new_resolver("fitting", fitting, replace=True)
-    OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
-    OmegaConf.register_new_resolver("draft_model_of", draft_model_of, replace=True)
-
-
 def draft_model_of(model: str, option: str) -> str | None:
     """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
     smaller one with its tokens `adapter`, which makes one of its own first layers.
@@ -290,3 +226,58 @@ def draft_model_of(model: str, option: str) -> str | None:
     small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
     adapter = None if small else f"adapters/{model}"
     return {"model": small, "adapter": adapter}[option]
+
+
+# Choices that have no file: those of a group by name, each a type with its defaults.
+CHOICES: dict[str, dict[str, Any]] = {
+    "logger": {"none": NoTrackerConfig, "wandb": WandbConfig},
+    "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
+    "model": {"schema": ModelConfig},
+    "bench": {"schema": BenchConfig},
+    "adapter": {"schema": AdapterRecipe},
+    "data": {
+        "self_synthesis_schema": SynthesisConfig,
+        "conversations_schema": ConversationsConfig,
+        "mix_schema": MixConfig,
+    },
+}
+
+
+def register() -> None:
+    """Tell Hydra the types of all groups, and the choices that are sections of a file."""
+    store = ConfigStore.instance().store
+    choices = CHOICES | {
+        "drafter": {
+            f"{k}_schema": v for k, v in classes("kangaroo.drafters", DrafterConfig).items()
+        },
+        "adapter/architecture": dict(classes("kangaroo.heads", HeadConfig)),
+    }
+    for group, types in choices.items():
+        for name, kind in types.items():
+            store(group=group, name=name, node=kind)
+    for resolver in (bench_name, fitting, hardware_here, draft_model_of):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    OmegaConf.register_new_resolver("overrides", named_by, replace=True)
+    for command in WITH_ACTIONS:
+        for action, config in sections(f"{command}.yaml").items():
+            store(name=f"{command}_{action}", node=config)
+    for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
+        for name, config in sections(f"groups/{file.name}").items():
+            if file.stem == "model":
+                store(group="recipe", name=name, node=config.pop("train"), package="_global_")
+                config = {"defaults": ["schema"], "name": name, **config}
+            package = "_global_" if file.stem == "recipe" else None
+            store(group=file.stem, name=name, node=config, package=package)
+
+
+def sections(file: str) -> dict[str, dict[str, Any]]:
+    """The configs of a file in `configs`, one a section, by name."""
+    found = OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file)))
+    assert isinstance(found, dict)
+    return {str(name): section for name, section in found.items()}
+
+
+def register_command(kind: type) -> None:
+    """Tell Hydra a command's type: `TrainCommand` is train_schema."""
+    name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower().rpartition("_")[0]
+    ConfigStore.instance().store(name=f"{name}_schema", node=kind)

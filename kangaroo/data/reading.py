@@ -98,8 +98,8 @@ def named_records(
             if left_out is None:
                 raise DataError(
                     f"{source.path}, record {number}: {error}. A record looks like {FORMS}. "
-                    "data.skip_bad=true (scripts/split.py: --skip-bad) leaves out what cannot be "
-                    "read, and counts it."
+                    "data.skip_bad=true (skip_bad=true of prepare split) leaves out what cannot "
+                    "be read, and counts it."
                 ) from error
             left_out[error.reason] += 1
         else:

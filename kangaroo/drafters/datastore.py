@@ -150,7 +150,7 @@ def load(path: str, lm: LM) -> Datastore:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
             f"target is {lm.name} ({_words(own)}). Build one for it: "
-            f"{command_line('datastore', **options_of(lm.name))}"
+            f"{command_line('prepare datastore', **options_of(lm.name))}"
         )
     try:
         # as plain arrays: a memmap's own indexing is several times slower
@@ -176,7 +176,7 @@ def read_about(path: str) -> dict[str, Any]:
         model = Path(path).name.removesuffix("-datastore")
         raise DataError(
             f"no datastore at '{path}' ({ABOUT} is missing). Build one: "
-            f"{command_line('datastore', **options_of(model), output=path)}"
+            f"{command_line('prepare datastore', **options_of(model), output=path)}"
         )
     try:
         return dict(json.loads(file.read_text()))

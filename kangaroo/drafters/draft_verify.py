@@ -28,7 +28,7 @@ class DraftVerifyConfig(DrafterConfig):
     """Draft & Verify (Zhang et al. 2024, arXiv 2309.08168), skipping whole layers.
 
     Args:
-        subset: file that `scripts/search_layers.py` wrote; it says which layers to skip.
+        subset: file that `scripts/prepare.py layers` wrote; it says which layers to skip.
         skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
         threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
@@ -55,7 +55,7 @@ class DraftVerifyConfig(DrafterConfig):
         if self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
-                f"{command_line('search_layers', **options_of(lm.name))} writes."
+                f"{command_line('prepare layers', **options_of(lm.name))} writes."
             )
         return layer_subset.read(self.subset, lm).skip
 

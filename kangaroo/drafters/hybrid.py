@@ -52,7 +52,7 @@ def say_assumed(adapter: str) -> None:
 def count_again(adapter: str) -> str:
     """The command that counts what an adapter is right at."""
     target = options_of(adapter_files.read_config(adapter).target)
-    return command_line("calibrate", **target, drafter__adapter=adapter)
+    return command_line("prepare calibrate", **target, drafter__adapter=adapter)
 
 
 @dataclass
@@ -68,8 +68,8 @@ class HybridConfig(EarlyExitConfig):
         draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
         pace: tokens that decoding writes in the time of a vanilla step: what further work in a
             round has to be worth.
-        reference: folder of a datastore (`scripts/datastore.py`) that is searched for longer
-            matches than the text has itself; null searches the text alone.
+        reference: folder of a datastore (`scripts/prepare.py datastore`) that is searched for
+            longer matches than the text has itself; null searches the text alone.
     """
 
     name: str = "hybrid"

@@ -72,7 +72,7 @@ def found(path: str) -> LayerSubset:
 def _search(path: str) -> str:
     """The command that makes a file."""
     model = Path(path).name.removesuffix("-draft_verify.json")
-    return command_line("search_layers", **options_of(model), output=path)
+    return command_line("prepare layers", **options_of(model), output=path)
 
 
 def read(path: str, lm: LM) -> LayerSubset:
@@ -82,6 +82,6 @@ def read(path: str, lm: LM) -> LayerSubset:
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
             f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
-            f"{command_line('search_layers', **options_of(lm.name))}"
+            f"{command_line('prepare layers', **options_of(lm.name))}"
         )
     return subset

@@ -21,7 +21,7 @@ class PromptLookupConfig(DrafterConfig):
         max_matching_ngram_size: tokens at the end of the text that are looked for; where they stand
             nowhere else, one less, down to a single one.
         num_pred_tokens: at most this many draft tokens a round.
-        reference: folder of a datastore (`scripts/datastore.py`) that is searched for what
+        reference: folder of a datastore (`scripts/prepare.py datastore`) that is searched for what
             the text itself does not have; null searches the text alone.
     """
 

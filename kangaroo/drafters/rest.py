@@ -25,7 +25,7 @@ class RestConfig(DrafterConfig):
     """Retrieval-based speculative decoding (arXiv 2311.08252).
 
     Args:
-        datastore: its folder, from `scripts/datastore.py`.
+        datastore: its folder, from `scripts/prepare.py datastore`.
         max_token_span: tokens at the end of the text that are looked for; where they stand nowhere,
             fewer.
         min_token_span: the fewest that are looked for.

@@ -232,7 +232,7 @@ def _check_kind(fields: Any, where: str) -> None:
         raise DataError(
             f"{where} holds conversations, as ShareGPT's files do; a bench holds questions, one a "
             f'line, such as {{"turns": ["Why?"]}}. This writes one, {SPLIT}/held_out.jsonl: '
-            f"{command_line('split', where, SPLIT)}"
+            f"{command_line('prepare split', source=where, output=SPLIT)}"
         )
 
 

@@ -181,7 +181,7 @@ def _trained(missing: Path) -> Path:
         )
     target = options_of(name)
     if drafter == "kangaroo":
-        imported = command_line("import_adapter", "source=CHECKPOINT", **target)
+        imported = command_line("convert import", "source=CHECKPOINT", **target)
         way = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
     else:
         way = f"({command_line('train', **target, adapter=drafter)})"

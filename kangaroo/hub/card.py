@@ -108,7 +108,7 @@ def measure(model: str, drafter: str, repo: str) -> str:
 
 
 def short_name(target: str) -> str | None:
-    """The name in `configs/model` of what an adapter's config calls its target, if it has one."""
+    """The name among `known_models` of what an adapter's config calls its target, if it has one."""
     return next((known["name"] for known in known_models() if known["path"] == target), None)
 
 

@@ -34,7 +34,7 @@ from kangaroo.models.target import LM
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, of_project
 
-MODELS = of_project("configs") / "model"  # a file for each model known by name
+MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: its short name, which is also the name of its file in `configs/model`.
+        name: its short name, which is also that of its section in `configs/groups/model.yaml`.
         path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
             `random:small:` and a path of `known_configs.py`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
@@ -86,12 +86,15 @@ class ModelConfig:
 
 
 def known_models() -> list[dict[str, Any]]:
-    """What the files of configs/model say, one each."""
-    return [yaml.safe_load(file.read_text("utf-8")) for file in sorted(MODELS.glob("*.yaml"))]
+    """What `MODELS` says of each, without how it is trained."""
+    sections = yaml.safe_load(MODELS.read_text("utf-8")) if MODELS.is_file() else {}
+    for section in sections.values():
+        del section["train"]
+    return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
 def _shipped(model: str) -> dict[str, Any] | None:
-    """What the file of configs/model says that has this name or path; None where there is none."""
+    """What `MODELS` says of this name or path; None where it has none."""
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
@@ -106,14 +109,13 @@ def is_path(model: str) -> bool:
 
 
 def model_config(model: str) -> ModelConfig:
-    """What a name of `configs/model`, a hub id or a local folder stands for.
+    """What a name of `MODELS`, a hub id or a local folder stands for.
 
-    A hub id that one of those files names gets that file's number format and chat template.
+    A hub id that stands there too gets that section's number format and chat template.
 
     Errors: `ConfigError` for what is none of these.
     """
     if settings := _shipped(model):
-        del settings["defaults"]  # Hydra's
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
@@ -129,8 +131,8 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
     """How a command is told of a target, for `folders.command_line`.
 
     Args:
-        model: its name in configs/model, or its path: a hub id or folder.
-        name: what it is called if it is none of configs/model.
+        model: its name among `known_models`, or its path: a hub id or folder.
+        name: what it is called if it is none of them.
     """
     if settings := _shipped(model):
         return {"model": settings["name"]}

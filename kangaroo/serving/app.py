@@ -155,7 +155,7 @@ class Server:
 
     def _model(self) -> dict[str, Any]:
         kind = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
-        return kind | {"drafter": self.drafter, "max_len": self.scheduler.longest}
+        return kind | {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
 
     def _no_model(self, name: str) -> Response:
         message = f"there is no model '{name}'; this is '{self.model}'."
@@ -183,7 +183,7 @@ class Server:
     ) -> Response:
         if body.model is not None and body.model != self.model:
             return self._no_model(body.model)
-        room = self.scheduler.longest - len(prompt)
+        room = self.scheduler.max_model_len - len(prompt)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         requests = [
             generation.Request(

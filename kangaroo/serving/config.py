@@ -17,14 +17,14 @@ class ServeConfig(Ranged):
         allowed_hosts: names by which clients may call it, besides `host`, `localhost` and any
             address; `*` in one stands for any characters. Were all allowed, a page in a user's
             browser could let its own name lead here, and read the answers.
-        rows: texts that are written at the same time.
-        longest: tokens of a text, prompt included; None is the model's context.
+        max_batch_size: texts that are written at the same time.
+        max_model_len: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
             many as are quick.
         reuse: a prompt that goes on from a text that a free row still has, as the next turn of a
             conversation does, is read from there on. How soon an answer begins then tells whether
             somebody has asked the same before.
-        most_waiting: requests that wait for a row; a further one is answered with 429.
+        max_queue: requests that wait for a row; a further one is answered with 429.
         timeout: seconds from a request's arrival until it is given up; None is never.
         grace: seconds that running texts get when the server is stopped.
         api_key: what clients must send as their bearer token; None lets everybody in.
@@ -35,11 +35,11 @@ class ServeConfig(Ranged):
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000
     allowed_hosts: list[str] = field(default_factory=list)
-    rows: Count = 16
-    longest: Count | None = None
+    max_batch_size: Count = 16
+    max_model_len: Count | None = None
     prefill_chunk: Count | None = None
     reuse: bool = True
-    most_waiting: Count = 256
+    max_queue: Count = 256
     timeout: Positive | None = 600.0
     grace: NotNegative = 30.0
     api_key: str | None = None

@@ -39,15 +39,15 @@ class Scheduler:
     """Decodes jobs as they come.
 
     Args:
-        rows: texts that are written at the same time.
-        longest: tokens of a text, prompt included.
-        most_waiting: jobs that wait for a row; one more is refused.
+        max_batch_size: texts that are written at the same time.
+        max_model_len: tokens of a text, prompt included.
+        max_queue: jobs that wait for a row; one more is refused.
     """
 
     engine: Engine
-    rows: int
-    longest: int
-    most_waiting: int
+    max_batch_size: int
+    max_model_len: int
+    max_queue: int
     failure: str = ""
     waiting: deque[Job] = field(default_factory=deque)
     entering: list[Job] = field(default_factory=list)
@@ -58,7 +58,9 @@ class Scheduler:
     abandoning: bool = False
 
     def __post_init__(self) -> None:
-        self.idle = list(range(self.rows))  # free rows, the one that was written longest ago first
+        self.idle = list(
+            range(self.max_batch_size)
+        )  # free rows, the one that was written longest ago first
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -80,7 +82,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""
         self.engine.check(request)
-        request.check_fits("this server's limit for both together is", self.longest)
+        request.check_fits("this server's limit for both together is", self.max_model_len)
 
     def submit(self, *jobs: Job) -> None:
         """Let jobs wait for a row, all of them or none.
@@ -90,10 +92,10 @@ class Scheduler:
         with self.changed:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
-            if len(self.waiting) + len(jobs) > self.most_waiting:
+            if len(self.waiting) + len(jobs) > self.max_queue:
                 raise Busy(
                     f"{len(self.waiting)} requests wait already, and no more than "
-                    f"{self.most_waiting} can. Try again later."
+                    f"{self.max_queue} can. Try again later."
                 )
             for job in jobs:
                 job.arrived = time.monotonic()
@@ -145,11 +147,11 @@ class Scheduler:
     def _open(self) -> Batch:
         for _ in range(OPENINGS - 1):
             try:
-                return self.engine.open(self.rows, self.longest, Sampling())
+                return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
             except Exception:
                 log.exception("no batch could be opened; once more")
             time.sleep(PAUSE)
-        return self.engine.open(self.rows, self.longest, Sampling())
+        return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
     def _wait(self) -> bool:
         """Until there is something to do; false when there will be nothing more."""
@@ -178,7 +180,7 @@ class Scheduler:
         jobs = [*self.running, *self.entering]
         self.running.clear()
         self.entering.clear()
-        self.idle = list(range(self.rows))
+        self.idle = list(range(self.max_batch_size))
         for job in reversed(jobs):
             job.row = job.parts = job.generation = None
             if job.suspect:

@@ -49,20 +49,21 @@ def listen(config: ServeConfig) -> socket.socket:
         ) from error
 
 
-def check_memory(lm: LM, rows: int, longest: int) -> None:
-    """Raise `ConfigError` where keys and values of so many texts of `longest` tokens do not fit
-    beside the model: they have their place from the start. Log what they take.
+def check_memory(lm: LM, max_batch_size: int, max_model_len: int) -> None:
+    """Raise `ConfigError` where keys and values of so many texts of such a length do not fit beside
+    the model: they have their place from the start. Log what they take.
     """
-    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * longest
+    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
-    taken, left = f"{rows * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
-    log.info(f"{rows} texts of up to {longest} tokens: {taken} of keys and values")
-    if rows * row <= free:
+    taken, left = f"{max_batch_size * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
+    log.info(f"{max_batch_size} texts of up to {max_model_len} tokens: {taken} of keys and values")
+    if max_batch_size * row <= free:
         return
-    fix = f"rows={free // row} or " if free >= row else ""
+    fix = f"max_batch_size={free // row} or " if free >= row else ""
     raise ConfigError(
-        f"rows={rows} texts of up to {longest} tokens take {taken} of keys and values, and "
-        f"{left} are free beside the model. Pass {fix}longest= fewer tokens."
+        f"max_batch_size={max_batch_size} texts of up to {max_model_len} tokens take {taken} of "
+        f"keys and values, and {left} are free beside the model. Pass {fix}max_model_len= fewer "
+        "tokens."
     )
 
 
@@ -70,11 +71,11 @@ def _loaded(
     model: ModelConfig, drafter: DrafterConfig, config: ServeConfig
 ) -> tuple[Engine, PreTrainedTokenizerBase, int]:
     lm, tokenizer = load_target(model)
-    longest = min(config.longest or lm.context, lm.context)
-    check_memory(lm, config.rows, longest)
+    max_model_len = min(config.max_model_len or lm.context, lm.context)
+    check_memory(lm, config.max_batch_size, max_model_len)
     engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
-    warm_up(engine, config.rows, longest)
-    return engine, tokenizer, longest
+    warm_up(engine, config.max_batch_size, max_model_len)
+    return engine, tokenizer, max_model_len
 
 
 def serve(
@@ -89,7 +90,7 @@ def serve(
         ready: is told the port once everything is loaded, and on a GPU recorded; who came before
             that is answered now.
 
-    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the rows take more memory
+    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
     than there is; what loading raises.
     """
     check_installed()
@@ -101,8 +102,8 @@ def serve(
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
     # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer, longest = passing.submit(_loaded, model, drafter, config).result()
-    scheduler = Scheduler(engine, config.rows, longest, config.most_waiting).start()
+        engine, tokenizer, max_model_len = passing.submit(_loaded, model, drafter, config).result()
+    scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue).start()
     host, port, *_ = listening.getsockname()
     ready(port)
     options = uvicorn.Config(

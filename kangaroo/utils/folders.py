@@ -34,17 +34,19 @@ def command_line(
     """A command as a user types it: in a checkout by its script, else by the installed program.
 
     Args:
+        command: its name, and what it is to do where that is its first word.
         words: what stands after it, as it is.
         launcher: `TORCHRUN` starts several processes.
         options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
     """
+    name, *action = command.split()
     if (PACKAGE / "configs").is_dir():
         program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
     else:
-        folder = "" if command in ("train", "evaluate") else "scripts/"
-        program, command = launcher, f"{folder}{command}.py"
+        folder = "" if name in ("train", "evaluate") else "scripts/"
+        program, name = launcher, f"{folder}{name}.py"
     assigned = [f"{k.replace('__', '.')}={_quoted(v)}" for k, v in options.items()]
-    return " ".join([program, command, *map(shlex.quote, [*words, *assigned])])
+    return " ".join([program, name, *action, *map(shlex.quote, [*words, *assigned])])
 
 
 def install(extra: str) -> str:

@@ -14,7 +14,7 @@ SHAPE = """
     head_dim rope_parameters rms_norm_eps
 """.split()
 
-EXPORT = "python scripts/export.py to=vllm source=... model=... output=..."
+EXPORT = "python scripts/convert.py export to=vllm source=... model=... output=..."
 
 
 class Unsupported(ValueError):

@@ -73,7 +73,7 @@ def save_model(hf: PreTrainedModel, folder: Path) -> Path:
 def save_adapter(
     lm: LM, adapter: Adapter, folder: Path, vocabulary_K: Tensor | None = None, **changes: Any
 ) -> Path:
-    """What `scripts/export.py to=vllm` writes.
+    """What `scripts/convert.py export to=vllm` writes.
 
     Args:
         changes: to the section `kangaroo` of its config.
@@ -96,5 +96,5 @@ def save_adapter(
 
 
 def save_draft_model(lm: LM, adapter: Adapter, folder: Path) -> Path:
-    """What `scripts/export.py to=draft_model` writes."""
+    """What `scripts/convert.py export to=draft_model` writes."""
     return save_model(draft_model(lm, adapter), folder)

@@ -38,7 +38,7 @@ def ran(command: list[str], folder: Path) -> str:
 
 def test_the_table_of_speeds(tmp_path):
     (tmp_path / "adapters").symlink_to(ROOT / "adapters")
-    exports = commands(r"python scripts/export.py to=(vllm|draft_model)")
+    exports = commands(r"python scripts/convert.py export to=(vllm|draft_model)")
     (bench,) = commands(r"\S+ integrations/vllm/bench.py")
     assert len(exports) == 2
     for command in exports:

@@ -56,7 +56,7 @@ def test_other_kinds_of_adapter_are_named(parts, named, refused):
 
 def test_another_format_is_named(refused):
     said = refused.changed(format=2)
-    assert "no 'kangaroo' of format 1" in said and "scripts/export.py to=vllm" in said
+    assert "no 'kangaroo' of format 1" in said and "scripts/convert.py export to=vllm" in said
 
 
 def test_another_target_is_named(serve, folders, tmp_path, refused):

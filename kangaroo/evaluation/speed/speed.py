@@ -44,7 +44,7 @@ class SpeedConfig(Ranged):
     Args:
         bench: where the questions come from.
         prompts: this many of them, spread over the bench.
-        new_tokens: written for each.
+        max_new_tokens: written for each.
         repeats: how often every method writes every text.
         rivals: transformers' own ways to speculate that are measured too (`rivals.py`).
         contexts: prompt lengths at which the time a token is measured, in tokens; verifications at
@@ -56,7 +56,7 @@ class SpeedConfig(Ranged):
 
     bench: BenchConfig = field(default_factory=BenchConfig)
     prompts: Count = 12
-    new_tokens: Count = 128
+    max_new_tokens: Count = 128
     repeats: Count = 2
     rivals: list[str] = field(default_factory=lambda: ["hf_lookup"])
     contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
@@ -90,7 +90,7 @@ def measure(
         raise ConfigError(f"more.{min(taken)}: that name is taken; call it otherwise.")
     drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **(more or {})}
     contexts = fitting_contexts(lm, list(drafters.values()), config)
-    tokens = config.new_tokens
+    tokens = config.max_new_tokens
     prompts = trials.question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     methods = {"hf": timed_generate(lm)} | rivals(lm, drafter, config.rivals)
     methods |= {name: timed_engine(Engine(lm, each)) for name, each in drafters.items()}
@@ -146,10 +146,10 @@ def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -
     Errors: `ConfigError` for settings that leave nothing to measure.
     """
     widest = max(drafter.max_nodes for drafter in drafters)
-    if min(config.new_tokens, config.context_tokens) < widest + 2:
+    if min(config.max_new_tokens, config.context_tokens) < widest + 2:
         raise ConfigError(
-            f"speed.new_tokens and speed.context_tokens must be {widest + 2} or more: the first "
-            f"token is timed with the prompt, and a round can write {widest + 1}."
+            f"speed.max_new_tokens and speed.context_tokens must be {widest + 2} or more: the "
+            f"first token is timed with the prompt, and a round can write {widest + 1}."
         )
     fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     for length in sorted(set(config.contexts) - set(fitting)):

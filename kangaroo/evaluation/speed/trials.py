@@ -161,7 +161,7 @@ def question_prompts(
     if not fitting:
         raise ConfigError(
             f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
-            "context leaves; lower speed.new_tokens or pass another bench."
+            "context leaves; lower speed.max_new_tokens or pass another bench."
         )
     count = min(count, len(fitting))
     return [fitting[(2 * i + 1) * len(fitting) // (2 * count)] for i in range(count)]

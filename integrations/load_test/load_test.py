@@ -1,0 +1,393 @@
+"""Servers by how many users ask at the same time, as guidellm measures them (docs/serving.md).
+
+    python integrations/load_test/load_test.py          # a server for each of four drafters
+    python integrations/load_test/load_test.py vanilla mine="drafter=hybrid drafter.nodes=5"
+    python integrations/load_test/load_test.py vanilla vllm=http://127.0.0.1:9000
+
+All servers answer the same questions, greedily. At each number of users the methods take turns, and
+ratios to vanilla are taken within a round, so a machine that slows down favours nobody. A finished
+cell (a method, so many users, a round) is a file, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kangaroo.evaluation import records
+from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions
+from kangaroo.utils import tables
+from kangaroo.utils.errors import ConfigError, DataError, KangarooError, MissingPackage, ProcessLost
+from kangaroo.utils.folders import install
+from kangaroo.utils.provenance import git_revision, machine
+from kangaroo.utils.tables import number
+
+CLIENT = "guidellm"
+SERVE = Path(__file__).parents[2] / "scripts/serve.py"
+# Runs a server that ends when this process does, however it ends: then its standard input ends.
+CHILD = """import os, runpy, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+BASELINE = "vanilla"
+ATTEMPTS = 3  # at a cell in which the client asks too few questions, which it does now and then
+# What a cell is measured by: heading, and what it is multiplied by there.
+METRICS = {
+    "tokens_per_second": ("tokens/s", 1),
+    "first_token": ("first token, ms", 1000),
+    "between_tokens": ("between tokens, ms", 1000),
+    "total": ("total, s", 1),
+}
+NOTES = (
+    "Means over the requests of a cell, as guidellm measures them, and of these the median of the "
+    "rounds; *x* is the median ratio to vanilla in the same round. *Tokens a part* is how many a "
+    "part of the stream brings, which is a step's tokens. *As vanilla's* counts questions whose "
+    "answer is vanilla's, letter by letter."
+)
+
+
+class TooFew(DataError):
+    """The client made fewer requests than it was told to, without an error of any."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; `method` is by name."""
+
+    round: int
+    users: int
+    method: str
+
+    def file(self, folder: Path) -> Path:
+        return folder / "cells" / f"{self.round}-{self.users}-{self.method}.json"
+
+
+def cells(rounds: int, users: list[int], methods: list[str]) -> list[Cell]:
+    """In the order in which they are measured; who begins changes from round to round."""
+    orders = [methods[i % len(methods) :] + methods[: i % len(methods)] for i in range(rounds)]
+    return [Cell(i, n, method) for i, order in enumerate(orders) for n in users for method in order]
+
+
+# ---- servers and client --------------------------------------------------------------------------
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=10):
+            return True
+    except (OSError, ValueError):  # refused, not yet, or not well
+        return False
+
+
+def lost(process: subprocess.Popen[bytes], log: Path) -> ProcessLost:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = "\n".join(lines[-12:])
+    return ProcessLost(f"It has ended with code {process.returncode}. The end of '{log}':\n{told}")
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers; `process` is None where it is not ours."""
+
+    address: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+
+@contextmanager
+def serving(options: str, log: Path) -> Iterator[Server]:
+    """One of ours with these options, or the one at that address, which runs already."""
+    if options.startswith("http"):
+        address = options.rstrip("/").removesuffix("/v1")
+        if not answers(address):
+            raise ConfigError(f"{options}: no server answers GET /health there. Start it first.")
+        yield Server(address, log)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [str(SERVE), *shlex.split(options), f"port={port}", "reuse=false"]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *words],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while not answers(address := f"http://127.0.0.1:{port}"):
+            if process.poll() is not None:
+                raise lost(process, log)
+            time.sleep(0.2)
+        yield Server(address, log, process)
+    finally:
+        process.terminate()  # what it answers is finished first
+        process.wait()
+
+
+def ask(server: Server, prompts: Path, requests: int, users: int, output: Path) -> None:
+    """Let guidellm ask: greedy chats, streamed, every request once. Its file is there afterwards,
+    whole, or not at all.
+
+    Errors: `ProcessLost` with the end of a log where guidellm or the server has failed.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log, plan = output.with_suffix(".log"), output.with_suffix(".scenario.json")
+    partial = output.with_suffix(".partial.json")
+    backend = {
+        "kind": "openai_http",
+        "target": server.address,
+        "request_format": "/v1/chat/completions",
+    }
+    spec = {
+        "backend": backend | {"http2": False, "extras": {"body": {"temperature": 0}}},
+        "profile": {"kind": "concurrent", "streams": [users]},
+        "constraints": [{"kind": "max_requests", "count": requests}],
+        "data": [{"kind": "json_file", "path": str(prompts)}],
+        "outputs": [{"kind": "json", "path": str(partial)}],
+    }
+    plan.write_text(json.dumps({"spec": spec}), encoding="utf-8")
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", CLIENT, "run", "-c", str(plan), "--disable-console"],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            # one process suffices for so few users, and leaves the processor to the server
+            env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"},
+            start_new_session=True,  # its own processes end with it
+        )
+        try:
+            while process.poll() is None:
+                if server.process is not None and server.process.poll() is not None:
+                    raise lost(server.process, server.log)
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode != 0 or not partial.is_file():
+        raise lost(process, log)
+    os.replace(partial, output)
+    plan.unlink()
+    log.unlink()
+
+
+def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
+    """What a cell's file says: `METRICS`, `tokens_per_part`, and `texts` by their questions.
+
+    Errors: `TooFew` where the client did not make all requests; `DataError` where requests failed
+    or answers have another length than was asked for.
+    """
+    try:
+        (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
+        requested, metrics = benchmark["requests"], benchmark["metrics"]
+        failed, done = [*requested["errored"], *requested["incomplete"]], requested["successful"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{file}' is no result of {CLIENT}. Delete it, and run again.") from error
+    if failed or len(done) != requests:
+        counts = f"{len(done)} of {requests} requests were answered"
+        if not failed:
+            raise TooFew(f"{counts}: {CLIENT} asked no more. Run it again ('{file}').")
+        why = next((f["info"]["error"] for f in failed if f["info"]["error"]), "no reason")
+        raise DataError(f"{counts}: {why} ('{file}').")
+    lengths = {answer["output_metrics"]["total_tokens"] for answer in done}
+    if lengths != {max_new_tokens}:
+        raise DataError(
+            f"'{file}': answers have {min(lengths)} to {max(lengths)} tokens instead of "
+            f"{max_new_tokens}. Does the server know 'ignore_eos' and 'max_completion_tokens'?"
+        )
+
+    def question(answer: dict[str, Any]) -> str:
+        (message,) = json.loads(answer["request_args"])["body"]["messages"]
+        return "".join(part["text"] for part in message["content"])
+
+    def mean(name: str) -> float:
+        return float(metrics[name]["successful"]["mean"])
+
+    return {
+        "tokens_per_second": mean("output_tokens_per_second"),
+        "first_token": mean("time_to_first_token_ms") / 1000,
+        "between_tokens": mean("inter_token_latency_ms") / 1000,
+        "total": mean("request_latency"),
+        "tokens_per_part": mean("iter_tokens_per_iteration"),
+        "texts": {question(answer): answer["output"] for answer in done},
+    }
+
+
+def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, dict[str, Any]]:
+    """All cells, those measured before included."""
+    if find_spec(CLIENT) is None:
+        raise MissingPackage(f"the load comes from '{CLIENT}': {install('load')}.")
+    folder, requests = options.output, options.requests
+    known = load_questions(BenchConfig(path=options.bench))
+    spread = [known[i * len(known) // requests] for i in range(requests)]
+    settings = {"git_revision": git_revision(), CLIENT: version(CLIENT), "requests": requests}
+    settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(spread)}
+    settings |= {"max_new_tokens": options.max_new_tokens, "methods": methods}
+    records.enter(folder, settings, {}, True)
+    prompts = folder / "prompts.jsonl"
+    rows = [{"prompt": question.turns[0]} for question in spread]
+    rows = [row | {"output_tokens_count": options.max_new_tokens} for row in rows]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    order = cells(options.rounds, options.users, list(methods))
+    missing = [cell for cell in order if not cell.file(folder).is_file()]
+    logging.info("%d of %d cells are in %s already", len(order) - len(missing), len(order), folder)
+    running: dict[str, Server] = {}
+    with ExitStack() as servers:
+        for cell in missing:
+            if new := cell.method not in running:
+                if options.alone:
+                    servers.close()
+                    running.clear()
+                log = folder / "servers" / f"{cell.method}.log"
+                running[cell.method] = servers.enter_context(serving(methods[cell.method], log))
+            answering = running[cell.method]
+            if new:
+                most, warmup = max(options.users), folder / f"warmup-{cell.method}.json"
+                ask(answering, prompts, min(2 * most, requests), most, warmup)
+                warmup.unlink()
+            unread = cell.file(folder).with_suffix(".unread")
+            for left in reversed(range(ATTEMPTS)):
+                ask(answering, prompts, requests, cell.users, unread)
+                try:  # what is no result ends the run here, not after hours
+                    read(unread, requests, options.max_new_tokens)
+                    break
+                except TooFew as error:
+                    if not left:
+                        raise
+                    logging.warning("%s It is measured again.", error)
+            os.replace(unread, cell.file(folder))
+    return {cell: read(cell.file(folder), requests, options.max_new_tokens) for cell in order}
+
+
+# ---- what is made of it --------------------------------------------------------------------------
+
+
+def summarise(measured: dict[Cell, dict[str, Any]], begun: dict[str, Any]) -> dict[str, Any]:
+    """What all files are made from; `begun` has the settings and the provenance of the run."""
+    names = list(dict.fromkeys(cell.method for cell in measured))
+    users = list(dict.fromkeys(cell.users for cell in measured))
+    rows = [row_of(measured, n, name) for n in users for name in names]
+    others = [name for name in names if name != BASELINE and BASELINE in names]
+    pays = {name: pays_up_to(rows, name) for name in others}
+    return {"rows": rows, "pays_up_to": pays, "users": users, **begun}
+
+
+def row_of(measured: dict[Cell, dict[str, Any]], users: int, method: str) -> dict[str, Any]:
+    """A method at a number of users: medians over the rounds."""
+
+    def by_round(name: str) -> dict[int, dict[str, Any]]:
+        return {c.round: m for c, m in measured.items() if (c.users, c.method) == (users, name)}
+
+    mine, base = by_round(method), by_round(BASELINE)
+    row: dict[str, Any] = {"users": users, "method": method}
+    for name in (*METRICS, "tokens_per_part"):
+        row[name] = median(numbers[name] for numbers in mine.values())
+    row["of_vanilla"] = row["as_vanilla"] = None
+    if base:
+        ratios = {name: [mine[i][name] / base[i][name] for i in mine] for name in METRICS}
+        row["of_vanilla"] = {name: median(values) for name, values in ratios.items()}
+        texts = [(mine[i]["texts"][q], base[i]["texts"][q]) for i in mine for q in mine[i]["texts"]]
+        row["as_vanilla"] = [sum(text == other for text, other in texts), len(texts)]
+    return row
+
+
+def pays_up_to(rows: list[dict[str, Any]], method: str) -> int:
+    """The most users at whom, and below whom, a method writes more tokens/s than vanilla, or 0."""
+    most = 0
+    for row in rows:
+        if row["method"] == method:
+            if row["of_vanilla"]["tokens_per_second"] <= 1:
+                break
+            most = row["users"]
+    return most
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    table, settings = [], summary["settings"]
+    for row in summary["rows"]:
+        cell = {"users": str(row["users"]), "method": row["method"]}
+        for name, (heading, scale) in METRICS.items():
+            value = row[name] * scale
+            cell[heading] = number(value, 1 if value < 1000 else 0)
+            if row["of_vanilla"] is not None:
+                cell[heading] += f" ({row['of_vanilla'][name]:.2f}x)"
+        cell["tokens a part"] = number(row["tokens_per_part"])
+        same = row["as_vanilla"]
+        table.append(cell | {"as vanilla's": "-" if same is None else f"{same[0]}/{same[1]}"})
+    pays = [
+        f"{name} writes more tokens/s than vanilla up to {users} of {summary['users'][-1]} users."
+        for name, users in summary["pays_up_to"].items()
+    ]
+    about = summary["provenance"]
+    parts = [
+        f"{settings['requests']} requests of {settings['bench']}, {settings['max_new_tokens']} new "
+        "tokens each, greedy",
+        tables.markdown(table),
+        "\n".join(f"- {sentence}" for sentence in pays),
+        NOTES,
+        f"`{about['command']}`, revision {about['git_revision']}, {about['time']}, "
+        f"{machine(about)}",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The options, and the methods: how each is served, by name."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("methods", nargs="*", help="DRAFTER, NAME='options of serve.py', NAME=URL")
+    parser.add_argument("--serve", default="", help="options of serve.py for all of ours")
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--requests", type=int, default=32, help="of a cell, the same in all")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="an EOS does not end them")
+    parser.add_argument("--rounds", type=int, default=3, help="so often all is measured")
+    parser.add_argument("--bench", help="a file of questions (without it the demo bench)")
+    parser.add_argument("--alone", action="store_true", help="one server at a time")
+    parser.add_argument("--output", type=Path, default=Path("outputs/load"))
+    options = parser.parse_args(words)
+    if max(options.users) > options.requests:
+        parser.error(
+            f"--requests {options.requests} are fewer than the {max(options.users)} of --users; "
+            "twice as many or more keep all users busy."
+        )
+    methods = {}
+    for word in options.methods or [BASELINE, "kangaroo", "draft_model", "hybrid"]:
+        name, _, how = word.partition("=")
+        served = f"{how or f'drafter={name}'} {options.serve}".strip()
+        methods[name] = how if how.startswith("http") else served
+    return options, methods
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options, methods = parsed(sys.argv[1:])
+    try:
+        summary = summarise(measure(options, methods), records.begun(options.output))
+    except KangarooError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    records.write_json(options.output / "load.json", summary)
+    (options.output / "load.md").write_text(markdown(summary), encoding="utf-8")
+    sys.stdout.write(markdown(summary))
+
+
+if __name__ == "__main__":
+    main()

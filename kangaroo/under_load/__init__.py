@@ -1,1 +1,0 @@
-"""Servers under load, measured by an existing client: guidellm."""
