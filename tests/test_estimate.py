@@ -24,6 +24,7 @@ from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.distill import StoredDistributions
 from kangaroo.training.loop import Trainer
 from kangaroo.training.micro_batch import forward_target
 from kangaroo.training.recipe import trainees
@@ -218,7 +219,7 @@ def held_by(*things) -> int:
             found += thing.values()
         elif isinstance(thing, list | tuple):
             found += thing
-        elif is_dataclass(thing):
+        elif is_dataclass(thing) or isinstance(thing, StoredDistributions):
             found.append(vars(thing))
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
