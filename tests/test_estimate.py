@@ -25,6 +25,7 @@ from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
+from kangaroo.training.distill import StoredDistributions
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.loop import Trainer
 from kangaroo.training.micro_batch import forward_target
@@ -150,7 +151,7 @@ def held_by(*things) -> int:
             left += thing.values()
         elif isinstance(thing, list | tuple):
             left += thing
-        elif is_dataclass(thing):
+        elif is_dataclass(thing) or isinstance(thing, StoredDistributions):
             left.append(vars(thing))
     return sum(storages.values())
 
