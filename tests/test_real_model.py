@@ -16,7 +16,8 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.run import Contestant, EvaluateConfig, evaluate
+from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
+from kangaroo.evaluation.run import evaluate
 from kangaroo.evaluation.speed.rivals import assistant
 from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
 from kangaroo.heads import adapter_files
@@ -173,8 +174,8 @@ def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
     """And Kangaroo, one text at a time: the evaluation itself, in float32."""
     lm, tokenizer = target
     config = EvaluateConfig(output=str(tmp_path), warmup=0, max_new_tokens=32)
-    contestant = Contestant("kangaroo", KangarooConfig(adapter=ADAPTER).build(lm))
-    (summary,) = evaluate(lm, tokenizer, [contestant], config, model_name="smollm2-135m")
+    method = MethodSpec("kangaroo", KangarooConfig(adapter=ADAPTER).build(lm))
+    (summary,) = evaluate(lm, tokenizer, [method], config, model_name="smollm2-135m")
     result = summary["lossless"]
     assert result["turns"] == result["identical"] == result["hf_identical"] == 82
 

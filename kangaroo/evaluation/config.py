@@ -88,7 +88,7 @@ class MethodSpec:
 
     name: str
     drafter: Drafter
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
 
 
