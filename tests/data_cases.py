@@ -4,7 +4,7 @@ from kangaroo.data.filters import FilterConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.models import loading
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
 HEALTHY = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
@@ -13,7 +13,7 @@ HEALTHY = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
 def target():
     """A target and its tokenizer."""
     hf, tokenizer = loading.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
+    return TargetModel(hf), tokenizer
 
 
 def brief():

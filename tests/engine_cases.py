@@ -11,14 +11,14 @@ from helpers import (
 from test_conformance import Case
 
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)
 HOT = Sampling(temperature=2.0, seed=11)
 
 
-def case_for(lm: LM) -> Case:
+def case_for(lm: TargetModel) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, HOT))
 
 

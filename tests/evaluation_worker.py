@@ -15,7 +15,7 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import evaluate
 from kangaroo.models.loading import byte_tokenizer, random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +36,7 @@ def write_questions(file, questions=QUESTIONS):
 
 
 def tiny_lm(**overrides):
-    return LM(random_model(deep_scale=0.15, **overrides))
+    return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
 def evaluate_several(output, bench_file, names, lm=None, ranks=None, log=None, **changes):

@@ -24,7 +24,7 @@ from kangaroo.engine.verify import Verdict
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
 EXIT = 2  # of four layers; all but the first change little
@@ -71,18 +71,18 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
     return hf
 
 
-def tiny(architecture: str = "llama", **overrides: object) -> LM:
-    return LM(tiny_model(architecture, **overrides))
+def tiny(architecture: str = "llama", **overrides: object) -> TargetModel:
+    return TargetModel(tiny_model(architecture, **overrides))
 
 
-def graphed(lm: LM) -> LM:
+def graphed(lm: TargetModel) -> TargetModel:
     """Decoding by graphs, by a stand-in for CUDA's that is as strict."""
     lm.acceleration = Acceleration(graphs=StrictGraphs())
     return lm
 
 
 def adapter_for(
-    lm: LM, exit_layer: int = EXIT, architecture: AdapterHeadConfig | None = None
+    lm: TargetModel, exit_layer: int = EXIT, architecture: AdapterHeadConfig | None = None
 ) -> Adapter:
     """An adapter that is often right untrained: the layers above the exit change little."""
     adapter = Adapter(lm, exit_layer, architecture).start_from(lm)
@@ -93,7 +93,7 @@ def adapter_for(
     return adapter.to(lm.device, lm.dtype).requires_grad_(False)
 
 
-def eagle_for(lm: LM) -> EagleHead:
+def eagle_for(lm: TargetModel) -> EagleHead:
     """Untrained: it goes on with the state it was given, changed a little by all its parts."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -130,14 +130,14 @@ def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **option
 
 
 def vanilla_texts(
-    lm: LM, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling | None = None
+    lm: TargetModel, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling | None = None
 ) -> list[list[int]]:
     """Prompt and continuation of each, decoded alone."""
     done = Engine(lm, Vanilla()).generate(prompts, new_tokens, sampling, batch_size=1)
     return [p + generation.tokens for p, generation in zip(prompts, done, strict=True)]
 
 
-def forward_logits(lm: LM, tokens: Sequence[int]) -> Tensor:
+def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits `[T, V]` by transformers' own forward and attention."""
     lm.hf.set_attn_implementation("sdpa")
     try:
@@ -236,7 +236,7 @@ class RandomTree(Knowing):
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         texts: Sequence[list[int]],
         nodes: int = 9,
         shared: bool = False,
@@ -265,9 +265,9 @@ class RandomTree(Knowing):
         valid_BN[:, 0] = True
         draft = Draft(tokens_BN, tree, valid_BN, entry=self.entry)
         if self.entry:
-            block = self.lm.block(tree, batch.base_B, batch.used + size, batch.n_slots)
+            meta = self.lm.forward_meta(tree, batch.base_B, batch.used + size, batch.n_slots)
             draft.hidden_BND, _ = self.lm.run(
-                self.lm.embed(tokens_BN), batch.cache, block, range(self.entry)
+                self.lm.embed(tokens_BN), batch.cache, meta, range(self.entry)
             )
         return draft
 

@@ -23,7 +23,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.jobs import Event, Job
@@ -38,14 +38,14 @@ SAMPLINGS = [
 ]
 
 
-def target() -> LM:
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+def target() -> TargetModel:
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     return lm.compile_for_decoding()
 
 
-def engine_of(lm: LM, chunk: int | None = 8) -> Engine:
+def engine_of(lm: TargetModel, chunk: int | None = 8) -> Engine:
     drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, reuse=True)
+    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, prefix_cache=True)
 
 
 @cache

@@ -35,14 +35,14 @@ from kangaroo.heads.adapter_files import (
 )
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 
 @pytest.fixture(scope="module")
-def lm() -> LM:
+def lm() -> TargetModel:
     lm = tiny()
     lm.config.name_or_path = "tiny/llama"
     return lm
@@ -56,13 +56,13 @@ def saved(lm, tmp_path):
     return save(adapter, about, torch.tensor([7, 3, 60]), tmp_path)
 
 
-def state_of(lm: LM, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
+def state_of(lm: TargetModel, adapter: Adapter, tokens: list[int]) -> torch.Tensor:
     """The adapted state of a text, without a cache."""
     with torch.no_grad():
-        block = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
+        meta = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
         x_1TD = lm.embed(torch.tensor([tokens]))
-        x_1TD, _ = lm.run(x_1TD, None, block, range(adapter.exit_layer))
-        return adapter(x_1TD, None, block, None)
+        x_1TD, _ = lm.run(x_1TD, None, meta, range(adapter.exit_layer))
+        return adapter(x_1TD, None, meta, None)
 
 
 # ---- what it is --------------------------------------------------------------------------------
@@ -78,20 +78,20 @@ def test_an_adapter_for_vicuna_7b_has_the_papers_number_of_parameters():
         num_key_value_heads=32,
     )
     with torch.device("meta"):
-        adapter = Adapter(LM(LlamaForCausalLM(shape)), exit_layer=2)
+        adapter = Adapter(TargetModel(LlamaForCausalLM(shape)), exit_layer=2)
     assert sum(parameter.numel() for parameter in adapter.parameters()) == 67_117_056
 
 
 def test_the_adapted_state_is_f_plus_attention_of_norm_f_then_normed(lm):
     adapter = adapter_for(lm)
     f_1TD = torch.randn(1, 7, 32)
-    block = lm.chunk(0, 7, row=0, n_slots=7)
+    meta = lm.chunk(0, 7, row=0, n_slots=7)
     attended, _ = adapter.attention(
         hidden_states=adapter.input_norm(f_1TD),
         position_embeddings=lm.hf.model.rotary_emb(f_1TD, torch.arange(7)[None]),
         attention_mask=None,
     )
-    assert torch.equal(adapter(f_1TD, None, block, None), adapter.norm(f_1TD + attended))
+    assert torch.equal(adapter(f_1TD, None, meta, None), adapter.norm(f_1TD + attended))
 
 
 @torch.no_grad()
@@ -102,8 +102,8 @@ def test_an_adapter_with_a_cache_continues_the_text_it_has_seen(lm):
     cache = lm.cache_like(1, 20, [lm.device])
     parts = []
     for a, b in ((0, 4), (4, 8), (8, 9)):
-        block = lm.chunk(a, b, row=0, n_slots=20)
-        parts.append(adapter(f_1TD[:, a:b], None, block, cache.at(block)))
+        meta = lm.chunk(a, b, row=0, n_slots=20)
+        parts.append(adapter(f_1TD[:, a:b], None, meta, cache.at(meta)))
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)  # float32 sums
 
 
@@ -362,7 +362,7 @@ def test_moving_a_checkpoint_or_changing_its_context_keeps_the_adapter(saved):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplog, dtype):
-    other = LM(tiny_model(dtype=torch.bfloat16).to(dtype))
+    other = TargetModel(tiny_model(dtype=torch.bfloat16).to(dtype))
     load(str(saved), other, Adapter)
     assert not caplog.messages  # the same weights, under another name and in any number format
     del other.fingerprint
@@ -393,7 +393,7 @@ def test_a_fingerprint_leaves_the_weights_alone_and_needs_some():
     weight.data[0, 0] = 1e-8
     assert lm.fingerprint is not None and weight[0, 0] != 0
     with torch.device("meta"):
-        assert LM(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))).fingerprint is None
+        assert TargetModel(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))).fingerprint is None
 
 
 def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):

@@ -36,7 +36,7 @@ from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
 from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import Dtype, ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import (
     AdapterMismatch,
     AdapterNotFound,
@@ -76,13 +76,13 @@ def drafts_are(
     return {step.accepted for generation in done for step in generation.steps}
 
 
-def another_model() -> LM:
+def another_model() -> TargetModel:
     """With positions of its own."""
     rope = {"rope_type": "default", "rope_theta": 300.0}
     return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
 
 
-def written_by(model: LM, sampling: Sampling) -> Expected:
+def written_by(model: TargetModel, sampling: Sampling) -> Expected:
     """What a model writes after a whole text, without a cache."""
 
     @torch.no_grad()
@@ -90,9 +90,9 @@ def written_by(model: LM, sampling: Sampling) -> Expected:
         drafted: list[int] = []
         for _ in range(count):
             tokens = [*text, *drafted]
-            block = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
+            meta = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
             x_1TD, _ = model.run(
-                model.embed(torch.tensor([tokens])), None, block, range(model.n_layers)
+                model.embed(torch.tensor([tokens])), None, meta, range(model.n_layers)
             )
             position = torch.tensor([[len(tokens)]])
             token = pick(model.logits(x_1TD[:, -1:]), position, sampling, torch.tensor([seed]))
@@ -120,8 +120,8 @@ def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, 
 @pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
 def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own, idle, monkeypatch):
     """Of each so many, after two in which it drafts."""
-    lm = LM(case.lm.hf).compile_for_decoding()
-    model = LM(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
+    lm = TargetModel(case.lm.hf).compile_for_decoding()
+    model = TargetModel(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
     drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
     engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
 
@@ -157,14 +157,14 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
         known = len(text) - 1
         cache = lm.new_cache(1, len(text) + count)
         if known:  # the text's keys are those of all layers
-            block = lm.chunk(0, known, row=0, n_slots=cache.n_slots)
-            lm.run(lm.embed(torch.tensor([text[:-1]])), cache, block, range(lm.n_layers))
+            meta = lm.chunk(0, known, row=0, n_slots=cache.n_slots)
+            lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
         for i in range(count):
-            block = lm.chunk(known + i, known + i + 1, row=0, n_slots=cache.n_slots)
+            meta = lm.chunk(known + i, known + i + 1, row=0, n_slots=cache.n_slots)
             x_11D = lm.embed(torch.tensor([[[text[-1], *drafted][i]]]))
             for layer in range(lm.n_layers):
                 if layer not in skip:
-                    x_11D, _ = lm.run(x_11D, cache, block, range(layer, layer + 1))
+                    x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
             position = torch.tensor([[len(text) + i]])
             drafted.append(int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed]))))
         return drafted
@@ -223,9 +223,9 @@ def byte_tokens() -> list[str]:
     return sorted(vocabulary, key=vocabulary.__getitem__)
 
 
-def loaded(path: str) -> LM:
+def loaded(path: str) -> TargetModel:
     config = ModelConfig("target", path, dtype=Dtype.float32, device="cpu")
-    return LM(models.load(config)[0])
+    return TargetModel(models.load(config)[0])
 
 
 def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tmp_path):
@@ -298,7 +298,7 @@ def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
 def test_any_model_of_the_same_vocabulary_drafts():
     """By way of `model=`, as LLaMA-68M before Vicuna."""
     hf, _ = models.load(ModelConfig("tiny", models.TINY, dtype=Dtype.float32, device="cpu"))
-    lm = LM(hf)
+    lm = TargetModel(hf)
     prompts = [[1, 5, 9], [7]]
     drafter = DraftModelConfig(model=models.TINY, steps=3).build(lm)
     done = Engine(lm, drafter).generate(prompts, 13)

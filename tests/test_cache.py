@@ -10,7 +10,7 @@ import torch
 from helpers import random_prompts, tiny
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.cache import BUCKET, Block, BlockCache, KVCache, occupied
+from kangaroo.engine.cache import BUCKET, BlockCache, ForwardMeta, KVCache, occupied
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -27,9 +27,11 @@ def filled_cache(batch_size=3, n_slots=10, n_layers=2) -> KVCache:
     return cache
 
 
-def block_at(slots_RT, rows: slice, extent: int) -> Block:
+def block_at(slots_RT, rows: slice, extent: int) -> ForwardMeta:
     slots_RT = torch.as_tensor(slots_RT)
-    return Block(slots_RT, slots_RT, None, extent, rows, (torch.zeros(1, 1), torch.zeros(1, 1)))
+    return ForwardMeta(
+        slots_RT, slots_RT, None, extent, rows, (torch.zeros(1, 1), torch.zeros(1, 1))
+    )
 
 
 # ---- writing -----------------------------------------------------------------------------------
@@ -54,8 +56,8 @@ def test_update_writes_the_block_and_nothing_else():
 
 def test_what_attention_reads_is_the_cache_itself_not_a_copy():
     cache = filled_cache()
-    block = block_at([[0], [0], [0]], slice(0, 3), 5)
-    seen_k, seen_v = cache.at(block).update(torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4), 0)
+    meta = block_at([[0], [0], [0]], slice(0, 3), 5)
+    seen_k, seen_v = cache.at(meta).update(torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4), 0)
     assert seen_k.data_ptr() == cache.keys[0].data_ptr()
     assert seen_v.data_ptr() == cache.values[0].data_ptr()
 
@@ -168,12 +170,12 @@ def test_attention_reads_the_occupied_buckets_not_the_allocation(monkeypatch):
 
 
 def test_narrow_is_the_block_of_some_of_its_tokens():
-    block = tiny().block(Tree.chain(5, CPU), torch.tensor([3, 0]), used=8, n_slots=100)
-    part = block.narrow(1, 2)
-    assert torch.equal(part.slots_RT, block.slots_RT[:, 1:3])
-    assert torch.equal(part.positions_RT, block.positions_RT[:, 1:3])
-    assert torch.equal(part.bias_R1TE, block.bias_R1TE[:, :, 1:3])
-    assert torch.equal(part.rope[0], block.rope[0][:, 1:3])
-    assert torch.equal(part.rope[1], block.rope[1][:, 1:3])
-    assert part.extent == block.extent and part.rows == block.rows
+    meta = tiny().forward_meta(Tree.chain(5, CPU), torch.tensor([3, 0]), used=8, n_slots=100)
+    part = meta.narrow(1, 2)
+    assert torch.equal(part.slots_RT, meta.slots_RT[:, 1:3])
+    assert torch.equal(part.positions_RT, meta.positions_RT[:, 1:3])
+    assert torch.equal(part.bias_R1TE, meta.bias_R1TE[:, :, 1:3])
+    assert torch.equal(part.rope[0], meta.rope[0][:, 1:3])
+    assert torch.equal(part.rope[1], meta.rope[1][:, 1:3])
+    assert part.extent == meta.extent and part.rows == meta.rows
     assert part.bias_R1TE._is_view()

@@ -13,8 +13,8 @@ from test_conformance import Case, case_of
 from test_hybrid import choices_without_cache
 from test_suffix import found
 
-from kangaroo.drafters import odds
-from kangaroo.drafters.calibration import ASSUMED, Round, Tally, count, look, rounds
+from kangaroo.drafters import acceptance
+from kangaroo.drafters.calibration import ASSUMED, AcceptanceCounts, Round, count, look, rounds
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files
@@ -22,10 +22,10 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError, CorruptFile
 
-KNOWN = odds.assumed()
+KNOWN = acceptance.assumed()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def case() -> Case:
 
 def counted(*some: Round) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
     """Right and all of every cell that has any."""
-    tally = Tally()
+    tally = AcceptanceCounts()
     for now in some:
         tally.add_round(now)
     assert tally.rounds == len(some)
@@ -78,13 +78,13 @@ def test_what_both_say_and_what_they_say_against_each_other_are_counted_apart():
 
 
 def test_a_rare_case_stays_near_what_is_assumed_and_a_frequent_one_is_as_counted():
-    tally = Tally()
+    tally = AcceptanceCounts()
     before = KNOWN.chain[5]
     for right in (True, True, False):
         tally.add("chain", (5,), right)
     for _ in range(10_000):
         tally.add("same", (3, 2), False)
-    told = tally.odds()
+    told = tally.acceptance()
     assert told.chain[5] == pytest.approx((2 + ASSUMED * before) / (3 + ASSUMED), abs=5e-4)
     assert told.same[3][2] == 0 and told.lookup == KNOWN.lookup
 
@@ -145,7 +145,7 @@ def test_the_tally_of_a_text_is_that_of_its_rounds(case):
 @pytest.fixture
 def saved(tmp_path):
     """A model of the command line's, and the folder of an adapter for it."""
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
     return lm, adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / "adapters/tiny")
@@ -153,16 +153,16 @@ def saved(tmp_path):
 
 def test_odds_are_read_as_they_were_written(saved):
     lm, folder = saved
-    tally = Tally()
+    tally = AcceptanceCounts()
     tally.add("further", (2, 1), True)
     weights = adapter_files.weights_hash(str(folder))
-    odds.write(tally.odds(), weights, {"rounds": 1}, folder)
-    assert odds.read(folder, weights, "count again") == tally.odds() != KNOWN
+    acceptance.write(tally.acceptance(), weights, {"rounds": 1}, folder)
+    assert acceptance.read(folder, weights, "count again") == tally.acceptance() != KNOWN
     config = HybridConfig(adapter=str(folder))
-    assert config.build(lm).odds == tally.odds()
-    assert config.settings()["odds"] == odds.fingerprint(tally.odds())
+    assert config.build(lm).acceptance == tally.acceptance()
+    assert config.settings()["odds"] == acceptance.fingerprint(tally.acceptance())
     with pytest.raises(AdapterMismatch, match=r"calibration.json was counted for .* abc"):
-        odds.write(tally.odds(), "abc", {}, folder)
+        acceptance.write(tally.acceptance(), "abc", {}, folder)
         config.build(lm)
 
 
@@ -170,7 +170,7 @@ def test_without_a_file_the_odds_are_assumed_which_is_said(saved, caplog):
     lm, folder = saved
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert HybridConfig(adapter=str(folder)).build(lm).odds == KNOWN
+            assert HybridConfig(adapter=str(folder)).build(lm).acceptance == KNOWN
     (said,) = [record.message for record in caplog.records if "has no" in record.message]
     assert "has no calibration.json" in said and "scripts/prepare.py calibrate" in said
 
@@ -187,15 +187,15 @@ def test_without_a_file_the_odds_are_assumed_which_is_said(saved, caplog):
     ],
 )
 def test_a_file_that_is_not_as_it_was_written_is_refused_by_name(tmp_path, change, told):
-    file = odds.write(KNOWN, "abc", {}, tmp_path)
+    file = acceptance.write(KNOWN, "abc", {}, tmp_path)
     known = json.loads(file.read_text())
     change(known)
     file.write_text(json.dumps(known))
     with pytest.raises(CorruptFile, match=rf"calibration.json cannot be read .*{told}"):
-        odds.read(tmp_path, "abc", "count again")
+        acceptance.read(tmp_path, "abc", "count again")
     file.write_text("{")
     with pytest.raises(CorruptFile, match="count again"):
-        odds.read(tmp_path, "abc", "count again")
+        acceptance.read(tmp_path, "abc", "count again")
 
 
 def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(saved, tmp_path):
@@ -206,10 +206,10 @@ def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(save
     asked += " data.filters.near_duplicate=1 data.filters.max_repetition=1 calibrate.holdout=2"
     done = python("scripts/prepare.py calibrate", "model=tiny", *asked.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    known = json.loads((folder / odds.FILE).read_text())
+    known = json.loads((folder / acceptance.FILE).read_text())
     assert known["rounds"] > 0 and known["settings"]["holdout"] == 2
     assert "calibrate.py" in known["command"] and known["data"]["conversations"] == 1
-    assert odds.read(folder, adapter_files.weights_hash(str(folder)), "") != KNOWN
+    assert acceptance.read(folder, adapter_files.weights_hash(str(folder)), "") != KNOWN
     done = python("scripts/prepare.py calibrate", "model=tiny", "drafter=vanilla", cwd=tmp_path)
     assert done.returncode == 1
     assert "ConfigError: drafter=vanilla has nothing to calibrate" in done.stderr

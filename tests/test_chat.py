@@ -14,18 +14,18 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models import loading as models
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 @pytest.fixture(scope="module")
 def target():
     hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
+    return TargetModel(hf), tokenizer
 
 
 def talk(target, questions, **settings):
     lm, tokenizer = target
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer, reuse=True)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer, prefix_cache=True)
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     config = ChatConfig(max_new_tokens=16, **settings)
     chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))

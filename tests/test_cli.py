@@ -26,7 +26,7 @@ from kangaroo.drafters.rest import RestConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.models.loading import Dtype, ModelConfig, known_models, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import sole_writer
 
 ROOT = Path(__file__).parent.parent
@@ -445,7 +445,7 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
     assert list(compared()) == ["vanilla"]
     measured = (folder / "vanilla/records-0.jsonl").read_bytes()
 
-    lm = LM(load(ModelConfig("tiny", "random:tiny", dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", "random:tiny", dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
     adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / "adapters/tiny")

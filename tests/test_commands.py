@@ -21,7 +21,7 @@ from kangaroo import cli
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,8 +74,8 @@ ALONE = [
 
 def shown(page, program="torchrun"):
     """A program's commands in a page's code blocks, without their comments."""
-    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    metas = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+    lines = "\n".join(metas).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
 
@@ -159,7 +159,7 @@ def folder(tmp_path):
     """Where a user might stand: conversations, questions and an adapter lie there."""
     (tmp_path / "ShareGPT.json").write_text(json.dumps(talks()))
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
     adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / "adapter")

@@ -31,6 +31,7 @@ from helpers import (
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.cuda.graphs import Graphs
+from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
@@ -42,7 +43,6 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
-from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -58,7 +58,7 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 NEW_TOKENS = 18
 CHUNK = 16
@@ -71,24 +71,24 @@ LONGER = random_prompts(5, 55, 1, 120)
 class Case:
     """What a drafter may be built from: `texts` are what vanilla decoding writes."""
 
-    lm: LM
+    lm: TargetModel
     adapter: Adapter
     texts: list[list[int]]
 
 
-def kangaroo(lm: LM, **parts: int) -> Kangaroo:
+def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
     return Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts)), 4, 0.3)
 
 
-def draft_lm(case: Case) -> LM:
-    draft, kernels = LM(draft_model(case.lm, case.adapter)), case.lm.acceleration.kernels
+def draft_lm(case: Case) -> TargetModel:
+    draft, kernels = TargetModel(draft_model(case.lm, case.adapter)), case.lm.acceleration.kernels
     if kernels is not None:
         return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))
     return draft.compile_for_decoding() if case.lm.acceleration.library else draft
 
 
 def medusa(
-    lm: LM, choices: Sequence[tuple[int, ...]], own_head: bool = True, heads: int = 3
+    lm: TargetModel, choices: Sequence[tuple[int, ...]], own_head: bool = True, heads: int = 3
 ) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
     parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
@@ -105,14 +105,21 @@ def datastore_of(case: Case) -> Datastore:
 
 
 def hybrid(
-    lm: LM, adapter: Adapter, steps: int, nodes: int, cost: float, store: Datastore | None = None
+    lm: TargetModel,
+    adapter: Adapter,
+    steps: int,
+    nodes: int,
+    cost: float,
+    store: Datastore | None = None,
 ) -> Hybrid:
     """
     Args:
         cost: of a node or a drafted token.
     """
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(lm, adapter, steps, odds=assumed(), costs=costs, nodes=nodes, reference=store)
+    return Hybrid(
+        lm, adapter, steps, acceptance=assumed(), costs=costs, nodes=nodes, reference=store
+    )
 
 
 # A new drafter adds its line here.
@@ -211,7 +218,7 @@ def samplings(name: str) -> list[Sampling]:
 
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
 
-FAMILIES: dict[str, Callable[[], LM]] = {
+FAMILIES: dict[str, Callable[[], TargetModel]] = {
     name: partial(tiny, architecture, **fields)
     for name, (architecture, fields) in ARCHITECTURES.items()
 } | {
@@ -369,7 +376,10 @@ def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, fami
 def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
     """Tokens, accepted and drafted ones of each round of each text: native, and by tensors."""
     rounds = []
-    for lm, stepper in ((LM(hf).compile_for_decoding(), CpuStepper), (LM(hf), TensorStepper)):
+    for lm, stepper in (
+        (TargetModel(hf).compile_for_decoding(), CpuStepper),
+        (TargetModel(hf), TensorStepper),
+    ):
         drafter = NATIVE[name](Case(lm, adapter_for(lm), case_of("llama", sampling).texts))
         if draft_cost is not None:
             drafter.draft_cost = draft_cost
@@ -426,8 +436,8 @@ HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
 def graph_case(device: str, dtype: torch.dtype, sampling: str) -> Case:
     """A model that decodes by graphs: CUDA's, or on the CPU their strict stand-in."""
 
-    def on_device() -> LM:
-        return LM(tiny_model("llama", dtype=dtype).to(device))
+    def on_device() -> TargetModel:
+        return TargetModel(tiny_model("llama", dtype=dtype).to(device))
 
     texts = vanilla_texts(on_device(), PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
     lm = on_device()

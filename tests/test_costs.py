@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_conformance import case_of
 from test_hybrid import choices_without_cache
 
-from kangaroo.cpu.huge_pages import LINE, PAGE, settle
+from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
@@ -28,7 +28,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 pytestmark = pytest.mark.usefixtures("measured_budget")
 
@@ -85,7 +85,7 @@ def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     assert drafter.draft_cost == measured
 
 
-def drafted(lm: LM, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
+def drafted(lm: TargetModel, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
     monkeypatch.setitem(costs._known, lm, known)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
     texts = vanilla_texts(lm, PROMPTS, 12)
@@ -102,7 +102,7 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
     kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
     tree = KangarooTree(lm, adapter_for(lm), 4, 0, None, 3, 6, 0.0)
     kangaroo.draft_cost = tree.draft_cost = 0.05  # half a step in a model this small
-    small = LM(draft_model(lm, adapter_for(lm))).compile_for_decoding()
+    small = TargetModel(draft_model(lm, adapter_for(lm))).compile_for_decoding()
     pair = DraftModel(lm, small, 4)
     pair.draft_cost = 0.05
     chains = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}
@@ -126,7 +126,7 @@ def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the
     monkeypatch, compiled
 ):
     case = case_of("llama", "greedy")
-    lm = LM(case.lm.hf).compile_for_decoding() if compiled else case.lm
+    lm = TargetModel(case.lm.hf).compile_for_decoding() if compiled else case.lm
     drafter = Kangaroo(lm, adapter_for(lm), 3, 0)
     engine = Engine(lm, drafter)
     batch = engine.open(2, 160, Sampling())
@@ -151,7 +151,7 @@ def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the
 def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     tensors = [torch.nn.Parameter(torch.randn(n, 7)) for n in (3, 100, 1)]
     before = [tensor.detach().clone() for tensor in tensors]
-    settle([*tensors, tensors[0]])
+    move_to_huge_pages([*tensors, tensors[0]])
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
@@ -167,7 +167,7 @@ def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(
     kept = mapped["b"]
     assert all(torch.equal(mapped[name], whole[name]) for name in "abc")  # all pages are read
     before = file_pages()
-    settle([mapped["a"], mapped["c"]])
+    move_to_huge_pages([mapped["a"], mapped["c"]])
     assert before - file_pages() > 7 * size  # of 8 * size bytes
     assert all(torch.equal(mapped[name], whole[name]) for name in "ac")
     assert torch.equal(kept, whole["b"])
@@ -179,7 +179,7 @@ def test_what_was_written_to_a_mapped_checkpoint_is_not_lost(tmp_path):
     tensor = load_file(tmp_path / "weights.safetensors")["a"]
     alias = tensor.detach()
     tensor += 1
-    settle([tensor])
+    move_to_huge_pages([tensor])
     assert tensor.data_ptr() != alias.data_ptr() and bool((alias == 1).all())
 
 
@@ -194,7 +194,7 @@ def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
     tensor = torch.zeros(3)
     place = tensor.data_ptr()
     with caplog.at_level(logging.WARNING):
-        settle([tensor])
+        move_to_huge_pages([tensor])
     assert tensor.data_ptr() == place and not caplog.text
 
 
@@ -211,5 +211,5 @@ def test_weights_are_on_huge_pages():
 
     tensor = torch.ones(8 * PAGE // 4)
     before = on_huge_pages()
-    settle([tensor])
+    move_to_huge_pages([tensor])
     assert on_huge_pages() - before >= 6 * PAGE and torch.equal(tensor, torch.ones_like(tensor))

@@ -19,7 +19,7 @@ from kangaroo import cuda
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import launching
 from kangaroo.cuda.launching import SHARED, Card
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 
 pytest.importorskip("triton", reason="needs the package triton")
 
@@ -129,11 +129,11 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
     cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
     places = empty(1, tokens, dtype=torch.int64)
     rope = empty(1, tokens, size), empty(1, tokens, size)
-    block = Block(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
+    meta = ForwardMeta(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
     with torch.no_grad():
         stack = layers.Stack([layer], sizes)
-        stack(empty(1, tokens, hidden), cache, block, range(1))
-        text = replace(block, bias_R1TE=None, extent=tokens)
+        stack(empty(1, tokens, hidden), cache, meta, range(1))
+        text = replace(meta, bias_R1TE=None, extent=tokens)
         texts.run(stack, empty(1, tokens, hidden), text, range(1))
         head = layers.Head(empty(vocabulary, hidden), sizes)
         head(empty(tokens, hidden))

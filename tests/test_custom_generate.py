@@ -31,7 +31,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import (
     AdapterMismatch,
     AdapterNotFound,
@@ -63,7 +63,7 @@ def target(family: str = "llama", attention: str = "sdpa", **overrides: object):
 
 def pushed(hf, path, kind: str = "attention") -> str:
     """The folder that would be uploaded."""
-    lm = LM(copy.deepcopy(hf))
+    lm = TargetModel(copy.deepcopy(hf))
     vocabulary = None
     if kind == "medusa":
         made = MedusaHeads(lm, MedusaHeadsConfig(heads=2, own_head=False)).start_from(lm)
@@ -153,7 +153,7 @@ def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(tmp_path):
     assert torch.equal(ours(hf, folder, **asked), found)
     torch.manual_seed(5)
     seeds = torch.randint(2**62, (3,)).tolist()
-    engine = Engine(LM(hf), Vanilla())
+    engine = Engine(TargetModel(hf), Vanilla())
     sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, seeds=seeds)
     for row, generation in zip(found[:, 9:].tolist(), done, strict=True):

@@ -13,7 +13,7 @@ from training_cases import sample
 
 from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
 from kangaroo.training.distill import MEASURES, Student, WholeDistributions, distill
 from kangaroo.training.losses import Loss, divergence, overlap
@@ -109,7 +109,7 @@ def like_vicunas(dtype=torch.float32, vocab_size=2000):
         hf.model.norm.weight.mul_(10)
     for parameter in hf.parameters():
         parameter.data = parameter.data.half().to(dtype)
-    return LM(hf)
+    return TargetModel(hf)
 
 
 def cosine(a, b):
@@ -228,7 +228,7 @@ class Heads(TorchFunctionMode):
 
 @pytest.mark.parametrize("size", [None, 23])
 def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(size):
-    lm = LM(tiny_model(vocab_size=71))  # no layer has so many outputs
+    lm = TargetModel(tiny_model(vocab_size=71))  # no layer has so many outputs
     vocabulary_K = None if size is None else torch.arange(size)
     made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], vocabulary_K)
     tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)

@@ -22,7 +22,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -77,7 +77,7 @@ def test_the_shown_files_are_all_that_the_shown_commands_need(tmp_path):
     (tmp_path / "kangaroo/drafters/bigram.py").write_text(CODE)
     (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
     (tmp_path / "configs/drafter/bigram.yaml").write_text(yaml)
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {})
     adapter_files.save(adapter, about, None, tmp_path / "adapters/tiny")

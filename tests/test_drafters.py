@@ -37,11 +37,9 @@ def drafted_without_cache(
     for _ in range(steps):
         tokens_1T = torch.tensor([[*text, *drafted]])
         length = tokens_1T.shape[1]
-        block = case.lm.chunk(0, length, row=0, n_slots=length)
-        f_1TD, _ = case.lm.run(
-            case.lm.embed(tokens_1T), None, block, range(case.adapter.exit_layer)
-        )
-        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block, None)[:, -1:])
+        meta = case.lm.chunk(0, length, row=0, n_slots=length)
+        f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
+        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
         token = pick(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]))
         drafted.append(int(token))
     return drafted

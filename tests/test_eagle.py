@@ -27,22 +27,22 @@ def test_the_head_reads_an_embedding_and_the_state_before_it():
     """By the formulas of the paper's released code, part by part."""
     lm, (ids,) = tiny("qwen2"), random_prompts(9)
     head = eagle_for(lm)
-    block = lm.chunk(0, 9, row=0, n_slots=9)
+    meta = lm.chunk(0, 9, row=0, n_slots=9)
     e_1TD = lm.embed(torch.tensor([ids]))
     deep_1TD = torch.randn(1, 9, 32)
     join, attention = head.join, head.attention
     x_1TD = torch.cat([e_1TD, deep_1TD], -1) @ join.weight.T + join.bias
     attended_1TD, _ = attention(
         hidden_states=x_1TD,
-        position_embeddings=block.rope,
+        position_embeddings=meta.rope,
         attention_mask=None,
         past_key_values=None,
     )
     x_1TD = x_1TD + attended_1TD
     expected = x_1TD + head.feed_forward(head.middle_norm(x_1TD))
-    torch.testing.assert_close(head(e_1TD, deep_1TD, block, None), expected)
+    torch.testing.assert_close(head(e_1TD, deep_1TD, meta, None), expected)
     with torch.no_grad():
-        other = head(e_1TD + 1, deep_1TD, block, None)
+        other = head(e_1TD + 1, deep_1TD, meta, None)
     assert not torch.allclose(other, expected)
 
 
@@ -61,7 +61,7 @@ def test_the_loss_on_states_is_added_with_its_weight():
     head, seen, both = gradients(lm, regression=3.0)
     _, _, tokens_alone = gradients(lm, regression=0.0)
     wanted_BT = seen.tokens.wanted_BT
-    (state_BTD,) = head.states(seen.taps, seen.deep[lm.n_layers], seen.block, 1)
+    (state_BTD,) = head.states(seen.taps, seen.deep[lm.n_layers], seen.meta, 1)
     difference_MD = state_BTD[wanted_BT] - seen.deep[lm.n_layers][wanted_BT]
     near = difference_MD.abs() < 1
     loss_MD = torch.where(near, 0.5 * difference_MD**2, difference_MD.abs() - 0.5)

@@ -27,7 +27,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 case = pytest.fixture(scope="module")(engine_cases.native_case)
@@ -172,7 +172,7 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
     while not batch.done[1]:
         engine.step(batch)
     written = [engine.admit(batch, 0, replace(asked[0], max_new_tokens=40)).tokens, []]
-    parts = engine.admitting(batch, 1, asked[-1])
+    parts = engine.prefill_chunks(batch, 1, asked[-1])
     while not written[1]:
         try:
             next(parts)
@@ -215,7 +215,7 @@ def test_a_seed_that_tensors_do_not_hold_is_refused(seed):
 def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
     batch = engine.open(1, 60, HOT)
-    parts = engine.admitting(batch, 0, Request(PROMPTS[-1], NEW_TOKENS))
+    parts = engine.prefill_chunks(batch, 0, Request(PROMPTS[-1], NEW_TOKENS))
     next(parts)
     parts.close()
     assert batch.done == [True] and not engine.step(batch)[0].tokens
@@ -323,7 +323,7 @@ def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_decodes_to_the_full_length(dtype):
     """Equal texts are promised in float32 alone: near ties may fall either way here."""
-    lm = LM(tiny_model(dtype=dtype))
+    lm = TargetModel(tiny_model(dtype=dtype))
     adapter = adapter_for(lm).to(dtype)
     for drafter in (Vanilla(), Kangaroo(lm, adapter, steps=4, threshold=0.3)):
         done = Engine(lm, drafter, prefill_chunk=8).generate(PROMPTS, NEW_TOKENS, HOT)
@@ -342,7 +342,7 @@ def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
 
 def test_streams_in_one_batch_take_its_row_one_after_another():
     lm, (first, second) = tiny(), random_prompts(4, 9)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), reuse=True)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefix_cache=True)
     batch = engine.open(1, 40, Sampling())
     left = engine.stream(first, 8, batch=batch)
     told = engine.stream(second, 8, batch=batch)

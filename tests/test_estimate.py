@@ -19,8 +19,8 @@ from kangaroo.data import store
 from kangaroo.engine import topk_logits
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.meta_model import blueprint
-from kangaroo.models.target import LM
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import CHECKPOINT
@@ -62,8 +62,8 @@ def samples(number, length, likeliest=0):
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
-    lm, config = LM(load(MODEL)[0]), TrainerConfig(accumulate=2, vocabulary=100)
-    expected = estimate(blueprint(MODEL), RECIPES, config, TEXT).memory
+    lm, config = TargetModel(load(MODEL)[0]), TrainerConfig(accumulate=2, vocabulary=100)
+    expected = estimate(meta_model(MODEL), RECIPES, config, TEXT).memory
     made = trainees(lm, RECIPES, torch.arange(100))
     real = backend.begin([t.adapter for t in made], config)
     for parameter in real.parameters.values():
@@ -81,7 +81,7 @@ def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_activations_are_about_what_autograd_keeps(recipe, dtype):
-    lm, recipe = LM(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
+    lm, recipe = TargetModel(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
     made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
     seen = forward_target(lm, collate(samples(2, 400), 400, lm.device), made, 32)
@@ -98,7 +98,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=dtype is not Dtype.float32)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), half:
-        adapter.states({2: f_BTD}, deep_BTD, seen.block, recipe.draft_steps)
+        adapter.states({2: f_BTD}, deep_BTD, seen.meta, recipe.draft_steps)
     real = sum(storage.nbytes() for storage in kept.values())
     config = TrainerConfig(batch_tokens=800)
     expected = estimate(lm, [recipe], config, Text(8, 3200, 8, 400)).memory["activations"]
@@ -108,7 +108,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
 def test_checkpoints_and_adapters_have_the_expected_size_and_a_full_disk_is_refused(
     tmp_path, monkeypatch
 ):
-    lm, data = LM(load(MODEL)[0]), samples(64, 200)
+    lm, data = TargetModel(load(MODEL)[0]), samples(64, 200)
     config = TrainerConfig(
         epochs=1, holdout=8, evaluate_every=100, save_every=100, decode_prompts=0
     )
@@ -127,7 +127,7 @@ def test_checkpoints_and_adapters_have_the_expected_size_and_a_full_disk_is_refu
 
 
 def test_kept_distributions_save_the_deep_layers_and_the_head():
-    lm, config = blueprint(MODEL), TrainerConfig(epochs=2, holdout=8)
+    lm, config = meta_model(MODEL), TrainerConfig(epochs=2, holdout=8)
     text = Text(64, 64 * 200, 64 * 184, 200, likeliest=4)
     whole = replace(text, likeliest=0)
     for recipes, depth in ([RECIPES[0]], 3), ([RECIPES[0], RECIPES[3]], lm.n_layers - 1):
@@ -158,7 +158,7 @@ def held_by(*things) -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
-    lm, data = LM(load(MODEL)[0]), samples(16, 200, likeliest=4)
+    lm, data = TargetModel(load(MODEL)[0]), samples(16, 200, likeliest=4)
     recipe = recipe_of(exit_layers=[2], fused=fused)
     config = TrainerConfig(epochs=2, holdout=1, cache_target_states=True, batch_tokens=200)
     made = trainees(lm, [recipe], None)
@@ -169,7 +169,7 @@ def test_what_is_remembered_of_kept_distributions_is_what_is_held(fused):
 
 
 def test_text_that_is_not_learnt_costs_nothing():
-    lm, text = blueprint(MODEL), Text(1000, 400_000, 200_000, 500)
+    lm, text = meta_model(MODEL), Text(1000, 400_000, 200_000, 500)
     config = TrainerConfig(cache_target_states=True, holdout=100)
     whole, half, most = (
         estimate(lm, RECIPES, replace(config, tokens=tokens), text)
@@ -212,7 +212,7 @@ def foreseen(*overrides, processes=1):
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         config = OmegaConf.to_object(compose("train", ["output=out", *overrides]))
     recipes = [config.adapter, *config.more.values()]
-    shapes = blueprint(config.model)
+    shapes = meta_model(config.model)
     return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, candidates, drafting_pays
 from kangaroo.drafters.hybrid import verify_curve
-from kangaroo.drafters.odds import assumed
 
 ODDS = assumed()
 CHEAP = Costs([1.0] * 20, 0.0, 1.0)
@@ -36,11 +36,11 @@ def shape(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
-@pytest.mark.parametrize("pace", [1.0, 2.5])
+@pytest.mark.parametrize("min_gain_per_step", [1.0, 2.5])
 @pytest.mark.parametrize("most", [1, 3, 6])
-def test_the_tree_is_the_best_of_all_trees(most, pace):
+def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
     rng, sizes = random.Random(most), set()
-    costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, pace)
+    costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, min_gain_per_step)
     for _ in range(60):
         sources = random_sources(rng)
         nodes = candidates(ODDS, sources)
@@ -96,20 +96,20 @@ def test_what_both_say_is_trusted_for_both_reasons():
 
 
 def test_a_further_choice_of_the_chain_that_the_lookup_says_too_is_one_node():
-    odds = replace(ODDS, further=[[0.77] * 8] * 7)
-    nodes = candidates(odds, Sources(4, [8], [5], [0.4], [[(8, 0.3), (9, 0.1)]]))
+    acceptance = replace(ODDS, further=[[0.77] * 8] * 7)
+    nodes = candidates(acceptance, Sources(4, [8], [5], [0.4], [[(8, 0.3), (9, 0.1)]]))
     assert nodes.tokens == [8, 5, 9] and nodes.gains[0] == 0.77
     # and so in the middle of the chain, where both have said the same before
     further = [[(1, 0.2)], [(8, 0.3), (9, 0.1)]]
-    nodes = candidates(odds, Sources(4, [4, 8], [4, 5], [0.7, 0.4], further))
+    nodes = candidates(acceptance, Sources(4, [4, 8], [4, 5], [0.7, 0.4], further))
     assert nodes.tokens == [4, 1, 8, 5, 9] and nodes.parents == [0, 0, 1, 1, 1]
     assert nodes.gains[2] == nodes.gains[0] * 0.77
 
 
 def test_further_choices_share_what_the_better_ones_of_their_place_leave():
-    odds = replace(ODDS, chain=[0.5] * 8, runner_up=[0.4] * 8)
+    acceptance = replace(ODDS, chain=[0.5] * 8, runner_up=[0.4] * 8)
     further = [[(8, 0.3), (9, 0.1)], [(8, 0.3), (9, 0.1)]]
-    nodes = candidates(odds, Sources(0, [], [5, 6], [0.6, 0.6], further))
+    nodes = candidates(acceptance, Sources(0, [], [5, 6], [0.6, 0.6], further))
     assert nodes.tokens == [5, 8, 9, 6, 8, 9] and nodes.parents == [0, 0, 0, 1, 1, 1]
     assert nodes.gains == pytest.approx([0.5, 0.2, 0.12, 0.25, 0.1, 0.06])
 
@@ -147,10 +147,12 @@ def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
 
 def test_what_the_first_node_costs_is_paid_once_for_all_that_are_verified():
     costs = Costs([1.0, *[1.2] * 15], 0.05, 1.5)  # any nodes cost 0.3 tokens together
-    odds = replace(ODDS, lookup=[0.5] * 7, adds=[0.25, *[0.2] * 7])
-    assert not drafting_pays(odds, costs, Sources(0, []), 15)
-    assert drafting_pays(odds, costs, Sources(2, [5, 6]), 15)  # whose tokens are verified anyway
-    assert not drafting_pays(odds, costs, Sources(2, [5, 6]), 2)  # there is no place for it
+    acceptance = replace(ODDS, lookup=[0.5] * 7, adds=[0.25, *[0.2] * 7])
+    assert not drafting_pays(acceptance, costs, Sources(0, []), 15)
+    assert drafting_pays(
+        acceptance, costs, Sources(2, [5, 6]), 15
+    )  # whose tokens are verified anyway
+    assert not drafting_pays(acceptance, costs, Sources(2, [5, 6]), 2)  # there is no place for it
 
 
 def test_a_pass_over_so_many_tokens_costs_what_lies_between_the_known_widths():
@@ -161,8 +163,8 @@ def test_a_pass_over_so_many_tokens_costs_what_lies_between_the_known_widths():
 
 def test_a_token_that_the_lookup_says_too_costs_less_to_draft():
     sources = Sources(1, [5, 6])
-    odds = replace(assumed(), adds=[0.0, 0.1, *[0.0] * 6], lookup=[0.5] * 7)
+    acceptance = replace(assumed(), adds=[0.0, 0.1, *[0.0] * 6], lookup=[0.5] * 7)
     dear = Costs([1.0] * 9, 0.15, 1.0)
-    assert not drafting_pays(odds, dear, sources, 8)
-    assert drafting_pays(odds, replace(dear, states=0.12), sources, 8)
-    assert not drafting_pays(odds, replace(dear, states=0.12), Sources(0, []), 8)
+    assert not drafting_pays(acceptance, dear, sources, 8)
+    assert drafting_pays(acceptance, replace(dear, states=0.12), sources, 8)
+    assert not drafting_pays(acceptance, replace(dear, states=0.12), Sources(0, []), 8)

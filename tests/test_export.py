@@ -22,8 +22,8 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.meta_model import blueprint
-from kangaroo.models.target import LM
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
 LAYERS = [
@@ -50,9 +50,9 @@ def test_the_exported_model_says_what_the_adapter_says(family, parts):
 def logits(lm, adapter, tokens_1T):
     """Of the adapter after the target's first layers, `[T, V]`."""
     width = tokens_1T.shape[1]
-    block = lm.chunk(0, width, 0, width)
-    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, block, range(EXIT))
-    return DraftHead(lm, adapter.head)(adapter(f_1TD, None, block, None)[0])
+    meta = lm.chunk(0, width, 0, width)
+    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
+    return DraftHead(lm, adapter.head)(adapter(f_1TD, None, meta, None)[0])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -94,7 +94,7 @@ def saved(lm, adapter, folder, vocabulary=None):
 @pytest.mark.parametrize("parts", LAYERS, ids=str)
 def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
     model = target(tmp_path / "target", tie_word_embeddings=tied)
-    lm = LM(load(model)[0])
+    lm = TargetModel(load(model)[0])
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter")
     save(path, model, tmp_path / "draft")
@@ -120,7 +120,7 @@ def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
 def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers):
     """For transformers, and here for `drafter=draft_model`."""
     model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
-    lm = LM(load(model)[0])
+    lm = TargetModel(load(model)[0])
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_layers=layers))
     path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
     save(path, model, tmp_path / "draft")
@@ -141,7 +141,7 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers
 
 def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
     model = target(tmp_path / "TARGET", max_position_embeddings=128)
-    lm = LM(load(model)[0])
+    lm = TargetModel(load(model)[0])
     save(saved(lm, adapter_for(lm), tmp_path / "adapter"), model, tmp_path / "smollm2-draft")
     page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "assistant" in c)
@@ -199,7 +199,7 @@ def test_an_adapter_of_another_target_is_refused(tmp_path):
 
 def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
     model = target(tmp_path / "target")
-    lm = LM(load(model)[0])
+    lm = TargetModel(load(model)[0])
     path = saved(lm, adapter_for(lm), tmp_path / "adapter")
     (tmp_path / "there").mkdir()
     for write in (
@@ -266,10 +266,10 @@ def test_the_plugin_drafts_from_all_tokens_where_the_adapter_does(tmp_path):
 
 def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path):
     model = target(tmp_path / "target")
-    lm = LM(load(model)[0])
+    lm = TargetModel(load(model)[0])
     path = saved(lm, adapter_for(lm), tmp_path / "adapter")
     (tmp_path / "target/model.safetensors").unlink()
-    for_vllm.write(path, blueprint(model), tmp_path / "out", threshold=0.6)
+    for_vllm.write(path, meta_model(model), tmp_path / "out", threshold=0.6)
     for_vllm.write(path, lm, tmp_path / "with", threshold=0.6)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()

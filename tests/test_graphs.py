@@ -24,7 +24,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.lossless import target_logits
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import METRICS
 
 PROMPTS = random_prompts(5, 30, 9)
@@ -142,7 +142,7 @@ def test_work_inside_work_becomes_part_of_it():
 def test_what_is_held_is_not_copied_again():
     graphs, own = StrictGraphs(), cache()
     for value in (1.0, 7.0):
-        (held,) = graphs.hold((own,), ("round",), torch.tensor([value]))
+        (held,) = graphs.pin_inputs((own,), ("round",), torch.tensor([value]))
         (first,) = graphs((own,), ("first",), lambda x: (x + 1,), held)
         (second,) = graphs((own,), ("second",), lambda x, y: (x + y,), first, held)
         assert second.item() == 2 * value + 1
@@ -208,7 +208,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monk
     if drafts == "kangaroo":
         drafter = Kangaroo(lm, adapter, 2, 0.0)
     else:
-        drafter = DraftModel(lm, LM(draft_model(lm, adapter)), 2)
+        drafter = DraftModel(lm, TargetModel(draft_model(lm, adapter)), 2)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
@@ -318,8 +318,8 @@ def test_streams_and_events_are_of_the_models_device(monkeypatch):
 @pytest.mark.parametrize("parts", [{}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
 def test_cuda_graphs_write_what_eager_decoding_writes(parts, device):
-    def on_gpu() -> LM:
-        return LM(tiny().hf.to(f"cuda:{device}"))
+    def on_gpu() -> TargetModel:
+        return TargetModel(tiny().hf.to(f"cuda:{device}"))
 
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
@@ -339,7 +339,7 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
     ]
     losses = []
     for device in ("cpu", "cuda"):
-        lm = LM(tiny().hf.to(device)).compile_for_decoding()
+        lm = TargetModel(tiny().hf.to(device)).compile_for_decoding()
         train_tiny(tmp_path / device, {}, lm=lm, recipes=recipes)
         lines = (tmp_path / device / METRICS).read_text().splitlines()
         losses.append(

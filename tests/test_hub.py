@@ -24,7 +24,7 @@ from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.hub.card import card, is_hub_id, short_name
 from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def lm():
-    return LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
 
 
 @pytest.fixture

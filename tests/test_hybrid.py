@@ -13,10 +13,10 @@ from test_suffix import found
 
 from kangaroo.cpu.drafting import HybridDrafting
 from kangaroo.cpu.stepper import CpuStepper
+from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.datastore import index, save
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
-from kangaroo.drafters.odds import assumed
 from kangaroo.engine.cache import BUCKET
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -41,10 +41,10 @@ def choices_without_cache(
 ) -> list[tuple[int, float]]:
     """The adapter's three best choices after `text`, by a whole forward."""
     length = len(text)
-    block = case.lm.chunk(0, length, row=0, n_slots=length)
+    meta = case.lm.chunk(0, length, row=0, n_slots=length)
     x_1TD = case.lm.embed(torch.tensor([text]))
-    f_1TD, _ = case.lm.run(x_1TD, None, block, range(case.adapter.exit_layer))
-    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block, None)[:, -1:])
+    f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
     ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
     return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))
@@ -54,7 +54,7 @@ def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, see
     length, _ = found(text)
     lookup = Lookup(text).automaton.continuation(NODES)
     sources = Sources(length, lookup)
-    while len(sources.chain) < STEPS and drafting_pays(drafter.odds, COSTS, sources, NODES):
+    while len(sources.chain) < STEPS and drafting_pays(drafter.acceptance, COSTS, sources, NODES):
         best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
         sources.further.append(further)
         sources.chain.append(best[0])
@@ -68,11 +68,13 @@ def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, see
 @pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
-    monkeypatch, sampling, rows, threshold, odds
+    monkeypatch, sampling, rows, threshold, acceptance
 ):
     """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
     case = case_of("llama", "sampled" if sampling is SAMPLED else "greedy")
-    drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, odds=odds, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(
+        case.lm, case.adapter, STEPS, threshold, acceptance=acceptance, costs=COSTS, nodes=NODES
+    )
     propose, drafted = drafter.propose, []
 
     def check(batch):
@@ -85,7 +87,7 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
                 continue
             seed = int(batch.seeds_B[row])
             sources = expected_sources(case, drafter, batch.texts[row], sampling, seed)
-            tokens, parents = best_tree(odds, COSTS, sources, NODES)
+            tokens, parents = best_tree(acceptance, COSTS, sources, NODES)
             assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
             assert parents_BN[row, valid_N][1:].tolist() == parents
             drafted.append(len(sources.chain))
@@ -96,12 +98,12 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
     # rounds with and without drafting lie behind later drafts, and accepted paths of all lengths
-    assert len(set(drafted)) > 2 and (0 in drafted) == (odds is SURE)
+    assert len(set(drafted)) > 2 and (0 in drafted) == (acceptance is SURE)
     assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
 
 
 def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
-    drafter = Hybrid(case.lm, case.adapter, odds=SURE, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(case.lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
     engine = Engine(case.lm, drafter)
     batch = engine.open(1, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
@@ -117,7 +119,7 @@ def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
 def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pending_token():
     """So that a chain that says what the lookup says passes the shallow layers once."""
     lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), 1, odds=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), 1, acceptance=ODDS, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     batch = engine.open(1, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
@@ -143,7 +145,7 @@ def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted
     monkeypatch, rows
 ):
     lm = tiny()
-    drafter = Hybrid(lm, adapter_for(lm), STEPS, odds=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), STEPS, acceptance=ODDS, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     batch = engine.open(rows, 60, SAMPLED)
     for row in range(rows):
@@ -164,7 +166,7 @@ def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
     case = Case(lm, case_of("llama", "greedy").adapter, [])
-    drafter = Hybrid(lm, case.adapter, odds=SURE, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -176,7 +178,9 @@ def test_a_chain_stays_a_chain():
     """Whose slots need no moving, and which is exact in bfloat16 too."""
     case = case_of("llama", "greedy")
     sure = replace(ODDS, lookup=[0.9] * 7, adds=[0.0] * 8)
-    engine = Engine(case.lm, Hybrid(case.lm, case.adapter, odds=sure, costs=COSTS, nodes=NODES))
+    engine = Engine(
+        case.lm, Hybrid(case.lm, case.adapter, acceptance=sure, costs=COSTS, nodes=NODES)
+    )
     batch = engine.open(2, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 1])
     admit_text(engine, batch, 1, [1, 2, 3, 4])
@@ -196,7 +200,7 @@ def test_a_reference_is_asked_for_longer_matches_alone():
 
 
 def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
-    drafter = Hybrid(case.lm, case.adapter, odds=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(case.lm, case.adapter, acceptance=ODDS, costs=COSTS, nodes=NODES)
     sampling = Sampling(temperature=0.8, rule=Rule.rejection)
     with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
@@ -227,7 +231,7 @@ def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting
 def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, steps):
     """Lookup, chain and further choices together take more of them than the tree has nodes."""
     lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), steps, odds=ODDS, nodes=nodes)
+    drafter = Hybrid(lm, adapter_for(lm), steps, acceptance=ODDS, nodes=nodes)
     engine = Engine(lm, drafter)
     longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
     batch = engine.open(2, longest, Sampling())

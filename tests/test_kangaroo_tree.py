@@ -31,9 +31,9 @@ def children(
     """(token, confidence) of a node's candidates, by a whole forward without a cache."""
     tokens_1T = torch.tensor([[*text, *path]])
     length = tokens_1T.shape[1]
-    block = case.lm.chunk(0, length, row=0, n_slots=length)
-    f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, block, range(case.adapter.exit_layer))
-    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, block, None)[:, -1:])
+    meta = case.lm.chunk(0, length, row=0, n_slots=length)
+    f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
     tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
     sure = logits_11V.softmax(-1).sort(descending=True).values
     return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
@@ -130,9 +130,9 @@ def test_pruning_keeps_parents_and_the_most_confident():
     )
     none_BN = every_BN & (torch.arange(6) == 0)
     assert kept(score_BN, parents_BN, none_BN, 9).tolist() == [[True] + [False] * 5]
-    likely = kept(score_BN, parents_BN, every_BN, 9, least=0.3).tolist()[0]
+    likely = kept(score_BN, parents_BN, every_BN, 9, min_confidence=0.3).tolist()[0]
     assert likely == [True, True, False, True, False, True]
-    assert kept(score_BN, parents_BN, every_BN, 2, least=0.05).tolist()[0] == [
+    assert kept(score_BN, parents_BN, every_BN, 2, min_confidence=0.05).tolist()[0] == [
         True,
         True,
         False,

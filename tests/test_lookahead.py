@@ -13,7 +13,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
@@ -75,7 +75,7 @@ OPTIONS = [
 ]
 
 
-def again_four_later(lm: LM, sampling: Sampling, seed: int) -> list[int]:
+def again_four_later(lm: TargetModel, sampling: Sampling, seed: int) -> list[int]:
     """A prompt whose first new token stands four places before it: of the n-grams of five that the
     text has then, the newest begins with the pending token."""
 

@@ -32,8 +32,8 @@ def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> Medusa
     """Heads that say something of their own."""
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     generator = torch.Generator().manual_seed(5)
-    for block in heads.blocks:
-        block.weight.data.normal_(std=0.3, generator=generator)
+    for meta in heads.metas:
+        meta.weight.data.normal_(std=0.3, generator=generator)
     return heads.requires_grad_(False)
 
 
@@ -42,10 +42,10 @@ def test_head_k_learns_from_the_state_k_tokens_before():
     lm = tiny("llama")
     heads = heads_for(lm)
     states_BTD = torch.randn(1, 9, 32)
-    block = lm.chunk(0, 9, row=0, n_slots=9)
-    block.positions_RT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])  # two texts in a row
-    for k, learnt_BTD in enumerate(heads.states({}, states_BTD, block, 3), start=1):
-        for t, position in enumerate(block.positions_RT[0].tolist()):
+    meta = lm.chunk(0, 9, row=0, n_slots=9)
+    meta.positions_RT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])  # two texts in a row
+    for k, learnt_BTD in enumerate(heads.states({}, states_BTD, meta, 3), start=1):
+        for t, position in enumerate(meta.positions_RT[0].tolist()):
             before_D = states_BTD[0, t - k] if position >= k else torch.zeros(32)
             torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
 

@@ -7,7 +7,7 @@ from transformers import T5Config
 
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import EMBEDDED, ModelConfig
-from kangaroo.models.meta_model import blueprint
+from kangaroo.models.meta_model import meta_model
 from kangaroo.utils.errors import ModelNotFound, UnsupportedModel
 
 ROOT = Path(__file__).parents[1]
@@ -31,12 +31,12 @@ def count(module):
 @pytest.mark.parametrize("path", PUBLISHED)
 def test_known_shapes_have_the_published_number_of_parameters(path):
     for how in "", "random:":
-        assert count(blueprint(ModelConfig("m", how + path))) == PUBLISHED[path]
+        assert count(meta_model(ModelConfig("m", how + path))) == PUBLISHED[path]
 
 
 def test_smollm2_is_the_model_in_the_table(smollm2):
     """Also for an adapter: one that is made from the table alone fits the real target."""
-    shape, known = smollm2[0].config.to_dict(), blueprint(ModelConfig("smollm2", EMBEDDED))
+    shape, known = smollm2[0].config.to_dict(), meta_model(ModelConfig("smollm2", EMBEDDED))
     fields = known.config.to_dict()
     assert all(fields[name] == shape[name] for name in ("vocab_size", "max_position_embeddings"))
     shipped = adapter_files.read_config(str(ROOT / "adapters/smollm2-135m"))
@@ -45,7 +45,7 @@ def test_smollm2_is_the_model_in_the_table(smollm2):
 
 def test_a_shape_that_is_not_known_or_no_targets_is_refused(tmp_path):
     with pytest.raises(ModelNotFound, match=r"model\.path"):
-        blueprint(ModelConfig(name="nobody", path="nobody/has-this"))
+        meta_model(ModelConfig(name="nobody", path="nobody/has-this"))
     T5Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"cannot be a target: .*model\.path"):
-        blueprint(ModelConfig("t5", str(tmp_path)))
+        meta_model(ModelConfig("t5", str(tmp_path)))

@@ -19,7 +19,7 @@ from kangaroo.engine.cache import BUCKET
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.tree import Tree
 from kangaroo.models.supported import check_supported
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import UnsupportedModel
 
 ROPES = {
@@ -50,7 +50,7 @@ MODELS = {
 
 
 @torch.no_grad()
-def logits_in_pieces(lm: LM, tokens: list[int], chunk: int, tail: int) -> torch.Tensor:
+def logits_in_pieces(lm: TargetModel, tokens: list[int], chunk: int, tail: int) -> torch.Tensor:
     """Prefill in chunks, then the last `tail` tokens as chains of three, like drafts."""
     n_slots = len(tokens) + 8
     cache = lm.new_cache(2, n_slots)
@@ -60,18 +60,16 @@ def logits_in_pieces(lm: LM, tokens: list[int], chunk: int, tail: int) -> torch.
     logits = []
     for start in range(0, end, chunk):
         stop = min(start + chunk, end)
-        block = lm.chunk(start, stop, row=1, n_slots=n_slots)
-        logits.append(
-            lm.logits(lm.run(lm.embed(tokens_1T[:, start:stop]), cache, block, layers)[0])
-        )
+        meta = lm.chunk(start, stop, row=1, n_slots=n_slots)
+        logits.append(lm.logits(lm.run(lm.embed(tokens_1T[:, start:stop]), cache, meta, layers)[0]))
     for start in range(end, len(tokens), 3):
         part_1N = tokens_1T[:, start : start + 3]
         tree = Tree.chain(part_1N.shape[1], part_1N.device)
         # row 0 decodes something else from its start on
         start_2 = torch.tensor([0, start])
-        block = lm.block(tree, start_2, start + tree.size, n_slots)
+        meta = lm.forward_meta(tree, start_2, start + tree.size, n_slots)
         x_2ND = lm.embed(torch.cat([part_1N.flip(1), part_1N]))
-        logits.append(lm.logits(lm.run(x_2ND, cache, block, layers)[0])[1:])
+        logits.append(lm.logits(lm.run(x_2ND, cache, meta, layers)[0])[1:])
     return torch.cat(logits, 1)[0]
 
 
@@ -98,11 +96,11 @@ def test_scaled_ropes_differ_from_the_default_one():
 def test_layer_ranges_compose(cut):
     lm = tiny()
     tokens_1T = torch.tensor(random_prompts(9))
-    block = lm.chunk(0, 9, row=0, n_slots=16)
+    meta = lm.chunk(0, 9, row=0, n_slots=16)
     whole, split = lm.new_cache(1, 16), lm.new_cache(1, 16)
-    expected, _ = lm.run(lm.embed(tokens_1T), whole, block, range(4))
-    x_1TD, _ = lm.run(lm.embed(tokens_1T), split, block, range(cut))
-    x_1TD, _ = lm.run(x_1TD, split, block, range(cut, 4))
+    expected, _ = lm.run(lm.embed(tokens_1T), whole, meta, range(4))
+    x_1TD, _ = lm.run(lm.embed(tokens_1T), split, meta, range(cut))
+    x_1TD, _ = lm.run(x_1TD, split, meta, range(cut, 4))
     assert torch.equal(x_1TD, expected)
     for a, b in zip((*whole.keys, *whole.values), (*split.keys, *split.values), strict=True):
         assert torch.equal(a, b)
@@ -113,16 +111,16 @@ def test_taps_are_the_states_between_layers():
     lm = tiny()
     tokens_1T = torch.tensor(random_prompts(9))
     hidden = lm.hf(tokens_1T, output_hidden_states=True).hidden_states
-    block = lm.chunk(0, 9, row=0, n_slots=16)
-    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, block, range(4), taps=(0, 1, 3, 4))
+    meta = lm.chunk(0, 9, row=0, n_slots=16)
+    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, meta, range(4), taps=(0, 1, 3, 4))
     assert sorted(taps) == [0, 1, 3, 4]
     for tap in (0, 1, 3):
         torch.testing.assert_close(taps[tap], hidden[tap], atol=TOLERANCE, rtol=0)
     assert torch.equal(
         taps[4], x_1TD
     )  # before the final norm, which transformers' last one is after
-    assert lm.run(x_1TD, None, block, range(2, 4), taps=(2,))[1].keys() == {2}
-    assert lm.run(x_1TD, None, block, range(2, 4), taps=(1,))[1] == {}
+    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(2,))[1].keys() == {2}
+    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(1,))[1] == {}
 
 
 @torch.no_grad()
@@ -138,10 +136,10 @@ def test_every_node_of_a_tree_sees_the_prefix_and_its_own_ancestors():
     for cached in (*cache.keys, *cache.values):
         cached.fill_(50.0)  # what lies in slots that nothing has written must not matter
     for row, prefix in enumerate(prefixes):
-        block = lm.chunk(0, len(prefix), row, n_slots)
-        lm.run(lm.embed(torch.tensor([prefix])), cache, block, range(4))
-    block = lm.block(tree, torch.tensor([5, 12]), 12 + 8, n_slots)
-    logits_BNV = lm.logits(lm.run(lm.embed(tokens_BN), cache, block, range(4))[0])
+        meta = lm.chunk(0, len(prefix), row, n_slots)
+        lm.run(lm.embed(torch.tensor([prefix])), cache, meta, range(4))
+    meta = lm.forward_meta(tree, torch.tensor([5, 12]), 12 + 8, n_slots)
+    logits_BNV = lm.logits(lm.run(lm.embed(tokens_BN), cache, meta, range(4))[0])
     for row, prefix in enumerate(prefixes):
         for node in range(8):
             path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
@@ -157,11 +155,11 @@ def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
     tokens_1N = torch.tensor(random_prompts(4))
     cache = lm.new_cache(1, 10)
     tree = Tree.chain(4, tokens_1N.device)
-    block = lm.block(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
-    assert block.positions_RT.tolist() == [[0, 0, 1, 2]]
-    slots = block.slots_RT[0].tolist()
+    meta = lm.forward_meta(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
+    assert meta.positions_RT.tolist() == [[0, 0, 1, 2]]
+    slots = meta.slots_RT[0].tolist()
     assert slots[1:] == [0, 1, 2] and slots[0] >= 4
-    logits_1NV = lm.logits(lm.run(lm.embed(tokens_1N), cache, block, range(4))[0])
+    logits_1NV = lm.logits(lm.run(lm.embed(tokens_1N), cache, meta, range(4))[0])
     assert torch.isfinite(logits_1NV).all()
     expected = forward_logits(lm, tokens_1N[0, 1:].tolist())
     torch.testing.assert_close(logits_1NV[0, 1:], expected, atol=TOLERANCE, rtol=0)
@@ -175,15 +173,15 @@ def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
     for start, roomy in itertools.product((-5, -1, 0), (False, True)):
         n_slots = 1000 if roomy else used - start
         tree = Tree.chain(used - start, lm.device)
-        block = lm.block(tree, torch.tensor([start]), used, n_slots, below=-start)
-        slots = block.slots_RT[0].tolist()
+        meta = lm.forward_meta(tree, torch.tensor([start]), used, n_slots, below=-start)
+        slots = meta.slots_RT[0].tolist()
         assert len(set(slots)) == len(slots)
         assert slots[-used:] == list(range(used))
         assert max(slots) < n_slots
 
 
 def test_a_target_is_frozen_and_in_eval_mode():
-    lm = LM(tiny_model().train())
+    lm = TargetModel(tiny_model().train())
     assert not lm.hf.training
     assert not any(parameter.requires_grad for parameter in lm.parameters())
 
@@ -279,8 +277,8 @@ def test_layers_on_a_second_device_get_their_inputs_there():
     cache = lm.new_cache(1, 20)
     assert [k.device.type for k in cache.keys] == ["cpu", "cpu", "meta", "meta"]
     with Moves() as moves:
-        block = lm.block(Tree.chain(3, lm.device), torch.tensor([0]), 3, 20)
-        x_1ND, taps = lm.run(lm.embed(torch.tensor([[1, 2, 3]])), cache, block, range(4), (1, 2, 4))
+        meta = lm.forward_meta(Tree.chain(3, lm.device), torch.tensor([0]), 3, 20)
+        x_1ND, taps = lm.run(lm.embed(torch.tensor([[1, 2, 3]])), cache, meta, range(4), (1, 2, 4))
     assert x_1ND.device.type == "meta" and x_1ND.shape == (1, 3, 32)
     assert {tap: state.device.type for tap, state in taps.items()} == {
         1: "cpu",

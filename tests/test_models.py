@@ -22,7 +22,7 @@ from kangaroo.models import checkpoints, embedded
 from kangaroo.models import loading as models
 from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import (
     ConfigError,
     CorruptFile,
@@ -185,7 +185,7 @@ def test_a_config_that_cannot_be_served_by_the_weights_says_why(folder, change, 
 
 
 def test_a_rotary_factor_of_a_whole_head_is_taken():
-    LM(random_model(rope_parameters=SCALED | {"partial_rotary_factor": 1.0}))
+    TargetModel(random_model(rope_parameters=SCALED | {"partial_rotary_factor": 1.0}))
 
 
 def test_missing_weight_is_not_filled_with_random_numbers(folder):

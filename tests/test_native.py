@@ -24,7 +24,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
 from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.outcomes import backward_natively, forward_natively
 
@@ -40,7 +40,7 @@ FAMILIES = {
 }
 
 
-def filled_cache(lm: LM, rows: int):
+def filled_cache(lm: TargetModel, rows: int):
     """A cache of which every slot has been written."""
     cache = lm.new_cache(rows, SLOTS)
     generator = torch.Generator().manual_seed(1)
@@ -50,12 +50,12 @@ def filled_cache(lm: LM, rows: int):
 
 
 @torch.no_grad()
-def logits(lm: LM, starts: list[int], tokens_BN: torch.Tensor, cache=None):
+def logits(lm: TargetModel, starts: list[int], tokens_BN: torch.Tensor, cache=None):
     """Of a chain in each row, from its start on."""
     cache = cache or filled_cache(lm, len(starts))
     tree = Tree.chain(tokens_BN.shape[1], lm.device)
-    block = lm.block(tree, torch.tensor(starts), max(starts) + tree.size, SLOTS)
-    x_BND, _ = lm.run(lm.embed(tokens_BN), cache, block, range(lm.n_layers))
+    meta = lm.forward_meta(tree, torch.tensor(starts), max(starts) + tree.size, SLOTS)
+    x_BND, _ = lm.run(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
     return lm.logits(x_BND).float(), cache
 
 
@@ -73,8 +73,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.4}
 def test_native_layers_compute_what_the_modules_compute(name, dtype):
     hf = tiny_model(name.split("-")[0], dtype=dtype, **FAMILIES[name])
     starts, tokens_BN = [3, 70, 140], random_tokens(3, 7)
-    eager, eager_cache = logits(LM(hf), starts, tokens_BN)
-    lm = LM(hf).compile_for_decoding()
+    eager, eager_cache = logits(TargetModel(hf), starts, tokens_BN)
+    lm = TargetModel(hf).compile_for_decoding()
     assert lm.native_layers is not None and lm.native_head is not None
     compiled, compiled_cache = logits(lm, starts, tokens_BN)
     torch.testing.assert_close(compiled, eager, atol=TOLERANCE[dtype], rtol=0)
@@ -112,7 +112,7 @@ def test_what_does_not_stay_in_the_cache_gives_the_same_bits(monkeypatch, dtype)
     found = []
     for staying in (sys.maxsize, 0):
         monkeypatch.setattr(native, "staying_bytes", lambda staying=staying: staying)
-        lm = LM(hf).compile_for_decoding()
+        lm = TargetModel(hf).compile_for_decoding()
         assert lm.native_head.passing == (not staying)
         found.append([logits(lm, [9], random_tokens(1, n))[0] for n in range(1, 14)])
     for stayed, passed in zip(*found, strict=True):
@@ -168,11 +168,11 @@ def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
     if target and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("the build for this processor is no wider, or it is another kind")
     hf = tiny_model("qwen3", dtype=torch.bfloat16)
-    expected, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
+    expected, _ = logits(TargetModel(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     built_fast(monkeypatch)
     other = ctypes.CDLL(str(compiling.build(compiling.compiler(), target)))
     monkeypatch.setattr(native, "library", lambda: other)
-    found, _ = logits(LM(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
+    found, _ = logits(TargetModel(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
 
 
@@ -244,11 +244,11 @@ def test_prompts_are_read_natively_where_torch_has_no_mkldnn(monkeypatch):
 def test_taps_are_the_states_in_between():
     lm, tokens_BN = tiny().compile_for_decoding(), random_tokens(1, 3)
     cache = filled_cache(lm, 1)
-    block = lm.block(Tree.chain(3, lm.device), torch.tensor([5]), 8, SLOTS)
+    meta = lm.forward_meta(Tree.chain(3, lm.device), torch.tensor([5]), 8, SLOTS)
     with torch.no_grad():
-        x_BND, taps = lm.run(lm.embed(tokens_BN), cache, block, range(4), (0, 2, 4))
-        half, _ = lm.run(lm.embed(tokens_BN), cache, block, range(2))
-        whole, _ = lm.run(half, cache, block, range(2, 4))
+        x_BND, taps = lm.run(lm.embed(tokens_BN), cache, meta, range(4), (0, 2, 4))
+        half, _ = lm.run(lm.embed(tokens_BN), cache, meta, range(2))
+        whole, _ = lm.run(half, cache, meta, range(2, 4))
     assert set(taps) == {0, 2, 4}
     assert torch.equal(taps[0], lm.embed(tokens_BN)) and torch.equal(taps[2], half)
     assert torch.equal(taps[4], x_BND) and torch.equal(whole, x_BND)
@@ -278,10 +278,10 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts():
         step = 200 if parts == "eager" else parts
         for first in range(0, 200, step):
             last = min(first + step, 200)
-            block = lm.chunk(first, last, 0, cache.n_slots)
+            meta = lm.chunk(first, last, 0, cache.n_slots)
             with torch.no_grad():
                 x_1TD = lm.embed(tokens_1T[:, first:last])
-                found.append(lm.run(x_1TD, cache, block, range(4))[0])
+                found.append(lm.run(x_1TD, cache, meta, range(4))[0])
         states[parts] = torch.cat(found, 1)
     for parts in (64, 33, 7):
         assert torch.equal(states[parts], states[200]), parts
@@ -299,13 +299,13 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     lm = tiny(name.split("-")[0], dtype=dtype, **FAMILIES[name]).compile_for_decoding()
     tokens_1T = random_tokens(1, 30)
     whole, cache, tapped = (filled_cache(lm, 2) for _ in range(3))
-    block = lm.chunk(start, start + 30, 1, SLOTS)
-    every_1TD, taps = lm.run(lm.embed(tokens_1T), whole, block, range(lm.n_layers), (1,))
+    meta = lm.chunk(start, start + 30, 1, SLOTS)
+    every_1TD, taps = lm.run(lm.embed(tokens_1T), whole, meta, range(lm.n_layers), (1,))
     last_11D, own_block, own_taps = lm.read(tokens_1T, start, cache, 1, (1,))
     _, _, all_taps = lm.read(tokens_1T, start, tapped, 1, (1, lm.n_layers))
     assert torch.equal(last_11D, every_1TD[:, -1:]) and torch.equal(own_taps[1], taps[1])
     assert torch.equal(all_taps[lm.n_layers], every_1TD)
-    assert own_block.extent == block.extent and own_block.rows == block.rows
+    assert own_block.extent == meta.extent and own_block.rows == meta.rows
     for other in (cache, tapped):
         of_whole = zip((*whole.keys, *whole.values), (*other.keys, *other.values), strict=True)
         assert all(torch.equal(own, theirs) for own, theirs in of_whole)
@@ -340,11 +340,11 @@ def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts)).accelerate(lm)
     devices = [lm.device] * adapter.depth
     passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
-    block = lm.chunk(20, 50, 0, SLOTS)
+    meta = lm.chunk(20, 50, 0, SLOTS)
     f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
-    assert adapter.native_layer.takes(f_1TD, block)
-    adapter(f_1TD, deep_1TD, block, passed.at(block))
-    adapter.write_kv(f_1TD, deep_1TD, block, remembered.at(block))
+    assert adapter.native_layer.takes(f_1TD, meta)
+    adapter(f_1TD, deep_1TD, meta, passed.at(meta))
+    adapter.write_kv(f_1TD, deep_1TD, meta, remembered.at(meta))
     for kind in ("keys", "values"):
         of_both = zip(getattr(passed, kind), getattr(remembered, kind), strict=True)
         assert all(own.any() and torch.equal(own, other) for own, other in of_both)
@@ -359,14 +359,16 @@ def test_products_of_many_tokens_are_those_of_one(monkeypatch):
     tokens_B1 = random_tokens(150, 1)
     with torch.no_grad():
         together = lm.new_cache(150, SLOTS)
-        block = lm.block(Tree.chain(1, lm.device), torch.zeros(150, dtype=torch.long), 1, SLOTS)
-        x_B1D, _ = lm.run(lm.embed(tokens_B1), together, block, range(4))
+        meta = lm.forward_meta(
+            Tree.chain(1, lm.device), torch.zeros(150, dtype=torch.long), 1, SLOTS
+        )
+        x_B1D, _ = lm.run(lm.embed(tokens_B1), together, meta, range(4))
         logits_B1V = lm.logits(x_B1D)
         for count in (1, 8, 9, 10, 12, 16, 17, 32, 33, 64, 149):
             alone = lm.new_cache(count, SLOTS)
             start = torch.zeros(count, dtype=torch.long)
-            block = lm.block(Tree.chain(1, lm.device), start, 1, SLOTS)
-            own_B1D, _ = lm.run(lm.embed(tokens_B1[:count]), alone, block, range(4))
+            meta = lm.forward_meta(Tree.chain(1, lm.device), start, 1, SLOTS)
+            own_B1D, _ = lm.run(lm.embed(tokens_B1[:count]), alone, meta, range(4))
             assert torch.equal(own_B1D, x_B1D[:count]), count
             assert torch.equal(lm.logits(own_B1D), logits_B1V[:count]), count
 
@@ -374,7 +376,7 @@ def test_products_of_many_tokens_are_those_of_one(monkeypatch):
 def test_prompts_and_training_stay_eager():
     lm = tiny().compile_for_decoding()
     cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)
-    step = lm.block(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
+    step = lm.forward_meta(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
     assert lm.native_layers is not None
     assert not lm.native_layers.takes(x_BND, step)  # gradients may be wanted
     with torch.no_grad():

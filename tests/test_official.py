@@ -21,8 +21,8 @@ from kangaroo.heads import adapter_files, medusa_heads, official
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.meta_model import blueprint
-from kangaroo.models.target import LM
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +33,13 @@ THRESHOLD, STEPS = 0.6, 6
 
 
 @pytest.fixture(scope="module")
-def lm() -> LM:
+def lm() -> TargetModel:
     lm = tiny()
     lm.config.name_or_path = "tiny/llama"
     return lm
 
 
-def random_state(lm: LM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights around those of the layer above the exit: often right, and never the target's own."""
     own = adapter_for(lm).state_dict()
     own["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
@@ -51,7 +51,7 @@ def random_state(lm: LM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
     }
 
 
-def config_of(lm: LM, **changes: object) -> dict[str, object]:
+def config_of(lm: TargetModel, **changes: object) -> dict[str, object]:
     """As data/vicuna_7B_config.json of the authors' repository."""
     fields = {
         "model_type": "llama",
@@ -78,7 +78,7 @@ def checkpoint(folder: Path, state: object, config: object, file: str = official
     return str(folder)
 
 
-def imported(source: str, lm: LM, folder: Path) -> str:
+def imported(source: str, lm: TargetModel, folder: Path) -> str:
     read = official.read(source)
     adapter = official.to_adapter(read, lm, EXIT)
     about = adapter_files.describe(lm, adapter, {"imported": read.origin})
@@ -102,7 +102,7 @@ def rotated(x_THC: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plain_logits(lm: LM, state: dict[str, Tensor], text: list[int]) -> Tensor:
+def plain_logits(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> Tensor:
     """`f' = f + MHA(LN(f))`, then `W LN(f')`, after the last token of a text: section 3.2."""
     lm.hf.set_attn_implementation("sdpa")
     f_TD = lm.hf(torch.tensor([text]), output_hidden_states=True).hidden_states[EXIT][0]
@@ -121,7 +121,7 @@ def plain_logits(lm: LM, state: dict[str, Tensor], text: list[int]) -> Tensor:
     return lm.head.weight @ normed(adapted_D, weights["norm.weight"], epsilon)
 
 
-def plain_draft(lm: LM, state: dict[str, Tensor], text: list[int]) -> list[int]:
+def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> list[int]:
     """What the official loop drafts after a text, its last token the pending one: at most six
     tokens, none after one whose probability is below the threshold."""
     drafted: list[int] = []
@@ -209,7 +209,7 @@ def test_an_import_says_where_it_came_from(lm, tmp_path):
 def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
     """Without a weight of it, and at the exit layers that the authors' code names for them."""
     for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):
-        vicuna = blueprint(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
+        vicuna = meta_model(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
         heads = {"num_attention_heads": size // 128, "hidden_size": size}
         config = official.LlamaConfig(vocab_size=32000, num_hidden_layers=1, **heads)
         shapes = {name: (size, size) if "proj" in name else (size,) for name in official.NAMES}
@@ -223,7 +223,7 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_import_and_export(tmp_path):
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     state = random_state(lm, torch.float16)
     checkpoint(tmp_path / "official", state, config_of(lm))
     asked = ("scripts/convert.py import", "model=tiny", "source=official")

@@ -22,7 +22,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = ("smollm2-135m", "vicuna-7b", "vicuna-33b", "llama-3.1-70b")
@@ -211,7 +211,7 @@ WITHIN = {
 def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
     here = tmp_path_factory.mktemp("begun")
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     for name, parts in ("tiny", AdapterHeadConfig()), ("tiny-fused", AdapterHeadConfig(fused=True)):
         adapter = adapter_for(lm, architecture=parts)
         about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})

@@ -28,7 +28,7 @@ from kangaroo.evaluation.study.report import STUDY
 from kangaroo.evaluation.study.study import published
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 # --- what is declared
@@ -216,7 +216,7 @@ def typed(script, *options, cwd):
 
 def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     saved(
-        LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0]),
+        TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0]),
         here / "adapters/tiny",
     )
     line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]

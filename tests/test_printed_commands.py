@@ -16,14 +16,14 @@ from test_page_commands import BRIEF, FEW, ONE, SHORT, TUNED, begun, made, typed
 
 from kangaroo import cli
 from kangaroo.cli.training import SLOW_BFLOAT16
-from kangaroo.drafters import datastore, hybrid, layer_subset, odds
+from kangaroo.drafters import acceptance, datastore, hybrid, layer_subset
 from kangaroo.drafters.draft_verify import DraftVerifyConfig
 from kangaroo.evaluation import bench
 from kangaroo.evaluation.study import report
 from kangaroo.heads import adapter_files
 from kangaroo.hub import card
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.config import TrainerConfig
 from kangaroo.utils import folders
@@ -56,13 +56,13 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def lm():
-    return LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
 
 
 @pytest.fixture
 def other():
     """A target that nothing here was made for."""
-    return LM(random_model(num_hidden_layers=3, vocab_size=300))
+    return TargetModel(random_model(num_hidden_layers=3, vocab_size=300))
 
 
 def damaged(file: str, content: str) -> str:
@@ -77,12 +77,12 @@ def other_subset(lm):
 
 
 def other_odds():
-    odds.write(odds.assumed(), "abc", {}, Path("adapters/tiny"))
+    acceptance.write(acceptance.assumed(), "abc", {}, Path("adapters/tiny"))
     return hybrid.HybridConfig(adapter="adapters/tiny").counted()
 
 
 def unreadable_odds():
-    damaged(f"adapters/tiny/{odds.FILE}", "{")
+    damaged(f"adapters/tiny/{acceptance.FILE}", "{")
     return hybrid.HybridConfig(adapter="adapters/tiny").counted()
 
 
@@ -136,8 +136,8 @@ ELSEWHERE = {"a study not measured yet", "one process for many", "tensor paralle
 
 @pytest.fixture(scope="module")
 def targets():
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    return lm, LM(random_model(num_hidden_layers=3))
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return lm, TargetModel(random_model(num_hidden_layers=3))
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.race import Runner, frame, race, timed_pieces
 from kangaroo.models import loading as models
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 @pytest.fixture(scope="module")
 def target():
     hf, tokenizer = models.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return LM(hf), tokenizer
+    return TargetModel(hf), tokenizer
 
 
 @pytest.fixture

@@ -129,8 +129,12 @@ def test_what_is_no_number_is_refused_in_python(value):
     [
         KangarooConfig(adapter="untrained:2", steps=1024, threshold=0.0),
         KangarooConfig(adapter="untrained:1", threshold=1 - 1e-16),
-        KangarooTreeConfig(adapter="untrained:2", steps=16, top_k=64, nodes=1024, least=0.0),
-        HybridConfig(adapter="untrained:2", steps=1024, nodes=1024, pace=1e300, draft_cost=0.0),
+        KangarooTreeConfig(
+            adapter="untrained:2", steps=16, top_k=64, nodes=1024, min_confidence=0.0
+        ),
+        HybridConfig(
+            adapter="untrained:2", steps=1024, nodes=1024, min_gain_per_step=1e300, draft_cost=0.0
+        ),
         LookaheadConfig(window=1, ngram=2, guesses=1, pool=1),
         PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
     ],

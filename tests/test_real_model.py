@@ -24,7 +24,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
 from kangaroo.models.prompts import Message, prompt_ids
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
@@ -41,7 +41,7 @@ SPEC_BENCH = Path(
 @pytest.fixture(scope="module")
 def target(smollm2):
     hf, tokenizer = smollm2
-    return LM(hf).compile_for_decoding(), tokenizer
+    return TargetModel(hf).compile_for_decoding(), tokenizer
 
 
 def prompts(tokenizer, bench, count):

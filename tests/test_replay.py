@@ -11,12 +11,12 @@ import torch
 from helpers import adapter_for, random_prompts, tiny, vanilla_texts
 
 from kangaroo.api import load_target, model_config
+from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.cascade import Cascade, CascadeConfig
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.odds import assumed
 from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -68,10 +68,15 @@ class Case:
         return Kangaroo(self.lm, adapter, steps, threshold, head)
 
     def tree(
-        self, name: str, threshold: float, steps: int, nodes: int, least: float | None = None
+        self,
+        name: str,
+        threshold: float,
+        steps: int,
+        nodes: int,
+        min_confidence: float | None = None,
     ) -> KangarooTree:
         adapter, head = self.parts[name]
-        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes, least)
+        return KangarooTree(self.lm, adapter, steps, threshold, head, TOP_K, nodes, min_confidence)
 
     def hybrid(self, name: str, threshold: float, steps: int) -> Hybrid:
         adapter, head = self.parts[name]

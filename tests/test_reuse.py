@@ -85,8 +85,8 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
     return done
 
 
-def resumes(engine: Engine) -> bool:
-    return engine.stepper.resumes
+def supports_prefix_reuse(engine: Engine) -> bool:
+    return engine.stepper.supports_prefix_reuse
 
 
 def drafts(done: list[list[Generation]]) -> list:
@@ -97,14 +97,16 @@ def check(drafter: str, family: str, sampling: str) -> None:
     lm, asked = lm_of(family), talks(family, sampling)
     case = Case(lm, adapter_for(lm), [turn.text for row in asked for turn in row])
     found = {}
-    for reuse in (False, True):
-        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, reuse=reuse)
+    for prefix_cache in (False, True):
+        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, prefix_cache=prefix_cache)
         done = converse(engine, asked, SAMPLINGS[sampling])
         for row, turns in zip(done, asked, strict=True):
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
-                assert said.reused == (turn.known if reuse and resumes(engine) else 0)
-        found[reuse] = drafts(done)
+                assert said.reused == (
+                    turn.known if prefix_cache and supports_prefix_reuse(engine) else 0
+                )
+        found[prefix_cache] = drafts(done)
     assert found[True] == found[False]
 
 
@@ -167,17 +169,17 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
 def check_shared(drafter: str, family: str, sampling: str) -> None:
     lm, how, found = lm_of(family), SAMPLINGS[sampling], {}
     read_whole, _ = share(Engine(lm, DRAFTERS["vanilla"](Case(lm, adapter_for(lm), []))), how)
-    for reuse in (False, True):
+    for prefix_cache in (False, True):
         case = Case(lm, adapter_for(lm), [prompt + said.tokens for prompt, said in read_whole])
-        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, reuse=reuse)
+        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, prefix_cache=prefix_cache)
         done, furthest = share(engine, how)
         for prompt, said in done:
             (text,) = vanilla_texts(lm, [prompt], len(said.tokens), how)
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         reused = [said.reused for _, said in done]
-        assert reused == (known if reuse and resumes(engine) else [0] * 5)
-        found[reuse] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
+        assert reused == (known if prefix_cache and supports_prefix_reuse(engine) else [0] * 5)
+        found[prefix_cache] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
     assert found[True] == found[False]
 
 
@@ -200,9 +202,9 @@ def test_a_layer_reads_what_was_written_without_drafts():
     (text,) = vanilla_texts(lm, turn[:1], 30)
     prompt = text + turn[1]
     keys = {}
-    for reuse in (False, True):
+    for prefix_cache in (False, True):
         drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-        engine = Engine(lm, drafter, reuse=reuse)
+        engine = Engine(lm, drafter, prefix_cache=prefix_cache)
         batch = engine.open(1, LONGEST, Sampling())
         said = engine.admit(batch, 0, Request(turn[0], 30))
         while not said.finish:
@@ -210,10 +212,10 @@ def test_a_layer_reads_what_was_written_without_drafts():
             engine.record(batch, 0, record, Request(turn[0], 30), said)
         assert engine.stepper.buffers.unread[0] == 29
         said = engine.admit(batch, 0, Request(prompt, 10))
-        assert said.reused == (len(text) - 2 if reuse else 0)
+        assert said.reused == (len(text) - 2 if prefix_cache else 0)
         engine.step(batch)
         caches = batch.cache, drafter.cache
-        keys[reuse] = [
+        keys[prefix_cache] = [
             x[: len(prompt)].clone() for cache in caches for x in (*cache.keys, *cache.values)
         ]
     for known, read in zip(keys[True], keys[False], strict=True):
@@ -222,13 +224,13 @@ def test_a_layer_reads_what_was_written_without_drafts():
 
 def test_a_prompt_that_was_given_up_leaves_nothing_to_go_on_from():
     lm, (prompt,) = lm_of("llama-compiled"), random_prompts(40)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK, reuse=True)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK, prefix_cache=True)
     batch = engine.open(1, LONGEST, Sampling())
-    parts = engine.admitting(batch, 0, Request(prompt, 5))
+    parts = engine.prefill_chunks(batch, 0, Request(prompt, 5))
     next(parts)
     next(parts)
     parts.close()
-    assert engine.known(batch, 0, prompt) == (0, 0)
+    assert engine.match_prefix(batch, 0, prompt) == (0, 0)
     done = engine.admit(batch, 0, Request(prompt, 5))
     assert prompt + done.tokens == vanilla_texts(lm, [prompt], 1)[0]
 

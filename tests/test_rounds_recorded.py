@@ -117,7 +117,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
 
 def test_what_was_warmed_up_is_not_recorded_again():
     lm, rows, longest = graphed(tiny()), 2, 300
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 2, 0.0), reuse=True)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
     made = set(lm.acceleration.graphs.made)
     batch = engine.open(rows, longest, Sampling())

@@ -157,10 +157,10 @@ def test_a_long_prompt_does_not_keep_others_waiting():
 
 def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object]) -> None:
     """Let `see` be called before each part of a prompt, with its number."""
-    admitting = engine.admitting
+    prefill_chunks = engine.prefill_chunks
 
     def parts(batch: Batch, row: int, request: Request) -> Generator:
-        its_parts = admitting(batch, row, request)
+        its_parts = prefill_chunks(batch, row, request)
         for number in itertools.count():
             see(request, number)
             try:

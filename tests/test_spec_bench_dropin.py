@@ -18,7 +18,7 @@ from helpers import adapter_for
 
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import KangarooError, PromptError
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,7 @@ def checkout(tmp_path_factory):
     (here / "data/spec_bench").mkdir(parents=True)
     lines = [json.dumps(question) + "\n" for question in QUESTIONS]
     (here / "data/spec_bench/question.jsonl").write_text("".join(lines))
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     adapter = adapter_for(lm)
     about = adapter_files.describe(lm, adapter, {})
     adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")

@@ -28,7 +28,7 @@ from kangaroo.cli import command, evaluating
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tracking import WandbConfig, finished
 
@@ -206,7 +206,7 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
     from wandb.sdk.lib import config_util
 
     study, point = STUDIES[name], next(each_value(STUDIES[name]))
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     for folder in ("adapters/tiny", "outputs/train/tiny/attention-exit1"):
         adapter = adapter_for(lm)
         about = adapter_files.describe(lm, adapter, {})

@@ -81,7 +81,9 @@ def test_packing_changes_no_state_loss_or_gradient(changes):
     assert len(packed.input_BT) == 4 and packed.input_BT.numel() == 80  # of 79 tokens
 
     def run(tokens):
-        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        x_BTD, _ = lm.run(
+            lm.embed(tokens.input_BT), None, tokens.forward_meta(lm), range(lm.n_layers)
+        )
         return x_BTD
 
     together_BTD = run(packed)
@@ -151,9 +153,11 @@ def test_a_packed_token_does_not_depend_on_the_samples_before_it():
     states = []
     for before in (first, other):
         tokens = collate([wide, before, last], 100, lm.device, packing=True)
-        x_BTD, _ = lm.run(lm.embed(tokens.input_BT), None, tokens.block(lm), range(lm.n_layers))
+        x_BTD, _ = lm.run(
+            lm.embed(tokens.input_BT), None, tokens.forward_meta(lm), range(lm.n_layers)
+        )
         assert tokens.sample_BT[1].tolist() == [1] * 12 + [2] * 9
-        assert tokens.block(lm).positions_RT[1].tolist() == [*range(12), *range(9)]
+        assert tokens.forward_meta(lm).positions_RT[1].tolist() == [*range(12), *range(9)]
         states.append(x_BTD[1, 12:])
     assert torch.equal(*states)
 

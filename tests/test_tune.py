@@ -42,7 +42,7 @@ from kangaroo.evaluation.tune.trace import TracedQuestion
 from kangaroo.heads import adapter_files
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 UNTRAINED = "untrained:2"
@@ -52,7 +52,7 @@ SPACE = SearchSpace(
     vocabularies=[],
     thresholds=[0.0, 0.6],
     steps=[1, 4],
-    paces=[1.0],
+    min_gains=[1.0],
     nodes=[5],
     lookups=[3],
     top_k=2,
@@ -62,7 +62,7 @@ VERIFY = np.array([1.0, 1.1, 1.3, 1.6, 2.0, 2.5])  # of 0, 1, ... drafted tokens
 
 
 @pytest.fixture(scope="module")
-def lm() -> LM:
+def lm() -> TargetModel:
     return tiny().compile_for_decoding()
 
 
@@ -201,7 +201,7 @@ class Stopped(Recorder):
 
 def test_a_trace_goes_on_where_it_was_stopped(lm, tmp_path: Path):
     hf, _ = load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    lm, tokenizer = LM(hf), byte_tokenizer()
+    lm, tokenizer = TargetModel(hf), byte_tokenizer()
     drafters = {name: s.drafter for name, s in sources(lm, "tiny", SPACE).items()}
     bench = [Question(i, "qa", [f"{i}?", "And?"]) for i in range(3)]
     recorder = Stopped(lm, drafters)
@@ -227,7 +227,7 @@ def test_a_trace_goes_on_where_it_was_stopped(lm, tmp_path: Path):
 CHAIN = KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
 FOUND = [
     CHAIN,
-    HybridConfig(adapter="adapters/a", steps=8, pace=1.25, nodes=7),
+    HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
     PromptLookupConfig(num_pred_tokens=8),
     KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
     CascadeConfig(first=PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
@@ -246,7 +246,7 @@ def test_evaluate_takes_the_settings_that_were_found(drafter, tmp_path: Path):
 BRIEF = (
     "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
     "search.thresholds=[0.0,0.6] search.steps=[1,3] confirm=1 "
-    "search.paces=[1.5] search.nodes=[5] search.drafters=[kangaroo,hybrid] drafter.steps=3"
+    "search.min_gains=[1.5] search.nodes=[5] search.drafters=[kangaroo,hybrid] drafter.steps=3"
 )
 
 
@@ -257,7 +257,7 @@ def decoded(folder: Path) -> dict[str, dict]:
 
 def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     """As typed: two adapters, the page, its plots, and the drafter in use by its file."""
-    lm = LM(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
     for name, exit_layer in (("tiny", 2), ("tiny-deep", 3)):
         adapter = adapter_for(lm, exit_layer)
         about = adapter_files.describe(lm, adapter, {})

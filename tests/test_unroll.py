@@ -15,7 +15,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.heads.unroll import unroll
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
@@ -34,20 +34,20 @@ MADE = {
 
 
 @pytest.fixture(scope="module", params=MADE)
-def fused(request) -> tuple[LM, Layer]:
+def fused(request) -> tuple[TargetModel, Layer]:
     """Layers that read deep states."""
     lm = tiny()
     return lm, MADE[request.param](lm)
 
 
-def states(lm: LM, ids: list[int], layers: int) -> Tensor:
+def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:
     """The target's states `[1, T, D]` after some layers."""
-    block = lm.chunk(0, len(ids), row=0, n_slots=len(ids))
-    return lm.run(lm.embed(torch.tensor([ids])), None, block, range(layers))[0]
+    meta = lm.chunk(0, len(ids), row=0, n_slots=len(ids))
+    return lm.run(lm.embed(torch.tensor([ids])), None, meta, range(layers))[0]
 
 
 @torch.no_grad()
-def last_state(lm: LM, adapter: Layer, ids: list[int], pending: int) -> Tensor:
+def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
     """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted.
 
     By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
@@ -65,11 +65,11 @@ def last_state(lm: LM, adapter: Layer, ids: list[int], pending: int) -> Tensor:
 def test_every_draft_step_of_training_is_that_of_drafting(fused):
     lm, adapter = fused
     (ids,) = random_prompts(12)
-    block = lm.chunk(0, 12, 0, 12)
+    meta = lm.chunk(0, 12, 0, 12)
     f_1TD = states(lm, ids, adapter.exit_layer)
     deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))
     with torch.no_grad():
-        unrolled = unroll(adapter, f_1TD, deep_1TD, block, steps=3)
+        unrolled = unroll(adapter, f_1TD, deep_1TD, meta, steps=3)
     for step, state_1TD in enumerate(unrolled):
         for position in range(step + 1, 12):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)
@@ -126,13 +126,13 @@ def test_states_are_computed_only_where_they_are_read(packing, feed_forward):
     ]
     tokens = collate(samples, 64, lm.device, packing)
     rows, read_BT = slice(0, len(tokens.input_BT)), tokens.wanted_BT
-    block = replace(tokens.block(lm), rows=rows)
+    meta = replace(tokens.forward_meta(lm), rows=rows)
     with torch.no_grad():
-        f_BTD = lm.run(lm.embed(tokens.input_BT), None, block, range(adapter.exit_layer))[0]
+        f_BTD = lm.run(lm.embed(tokens.input_BT), None, meta, range(adapter.exit_layer))[0]
     found = []
     for read in (None, read_BT):
         adapter.zero_grad()
-        (state_BTD,) = adapter.states({adapter.exit_layer: f_BTD}, f_BTD[..., :0], block, 1, read)
+        (state_BTD,) = adapter.states({adapter.exit_layer: f_BTD}, f_BTD[..., :0], meta, 1, read)
         state_BTD[read_BT].square().sum().backward()
         found.append((state_BTD.detach(), [p.grad.clone() for p in adapter.parameters()]))
     (whole_BTD, whole), (part_BTD, part) = found

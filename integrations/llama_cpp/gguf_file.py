@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import cache_folder, install
 
@@ -38,7 +38,7 @@ def check_installed() -> None:
         )
 
 
-def gguf_file(lm: LM) -> Path:
+def gguf_file(lm: TargetModel) -> Path:
     """The file of this target in the cache folder, written at first use.
 
     Its name ends in a hash of weights and config, so other weights are another file.
@@ -59,7 +59,7 @@ def gguf_file(lm: LM) -> Path:
     return file
 
 
-def check_convertible(lm: LM) -> None:
+def check_convertible(lm: TargetModel) -> None:
     """Errors: `UnsupportedModel` names what llama.cpp would compute otherwise."""
     config, rope_type = lm.config, lm.config.rope_parameters["rope_type"]
     wrong = {
@@ -75,7 +75,7 @@ def check_convertible(lm: LM) -> None:
         )
 
 
-def fingerprint(lm: LM) -> str:
+def fingerprint(lm: TargetModel) -> str:
     """Of weights, config and how they are written."""
     digest = hashlib.blake2b(f"{REVISION} {lm.config.to_json_string()}".encode(), digest_size=6)
     for name, weight in lm.hf.state_dict().items():
@@ -84,7 +84,7 @@ def fingerprint(lm: LM) -> str:
     return digest.hexdigest()
 
 
-def write(lm: LM, file: Path) -> None:
+def write(lm: TargetModel, file: Path) -> None:
     """The whole file."""
     import gguf  # of the extra `benchmark`
 
@@ -122,7 +122,7 @@ def write(lm: LM, file: Path) -> None:
     writer.close()
 
 
-def tensors(lm: LM) -> dict[str, Tensor]:
+def tensors(lm: TargetModel) -> dict[str, Tensor]:
     """What the file holds, by transformers' names: a tied head once, and RoPE's scaling."""
     config, weights = lm.config, dict(lm.hf.state_dict())
     if config.tie_word_embeddings:

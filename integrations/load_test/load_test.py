@@ -123,7 +123,7 @@ def serving(options: str, log: Path) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [str(SERVE), *shlex.split(options), f"port={port}", "reuse=false"]
+    words = [str(SERVE), *shlex.split(options), f"port={port}", "prefix_cache=false"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
         process = subprocess.Popen(

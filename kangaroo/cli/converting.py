@@ -14,7 +14,7 @@ from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import options_of
-from kangaroo.models.meta_model import blueprint
+from kangaroo.models.meta_model import meta_model
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 @command("convert_import")
 def import_adapter(config: ImportCommand) -> None:
     """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
-    lm, folder = blueprint(config.model), Path(config.output)
+    lm, folder = meta_model(config.model), Path(config.output)
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
     exit_layer = official.exit_layer(config.exit_layer, lm)
@@ -50,10 +50,10 @@ def export(config: ExportCommand) -> None:
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
         threshold = KangarooConfig().threshold
-        for_vllm.write(source, blueprint(config.model), output, threshold)
+        for_vllm.write(source, meta_model(config.model), output, threshold)
         log.info("%s is for the plugin kangaroo-vllm", output)
     else:
-        adapter = official.write(source, blueprint(config.model), output)
+        adapter = official.write(source, meta_model(config.model), output)
         options = f"--adapter-path {output} --exitlayer {adapter.exit_layer}"
         log.info("%s is for the authors' code: %s", output, options)
 

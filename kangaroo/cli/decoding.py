@@ -33,7 +33,7 @@ def speed(config: SpeedCommand) -> None:
 def chat(config: ChatCommand) -> None:
     """Talk in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
-    engine = Engine(lm, config.drafter.build(lm), tokenizer, reuse=True)
+    engine = Engine(lm, config.drafter.build(lm), tokenizer, prefix_cache=True)
     console = Console()
     console.print(
         f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty "

@@ -25,7 +25,7 @@ from kangaroo.evaluation.plots import groups
 from kangaroo.evaluation.race import race
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training import compare as adapters
 from kangaroo.training import curves
 from kangaroo.utils import tracking
@@ -152,7 +152,7 @@ def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
 def _race(
     config: EvaluateCommand,
     methods: list[MethodSpec],
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Show the first turn of the first question by vanilla decoding and all methods."""

@@ -19,7 +19,7 @@ from kangaroo.data import splitting, store
 from kangaroo.data.documents import documents
 from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source
-from kangaroo.drafters import calibration, layer_search, odds
+from kangaroo.drafters import acceptance, calibration, layer_search
 from kangaroo.drafters import datastore as datastores
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.heads import adapter_files
@@ -80,7 +80,7 @@ def calibrate(config: CalibrateCommand) -> None:
     tally = calibration.count(lm, layer, heads[0], held_out, drafter.steps, most)
     about = {"rounds": tally.rounds, "settings": asdict(config.calibrate), "data": data}
     weights = adapter_files.weights_hash(drafter.adapter)
-    file = odds.write(tally.odds(), weights, about | provenance(), folder)
+    file = acceptance.write(tally.acceptance(), weights, about | provenance(), folder)
     log.info("%d rounds in %d conversations: %s", tally.rounds, len(held_out), file)
 
 

@@ -13,8 +13,8 @@ from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, options_of
-from kangaroo.models.meta_model import blueprint
-from kangaroo.models.target import LM
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
 from kangaroo.training import backend, curves
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.loop import Trainer, resolve_options
@@ -84,7 +84,7 @@ def say_what_it_takes(config: TrainCommand, own: Ranks, holds_out: bool = True) 
 
     Errors: `ConfigError` where it cannot fit, or would hold out all that there is.
     """
-    lm, output = blueprint(config.model), Path(config.output)
+    lm, output = meta_model(config.model), Path(config.output)
     recipes = [config.adapter, *config.more.values()]
     devices, expected, lines = foresee(
         lm, recipes, config.model, config.data, config.trainer, own.world, holds_out
@@ -97,7 +97,7 @@ def say_what_it_takes(config: TrainCommand, own: Ranks, holds_out: bool = True) 
     return devices
 
 
-def _target_with_data(config: TrainCommand, own: Ranks) -> LM:
+def _target_with_data(config: TrainCommand, own: Ranks) -> TargetModel:
     """The target, once the data is there."""
     # a sharded target goes to the GPUs part by part, just before training
     whole = not config.trainer.shard_target

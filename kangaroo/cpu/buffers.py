@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.cpu import native
 from kangaroo.engine.cache import KVCache
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 class DraftBuffers:
@@ -39,7 +39,7 @@ class DraftBuffers:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         cache: KVCache,
         capacity: int,
         exit_layer: int = 0,
@@ -174,7 +174,7 @@ class DraftBuffers:
         self.asking[list(rows)] = 1
 
 
-def native_target(lm: LM, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
+def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
     """A model for native code, and what has to be kept as long as it is used."""
     stack, head = lm.native_layers, lm.native_head
     assert stack is not None and head is not None

@@ -185,7 +185,7 @@ class TreeDrafting(LayerDrafting):
             return
         drafter.read_prompts()
         worth = drafter.min_node_chances(budget, len(rows))
-        halves = drafter.least is None
+        halves = drafter.min_confidence is None
         buffers.draft_trees(rows, drafter.top_k, drafter.threshold, least, worth, halves)
 
 

@@ -18,7 +18,7 @@ PAGE = 2**21
 LINE = 64  # tensors begin at a multiple of a cache line
 
 
-def settle(parameters: Iterable[Tensor]) -> None:
+def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
     """Move parameters of one dtype into one piece of memory, one after another, each in place of
     the memory that it had: both are never held for more than one of them.
 

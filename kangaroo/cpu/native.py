@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.last_level import staying_bytes
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 
 log = logging.getLogger(__name__)
 
@@ -168,16 +168,16 @@ class Stack:
         turns = self.dtype == torch.bfloat16 and library.turns_rows()
         self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
 
-    def takes(self, x_RTD: Tensor, block: Block) -> bool:
+    def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
         """Whether these are few tokens, each with its own row of a mask of numbers: a step of
         decoding, or a later part of a prompt; where prompts are read here, its first part too.
         A text that is learnt has one mask for all rows, or a boolean one.
         """
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
-        bias = block.bias_R1TE
+        bias = meta.bias_R1TE
         if bias is None:  # from the first position on
-            return few and self.longest_prompt > 0 and len(x_RTD) == len(block.slots_RT) == 1
-        own = isinstance(bias, Tensor) and len(bias) == len(block.slots_RT) == len(x_RTD)
+            return few and self.longest_prompt > 0 and len(x_RTD) == len(meta.slots_RT) == 1
+        own = isinstance(bias, Tensor) and len(bias) == len(meta.slots_RT) == len(x_RTD)
         return few and own and bias.dtype == x_RTD.dtype
 
     def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
@@ -201,7 +201,7 @@ class Stack:
         self,
         x_RTD: Tensor,
         cache: KVCache,
-        block: Block,
+        meta: ForwardMeta,
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
@@ -215,14 +215,14 @@ class Stack:
         """
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
-        bias_R1TE = block.bias_R1TE
+        bias_R1TE = meta.bias_R1TE
         if bias_R1TE is None:
             bias_R1TE = x_RTD.new_full((tokens, tokens), -torch.inf).triu_(1)
-        held = [t.contiguous() for t in (bias_R1TE, *block.rope, block.slots_RT)]
+        held = [t.contiguous() for t in (bias_R1TE, *meta.rope, meta.slots_RT)]
         self.call(
             byref(self.sizes.native()),
             byref(self.native(cache, layers, keys_alone)),
-            *(rows, tokens, block.extent, block.rows.start),
+            *(rows, tokens, meta.extent, meta.rows.start),
             *map(pointer, (x_RTD, *held, final_norm)),
         )
         return x_RTD

@@ -11,15 +11,15 @@ from torch import Tensor
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import NativeDrafting, native_drafting
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.clock import running
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import Chunk, Step
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
-def runs_natively(lm: LM, drafter: Drafter, sampling: Sampling) -> bool:
+def runs_natively(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> bool:
     """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
     return (
         lm.native_layers is not None
@@ -35,9 +35,9 @@ class CpuStepper:
         keep: of the distribution behind every token that is written, keep this many likeliest ones.
     """
 
-    resumes = True
+    supports_prefix_reuse = True
 
-    def __init__(self, lm: LM, drafting: NativeDrafting, batch: Batch, keep: int = 0):
+    def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
         self.buffers = DraftBuffers(
             lm, batch.cache, 1 + drafting.nodes, drafting.exit_layer, drafting.layer(), keep
@@ -60,10 +60,10 @@ class CpuStepper:
             batch.append(row, tokens)
             batch.budget.observe(nodes, accepted)
             rows[row] = tokens, min(accepted, len(tokens)), nodes
-        kept: teacher.Rows = [None] * batch.size
+        kept: topk_logits.Rows = [None] * batch.size
         if self.keep:
             vocabulary = self.lm.config.vocab_size
-            kept = list(teacher.records(buffers.kept, buffers.kept_chances, vocabulary))
+            kept = list(topk_logits.records(buffers.kept, buffers.kept_chances, vocabulary))
         return Step(rows, kept, drafted - started, verified - drafted)
 
     def _begin(self, active: list[int]) -> None:
@@ -86,8 +86,8 @@ class CpuStepper:
         first, end = len(known_T) - states_1TD.shape[1], len(known_T)
         if first == end:
             return []
-        block = self.lm.chunk(first, end, row, self.batch.n_slots)
-        return [(known_T[None, first:], block, {self.drafting.exit_layer: states_1TD})]
+        meta = self.lm.chunk(first, end, row, self.batch.n_slots)
+        return [(known_T[None, first:], meta, {self.drafting.exit_layer: states_1TD})]
 
     def _unread_states(self, row: int, known: int) -> Tensor:
         """States that the drafting layer has not read, `[1, T, D]`: of the last T of the first

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.native import Sizes
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ def reason_against(
     return None
 
 
-def run_text(stack: Any, x_RTD: Tensor, block: Block, layers: range) -> Tensor | None:
+def run_text(stack: Any, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor | None:
     """Some layers of a `kangaroo.cuda.layers.Stack` over whole texts; None where there is none, or
     it cannot run them."""
     if stack is None:
         return None
     from kangaroo.cuda import texts
 
-    return texts.run(stack, x_RTD, block, layers) if texts.takes(x_RTD, block) else None
+    return texts.run(stack, x_RTD, meta, layers) if texts.takes(x_RTD, meta) else None

@@ -79,7 +79,7 @@ class Graphs:
         """Whether work on so many tokens is recorded; more are a prefill or training."""
         return not self.recording and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def hold(self, caches: Sequence[KVCache], key: Key, *tensors: Tensor) -> Tensors:
+    def pin_inputs(self, caches: Sequence[KVCache], key: Key, *tensors: Tensor) -> Tensors:
         """The same values, in the same place call after call: work that takes them as inputs need
         not copy them. The next call with this key overwrites them.
         """

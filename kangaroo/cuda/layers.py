@@ -21,7 +21,7 @@ from torch.nn.attention.bias import CausalBias
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 
 LONGEST_PATH = 128  # nodes of a draft from its root on
 MOST_TOKENS = 512  # of a pass; more are a text that is learnt or judged
@@ -59,16 +59,16 @@ class Paths:
     rope: tuple[Tensor, Tensor]
 
 
-def paths(block: Block) -> Paths:
+def paths(meta: ForwardMeta) -> Paths:
     """Read a block's mask: of the slots after the first one that is hidden from a token it may show
     `LONGEST_PATH`, or as many as the row has tokens. A part of a prompt has no mask of numbers."""
-    rows, tokens = block.slots_RT.shape
-    slots_N = flat(block.slots_RT[..., None])[:, 0]
-    cos, sin = (flat(x.expand(rows, -1, -1)) for x in block.rope)
-    if block.bias_R1TE is None or isinstance(block.bias_R1TE, CausalBias):
-        count_N = flat(block.positions_RT[..., None])[:, 0].int() + 1
+    rows, tokens = meta.slots_RT.shape
+    slots_N = flat(meta.slots_RT[..., None])[:, 0]
+    cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
+    if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
+        count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
         return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
-    bias_RTE = block.bias_R1TE[:, 0].expand(rows, -1, -1)
+    bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
     places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
     integers = {"dtype": torch.int32, "device": slots_N.device}
     count_N, lead_N = torch.empty(2, len(slots_N), **integers)  # type: ignore[call-overload]
@@ -76,7 +76,7 @@ def paths(block: Block) -> Paths:
     launch(
         kernels_attention.path_kernel,
         (len(slots_N),),
-        *(bias_RTE, count_N, lead_N, path_NP, tokens, block.extent, places),
+        *(bias_RTE, count_N, lead_N, path_NP, tokens, meta.extent, places),
         *bias_RTE.stride()[:2],
         BE=1024,
     )
@@ -168,11 +168,11 @@ class Stack:
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
 
-    def takes(self, x_RTD: Tensor, block: Block) -> bool:
+    def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
         """Whether these are few tokens with a mask that `paths` can read, and no gradients are
         wanted: a step of decoding, or a part of a prompt."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
-        return few and (block.bias_R1TE is None or block.bias_R1TE.dtype != torch.bool)
+        return few and (meta.bias_R1TE is None or meta.bias_R1TE.dtype != torch.bool)
 
     def prompt_chunk(self, length: int) -> int:
         """How many tokens of a prompt of this length enter in a pass. That changes no token's bits:
@@ -184,7 +184,7 @@ class Stack:
         self,
         x_RTD: Tensor,
         cache: KVCache,
-        block: Block,
+        meta: ForwardMeta,
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
@@ -197,13 +197,13 @@ class Stack:
             keys_alone: for a single layer, of which only these are wanted.
         """
         x_ND, eps = flat(x_RTD), self.sizes.eps
-        seen = paths(block)
+        seen = paths(meta)
         parts_PND = None
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
-                attended_NO = self._attend(normed_ND, cache, block, seen, index, keys_alone)
+                attended_NO = self._attend(normed_ND, cache, meta, seen, index, keys_alone)
                 if keys_alone:
                     return x_RTD
                 parts_PND = product(attended_NO, layer.o, layer.o_bias, PARTS)
@@ -217,25 +217,31 @@ class Stack:
         return normed_ND.view(x_RTD.shape)
 
     def _attend(
-        self, x_ND: Tensor, cache: KVCache, block: Block, seen: Paths, index: int, keys_alone: bool
+        self,
+        x_ND: Tensor,
+        cache: KVCache,
+        meta: ForwardMeta,
+        seen: Paths,
+        index: int,
+        keys_alone: bool,
     ) -> Tensor:
         """Attention of a layer, `[N, heads * head size]`, once it has its own keys and values."""
-        sizes, (rows, tokens) = self.sizes, block.slots_RT.shape
+        sizes, (rows, tokens) = self.sizes, meta.slots_RT.shape
         heads, size = sizes.heads, sizes.head_size
-        q_NO = self._queries_and_keys(x_ND, cache, block, seen, index, keys_alone)
+        q_NO = self._queries_and_keys(x_ND, cache, meta, seen, index, keys_alone)
         if keys_alone:
             return q_NO
-        padded, blocks = power_of_two(size), cdiv(block.extent, 64)
+        padded, metas = power_of_two(size), cdiv(meta.extent, 64)
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
-        sums = x_ND.new_empty(len(x_ND), heads, blocks, size, dtype=torch.float32)
-        weights = x_ND.new_empty(len(x_ND), heads, blocks, 2, dtype=torch.float32)
+        sums = x_ND.new_empty(len(x_ND), heads, metas, size, dtype=torch.float32)
+        weights = x_ND.new_empty(len(x_ND), heads, metas, 2, dtype=torch.float32)
         places = seen.path_NP.shape[1]
         launch(
             kernels_attention.attend_kernel,
-            (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
+            (rows, sizes.kv_heads, columns * metas + tokens * places // 64),
             *(q_NO, cache.keys[index], cache.values[index]),
             *(seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
-            *(tokens, cache.n_slots, block.rows.start, places, blocks, columns),
+            *(tokens, cache.n_slots, meta.rows.start, places, metas, columns),
             sizes.scaling,
             H=heads,
             G=sizes.kv_heads,
@@ -246,11 +252,17 @@ class Stack:
         grid, shape = (len(x_ND), heads), {"H": heads, "D": size, "DP": padded}
         out_NO = torch.empty_like(q_NO)
         combine = kernels_attention.combine_kernel
-        launch(combine, grid, sums, weights, seen.count_N, out_NO, blocks, **shape, num_warps=1)
+        launch(combine, grid, sums, weights, seen.count_N, out_NO, metas, **shape, num_warps=1)
         return out_NO
 
     def _queries_and_keys(
-        self, x_ND: Tensor, cache: KVCache, block: Block, seen: Paths, index: int, keys_alone: bool
+        self,
+        x_ND: Tensor,
+        cache: KVCache,
+        meta: ForwardMeta,
+        seen: Paths,
+        index: int,
+        keys_alone: bool,
     ) -> Tensor:
         """Queries `[N, heads * head size]`; keys and values go to the cache."""
         layer, sizes, tokens = self.layers[index], self.sizes, len(x_ND)
@@ -275,7 +287,7 @@ class Stack:
             *(x_ND, q, *(q if w is None else w for w in (*others, *norms))),
             *(*seen.rope, seen.slots_N, seen.count_N, q_NO),
             *(cache.keys[index], cache.values[index]),
-            *(tokens, block.slots_RT.shape[1], cache.n_slots, block.rows.start, sizes.eps),
+            *(tokens, meta.slots_RT.shape[1], cache.n_slots, meta.rows.start, sizes.eps),
             H=heads,
             G=kv_heads,
             FIRST=first,
@@ -388,10 +400,10 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     layer = LayerWeights(norm, q, k, v, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = zeros(1, 1, size), zeros(1, 1, size)
-    block = Block(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
+    meta = ForwardMeta(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
     cache = KVCache(1, 1, sizes.kv_heads, size, dtype, [device])
     with torch.no_grad():
         stack = Stack([layer], sizes)
-        x_RTD = stack(zeros(1, 1, hidden), cache, block, range(1), norm)
-        texts.run(stack, x_RTD, replace(block, bias_R1TE=None), range(1))
+        x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), norm)
+        texts.run(stack, x_RTD, replace(meta, bias_R1TE=None), range(1))
         Head(q, sizes).choose(x_RTD[0])

@@ -16,26 +16,26 @@ from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels_texts
 from kangaroo.cuda.launching import cdiv, launch
 from kangaroo.cuda.layers import Stack, add_and_norm, flat, power_of_two
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.models.attention import attention
 
 BLOCK = 1024  # numbers of a program
 
 
-def takes(x_RTD: Tensor, block: Block) -> bool:
+def takes(x_RTD: Tensor, meta: ForwardMeta) -> bool:
     """Whether these are whole texts, from which nothing is learnt here."""
-    return block.bias_R1TE is None and block.extent == x_RTD.shape[1] and not x_RTD.requires_grad
+    return meta.bias_R1TE is None and meta.extent == x_RTD.shape[1] and not x_RTD.requires_grad
 
 
 @torch.no_grad()
-def run(stack: Stack, x_RTD: Tensor, block: Block, layers: range) -> Tensor:
+def run(stack: Stack, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
     """The output of the last layer, `[R, T, D]`; x stays as it is."""
     x_ND, eps, added_1ND = flat(x_RTD), stack.sizes.eps, None
     rows, tokens = x_RTD.shape[:2]
     for layer in (stack.layers[index] for index in layers):
         assert layer.o is not None and layer.down is not None
         x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.attention_norm, eps)
-        q, k, v = _heads(normed_ND.view(rows, tokens, -1), block, layer, stack.sizes)
+        q, k, v = _heads(normed_ND.view(rows, tokens, -1), meta, layer, stack.sizes)
         attended, _ = attention(torch.nn.Identity(), q, k, v, None, stack.sizes.scaling)
         added_1ND = F.linear(attended.reshape(1, rows * tokens, -1), layer.o, layer.o_bias)
         x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.feed_forward_norm, eps)
@@ -43,7 +43,7 @@ def run(stack: Stack, x_RTD: Tensor, block: Block, layers: range) -> Tensor:
     return add_and_norm(x_ND, added_1ND, None, eps)[0].view(x_RTD.shape)
 
 
-def _heads(x_RTD: Tensor, block: Block, layer: LayerWeights, sizes: Sizes) -> list[Tensor]:
+def _heads(x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights, sizes: Sizes) -> list[Tensor]:
     """Queries, keys and values, each `[R, H, T, C]`."""
     assert layer.q is not None and layer.k is not None and layer.v is not None
     parts = (
@@ -55,13 +55,15 @@ def _heads(x_RTD: Tensor, block: Block, layer: LayerWeights, sizes: Sizes) -> li
     for weight, bias, norm, heads, turns in parts:
         part_RTO = F.linear(x_RTD, weight, bias)
         if turns:
-            _rotate(part_RTO, norm, block, heads, sizes)
+            _rotate(part_RTO, norm, meta, heads, sizes)
         made.append(part_RTO.unflatten(-1, (heads, -1)).transpose(1, 2))
     return made
 
 
-def _rotate(x_RTO: Tensor, norm: Tensor | None, block: Block, heads: int, sizes: Sizes) -> None:
-    cos_RTC, sin_RTC = (x.contiguous() for x in block.rope)
+def _rotate(
+    x_RTO: Tensor, norm: Tensor | None, meta: ForwardMeta, heads: int, sizes: Sizes
+) -> None:
+    cos_RTC, sin_RTC = (x.contiguous() for x in meta.rope)
     rows, tokens, _ = x_RTO.shape
     launch(
         kernels_texts.rotate_kernel,

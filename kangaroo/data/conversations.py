@@ -27,7 +27,7 @@ from kangaroo.data.making import (
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.writing import Dialogue, Writer
 from kangaroo.models.prompts import Message, Sample, masked_ids
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
 from kangaroo.utils.ranks import Ranks
@@ -67,7 +67,9 @@ class ConversationsConfig(WrittenConfig):
     keep_system: bool = True
     regenerate: bool = True
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+    def make(
+        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Write the dataset to `path`, or what is still missing of it.
 
         Args:

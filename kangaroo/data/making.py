@@ -22,7 +22,7 @@ from kangaroo.data.writing import Dialogue, Speed, Writer
 from kangaroo.engine import topk_logits
 from kangaroo.engine.topk_logits import Likeliest
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
 from kangaroo.utils.ranks import Ranks
@@ -65,7 +65,7 @@ class WrittenConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def settings(self, lm: LM, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    def settings(self, lm: TargetModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """What a dataset, or without some of it a shard, is a function of."""
         settings = {"model": lm.name} | asdict(self)
         unset = [name for name in ADDED_LATER if not settings.get(name)]
@@ -98,7 +98,7 @@ class Part:
 
 
 def write_parts(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     config: WrittenConfig,
     parts: Sequence[Part],

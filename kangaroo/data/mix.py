@@ -17,7 +17,7 @@ from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import finish
 from kangaroo.engine import topk_logits
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Ranged, Seed
 from kangaroo.utils.ranks import Ranks
 
@@ -41,7 +41,9 @@ class MixConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+    def make(
+        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Write the dataset to `path`; of several processes the first does it, none waits.
 
         Errors: `DataError` where a part is no complete dataset.

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.data import store
 from kangaroo.data.making import Part, WrittenConfig, finish, write_parts
 from kangaroo.data.writing import Dialogue, Writer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Filled, NotNegative
 from kangaroo.utils.ranks import Ranks
 
@@ -47,7 +47,9 @@ class SynthesisConfig(WrittenConfig):
     openings: Filled[str] = field(default_factory=lambda: [""])
     question_temperature: NotNegative = 1.0
 
-    def make(self, lm: LM, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None) -> None:
+    def make(
+        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
         """Write the dataset to `path`, or what is still missing of it.
 
         Args:

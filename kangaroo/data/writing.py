@@ -17,7 +17,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, Sample, masked_ids, plain_text, user_header
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 TRIAL_SECONDS = 0.5  # a forward this long is timed well enough and fills the device
 TRIAL_STEPS, TRIAL_LENGTH = 8, 512  # tokens a row, decoded and read
@@ -128,14 +128,14 @@ class Writer:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
         longest: int,
         keep: int = 0,
     ):
         self.lm, self.tokenizer, self.batch_size, self.keep = lm, tokenizer, batch_size, keep
-        self.engine = Engine(lm, Vanilla(), tokenizer, reuse=True)
+        self.engine = Engine(lm, Vanilla(), tokenizer, prefix_cache=True)
         self.longest = min(longest, lm.context)
         self.speed = Speed()
 
@@ -240,9 +240,9 @@ class Writer:
         """Seconds that a plain causal forward takes, LM head included."""
         tokens_BT = torch.arange(rows * length, device=self.lm.device).view(rows, length)
         start = now(self.lm.device)
-        block = self.lm.chunk(0, length, row=0, n_slots=length)
+        meta = self.lm.chunk(0, length, row=0, n_slots=length)
         x_BTD = self.lm.embed(tokens_BT % self.lm.config.vocab_size)
-        x_BTD, _ = self.lm.run(x_BTD, None, block, range(self.lm.n_layers))
+        x_BTD, _ = self.lm.run(x_BTD, None, meta, range(self.lm.n_layers))
         for x_TD in x_BTD:  # by row: logits of all of them need not fit
             self.lm.logits(x_TD[None])
         return now(self.lm.device) - start

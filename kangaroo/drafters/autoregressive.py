@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kangaroo.drafters.chain import Chain, Token, confidence
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 class Autoregressive(Chain):
@@ -26,12 +26,12 @@ class Autoregressive(Chain):
     taps: tuple[int, ...] = ()
     needs_costs = False
 
-    def __init__(self, lm: LM, steps: int, threshold: float, window: int):
+    def __init__(self, lm: TargetModel, steps: int, threshold: float, window: int):
         self.lm, self.steps, self.threshold, self.window = lm, steps, threshold, window
         self.max_nodes = steps
 
     @abstractmethod
-    def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
+    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
 
     @abstractmethod
@@ -43,16 +43,20 @@ class Autoregressive(Chain):
         return self.lm.logits(x_BND)
 
     def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See `LM.choose`."""
+        """See `TargetModel.choose`."""
         return self.lm.choose(x_BND)
 
-    def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[Token]:
         window, sampling = self.window, batch.sampling
 
         def work(
-            input_BN: Tensor, block: Block, length_B: Tensor, seeds_B: Tensor, settings_B3: Tensor
+            input_BN: Tensor,
+            meta: ForwardMeta,
+            length_B: Tensor,
+            seeds_B: Tensor,
+            settings_B3: Tensor,
         ) -> tuple[Tensor, ...]:
-            at = block.narrow(0 if step == 1 else window + step - 1, input_BN.shape[1])
+            at = meta.narrow(0 if step == 1 else window + step - 1, input_BN.shape[1])
             x_B1D = self.run(batch, input_BN, at)[:, -1:]
             chosen = self.choose(x_B1D) if sampling.greedy else None
             if chosen is not None:
@@ -66,7 +70,7 @@ class Autoregressive(Chain):
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
             key = ("draft", step, sampling.kind)
-            inputs = input_BN, block, *batch.draws
+            inputs = input_BN, meta, *batch.draws
             token = Token(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
             input_BN = token.id_B1
             yield token

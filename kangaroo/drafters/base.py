@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Ranged
 
 
@@ -28,32 +28,34 @@ class Drafter(Protocol):
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
         max_nodes: the most nodes that it makes in a round, the root aside, so that there are slots
-            for them, and as many for places before the start of a text (`LM.block`, `below`).
-        resumes: whether a prompt may come to `prefill` without a beginning that the row's text
-            before it had as well, up to the last two tokens of that text, or that it has adopted.
-            In native code, all do.
+            for them, and as many for places before the start of a text (`TargetModel.forward_meta`,
+            `below`).
+        supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
+            row's text before it had as well, up to the last two tokens of that text, or that it has
+            adopted. In native code, all do.
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
     taps: tuple[int, ...]
     max_nodes: int
-    resumes: bool
+    supports_prefix_reuse: bool
     needs_costs: bool
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
 
-    def adopt(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
         """A prompt that enters a row begins with so many tokens of another row's text, whose keys
         the target's cache has in both now. Those that are kept here may be copied likewise."""
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache.
 
-        Chunks of a prompt come in order, the whole of it unless the drafter `resumes`. The token
-        that the target writes after it is pending, and in none of them.
+        Chunks of a prompt come in order, the whole of it unless the drafter
+        `supports_prefix_reuse`. The token that the target writes after it is pending, and in none
+        of them.
         """
 
     def propose(self, batch: Batch) -> Draft:
@@ -76,7 +78,7 @@ class DrafterConfig(Ranged, ABC):
     name: str = "???"
 
     @abstractmethod
-    def build(self, lm: LM) -> Drafter:
+    def build(self, lm: TargetModel) -> Drafter:
         """The drafter for this target."""
 
     def settings(self) -> dict[str, Any]:
@@ -102,14 +104,14 @@ class TrainedConfig(DrafterConfig):
     adapter: str = "???"
 
     @abstractmethod
-    def load(self, lm: LM) -> tuple[Any, list[DraftHead]]:
+    def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
         """What was trained, and the heads that it drafts with.
 
         Errors: `AdapterMismatch` and whatever else `adapter_files.load` raises.
         """
 
     @abstractmethod
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         """The drafter of what `load` returns."""
 
     @classmethod
@@ -117,7 +119,7 @@ class TrainedConfig(DrafterConfig):
     def chain(cls, steps: int) -> TrainedConfig:
         """Settings that draft a chain of so many tokens in every round, or as long as it can."""
 
-    def build(self, lm: LM) -> Drafter:
+    def build(self, lm: TargetModel) -> Drafter:
         return self.of(lm, *self.load(lm))
 
     def settings(self) -> dict[str, Any]:
@@ -131,17 +133,17 @@ class Stateless:
     """A drafter's methods for those that keep nothing between steps and read no hidden state."""
 
     taps: tuple[int, ...] = ()
-    resumes = True
+    supports_prefix_reuse = True
     needs_costs = False
 
     def begin(self, batch: Batch) -> None:
         """Nothing is kept."""
 
-    def adopt(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
         """Nothing is kept."""
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """Nothing is kept."""
 
@@ -151,18 +153,20 @@ class Stateless:
         """Nothing is kept."""
 
 
-def path_block(lm: LM, batch: Batch, draft: Draft, window: int) -> Block:
+def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
     """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
     and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
 
     The one before the root is in no such cache if it ended a draft of its own, accepted whole.
     """
-    assert draft.block is not None
+    assert draft.meta is not None
     length = draft.tree.max_depth + 1
     tree = Tree.chain(window + length, batch.length_B.device)
     below = 0 if min(batch.lengths) > window else window
-    start_B = draft.block.slots_RT[:, 0] - window
-    return lm.block(tree, start_B, batch.used + length, batch.n_slots, below, ("path", batch.cache))
+    start_B = draft.meta.slots_RT[:, 0] - window
+    return lm.forward_meta(
+        tree, start_B, batch.used + length, batch.n_slots, below, ("path", batch.cache)
+    )
 
 
 # The chance of a token that was looked up, where those before it are right. The first may be wrong

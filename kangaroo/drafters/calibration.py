@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kangaroo.drafters.odds import CHOICES, Odds, assumed
+from kangaroo.drafters.acceptance import CHOICES, AcceptanceTable, assumed
 from kangaroo.drafters.suffix import SuffixAutomaton, shared
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -57,8 +57,8 @@ class Round:
     coming: list[int]
 
 
-class Tally:
-    """Right tokens and all tokens, in each cell of the tables of `Odds`."""
+class AcceptanceCounts:
+    """Right tokens and all tokens, in each cell of the tables of `AcceptanceTable`."""
 
     def __init__(self) -> None:
         self.assumed = assumed()
@@ -74,16 +74,16 @@ class Tally:
     def add_round(self, now: Round) -> None:
         """Count what both say, as far as the text follows the chain."""
         self.rounds += 1
-        length, lookup, odds = now.length, now.lookup, self.assumed
+        length, lookup, acceptance = now.length, now.lookup, self.assumed
         for depth, (choices, token) in enumerate(zip(now.chain, now.coming, strict=True)):
             best, confidence = choices[0]
-            column = odds.column(confidence)
+            column = acceptance.column(confidence)
             self._add_further(choices, lookup[depth : depth + 1], token)
             if depth >= len(lookup):
                 self.add("chain", (column,), best == token)
                 self.add("adds", (0,), best == token)
             else:
-                row, found = odds.row(length + depth), lookup[depth]
+                row, found = acceptance.row(length + depth), lookup[depth]
                 self.add("lookup", (row,), found == token)
                 self.add("adds", (1 + row,), best == token != found)
                 if found == best:
@@ -107,7 +107,7 @@ class Tally:
             if choice == token:
                 return
 
-    def odds(self) -> Odds:
+    def acceptance(self) -> AcceptanceTable:
         """The share of right tokens in each cell; one with few stays near what is assumed."""
         tables: dict[str, Any] = {}
         for name, table in asdict(self.assumed).items():
@@ -118,7 +118,7 @@ class Tally:
                 tables[name] = [self._shares(name, row, (number,)) for number, row in rows]
             else:
                 tables[name] = self._shares(name, table, ())
-        return Odds(**tables)
+        return AcceptanceTable(**tables)
 
     def _shares(self, name: str, before: list[float], row: tuple[int, ...]) -> list[float]:
         shares = []
@@ -130,8 +130,13 @@ class Tally:
 
 
 def count(
-    lm: LM, layer: Layer, head: DraftHead, samples: Sequence[Sample], steps: int, max_length: int
-) -> Tally:
+    lm: TargetModel,
+    layer: Layer,
+    head: DraftHead,
+    samples: Sequence[Sample],
+    steps: int,
+    max_length: int,
+) -> AcceptanceCounts:
     """Count the rounds of what the assistant wrote.
 
     Texts should be the target's own, decoded greedily.
@@ -142,7 +147,7 @@ def count(
 
     Errors: `ConfigError` where the texts have no token to count.
     """
-    tally = Tally()
+    tally = AcceptanceCounts()
     for sample in tqdm(samples, unit="conversation", desc="counting"):
         tokens = sample["input_ids"][:max_length]
         wanted = torch.tensor(sample["loss_mask"][1 : len(tokens)]).nonzero()[:, 0].tolist()
@@ -160,7 +165,7 @@ def count(
 
 @torch.no_grad()
 def look(
-    lm: LM,
+    lm: TargetModel,
     layer: Layer,
     head: DraftHead,
     tokens: Sequence[int],
@@ -171,13 +176,13 @@ def look(
     where its draft began so many tokens earlier and was right. Steps beyond the last are like it.
     """
     tokens_1T = torch.tensor([tokens], device=lm.device)
-    block = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
+    meta = lm.chunk(0, len(tokens), row=0, n_slots=len(tokens))
     last = layer.exit_layer if layer.deep_tap is None else layer.deep_tap
-    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, block, range(last), (layer.exit_layer,))
+    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, meta, range(last), (layer.exit_layer,))
     f_1TD = taps[layer.exit_layer]
     deep_1TD = f_1TD if layer.deep_tap is None else lm.norm(x_1TD).to(f_1TD.device)
     graded = layer.architecture.graded_steps(steps)
-    states = layer.states(taps, deep_1TD, block.to(f_1TD.device), graded)
+    states = layer.states(taps, deep_1TD, meta.to(f_1TD.device), graded)
     found = []
     for state_1TD in states:
         logits_MK = head(state_1TD[0, list(wanted)]).float()

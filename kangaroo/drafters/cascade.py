@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ class CascadeConfig(DrafterConfig):
     second: Any = "???"
     extend: bool = False
 
-    def build(self, lm: LM) -> Cascade:
+    def build(self, lm: TargetModel) -> Cascade:
         """Errors: those of both drafters, and `ConfigError`."""
         return Cascade(lm, self.first.build(lm), self.second.build(lm), self.extend)
 
@@ -51,7 +51,7 @@ class CascadeConfig(DrafterConfig):
 class Cascade:
     """Each of the two sees every round, whoever drafted in it."""
 
-    def __init__(self, lm: LM, first: Drafter, second: Drafter, extend: bool = False):
+    def __init__(self, lm: TargetModel, first: Drafter, second: Drafter, extend: bool = False):
         if extend and not isinstance(first, FromText):
             raise ConfigError(
                 "drafter.extend=true needs a first drafter that reads the text alone, such as "
@@ -60,22 +60,22 @@ class Cascade:
         self.lm, self.first, self.second, self.extend = lm, first, second, extend
         self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
-        self.resumes = first.resumes and second.resumes
+        self.supports_prefix_reuse = first.supports_prefix_reuse and second.supports_prefix_reuse
         self.needs_costs = second.needs_costs
 
     def begin(self, batch: Batch) -> None:
         self.first.begin(batch)
         self.second.begin(batch)
 
-    def adopt(self, source: int, row: int, known: int) -> None:
-        self.first.adopt(source, row, known)
-        self.second.adopt(source, row, known)
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
+        self.first.copy_prefix(source, row, known)
+        self.second.copy_prefix(source, row, known)
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        self.first.prefill(batch, tokens_1T, block, taps)
-        self.second.prefill(batch, tokens_1T, block, taps)
+        self.first.prefill(batch, tokens_1T, meta, taps)
+        self.second.prefill(batch, tokens_1T, meta, taps)
 
     def propose(self, batch: Batch) -> Draft:
         first = self.first.propose(batch)
@@ -112,12 +112,14 @@ class Cascade:
         extended = Draft.listed(batch.last(1), longer)
         if draft.hidden_BND is not None:  # the new nodes have to catch up with the others
             size, known = extended.tree.size, 1 + min(counts)
-            block = self.lm.block(extended.tree, batch.base_B, batch.used + size, batch.n_slots)
+            meta = self.lm.forward_meta(
+                extended.tree, batch.base_B, batch.used + size, batch.n_slots
+            )
             x_BND = self.lm.embed(extended.tokens_BN[:, known:])
-            at = block.narrow(known, size - known)
+            at = meta.narrow(known, size - known)
             x_BND, _ = self.lm.run(x_BND, batch.cache, at, range(draft.entry))
             extended.hidden_BND = torch.cat([draft.hidden_BND[:, :known], x_BND], 1)
-            extended.entry, extended.block = draft.entry, block
+            extended.entry, extended.meta = draft.entry, meta
         return extended
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.sampling import Rule, Sampling, warp
 from kangaroo.engine.tree import Draft, Tree
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Chain(ABC):
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
     """
 
-    lm: LM
+    lm: TargetModel
     steps: int
     threshold: float
     draft_cost: float
@@ -59,22 +59,22 @@ class Chain(ABC):
     reads_logits = False
 
     @abstractmethod
-    def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[Token]:
         """The chain, one token after another; the caller may stop before the last.
 
         Args:
-            block: of the window, the pending token and `steps` draft tokens.
+            meta: of the window, the pending token and `steps` draft tokens.
         """
 
     def spread(self, logits_BK: Tensor) -> Tensor:
         """The same logits over the target's vocabulary, `[B, V]`."""
         return logits_BK
 
-    def finish(self, draft: Draft, block: Block) -> Draft:
+    def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """The draft as it is verified, with what was computed of its nodes already.
 
         Args:
-            block: of its nodes, for the model that drafts.
+            meta: of its nodes, for the model that drafts.
         """
         return draft
 
@@ -86,7 +86,7 @@ class Chain(ABC):
         # where each text has sampling of its own, none is accepted by rejection
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
         rejection = alike.rule is Rule.rejection and not alike.greedy
-        block = chain_block(self.lm, batch, self.window, self.steps)
+        meta = chain_meta(self.lm, batch, self.window, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         active, lengths = ~np.array(batch.done), np.zeros(batch.size, np.int64)
         limits, chance = (
@@ -94,7 +94,7 @@ class Chain(ABC):
             np.ones(batch.size, np.float32),
         )
         ids, probs = [batch.last(1)], []
-        for token in self.tokens(batch, block):
+        for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
             lengths += active
             if rejection:
@@ -116,10 +116,12 @@ class Chain(ABC):
             valid_BN=torch.arange(len(ids), device=lengths_B1.device) <= lengths_B1,
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
-        return self.finish(draft, block.narrow(self.window, len(ids)))
+        return self.finish(draft, meta.narrow(self.window, len(ids)))
 
 
-def chain_block(lm: LM, batch: Batch, window: int, steps: int, room: int | None = None) -> Block:
+def chain_meta(
+    lm: TargetModel, batch: Batch, window: int, steps: int, room: int | None = None
+) -> ForwardMeta:
     """One block for a round: the window, the pending token, `steps` more.
 
     Args:
@@ -128,7 +130,9 @@ def chain_block(lm: LM, batch: Batch, window: int, steps: int, room: int | None 
     tree = Tree.chain(window + 1 + steps, batch.length_B.device)
     below = 0 if min(batch.lengths) > window else window
     used = batch.used + (steps if room is None else room)
-    return lm.block(tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache))
+    return lm.forward_meta(
+        tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache)
+    )
 
 
 def confidence(logits_BK: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kangaroo.engine.clock import running
 from kangaroo.models.loading import options_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
 from kangaroo.utils.folders import command_line, install, located
 
@@ -113,7 +113,7 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
     return Datastore(tokens_L, suffixes_L, vocab_size, about)
 
 
-def save(store: Datastore, lm: LM, folder: Path, facts: dict[str, Any]) -> Path:
+def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any]) -> Path:
     """Write a datastore of `lm`'s vocabulary; the folder appears when it is complete.
 
     A datastore that lies there is replaced.
@@ -138,7 +138,7 @@ def save(store: Datastore, lm: LM, folder: Path, facts: dict[str, Any]) -> Path:
     return folder
 
 
-def load(path: str, lm: LM) -> Datastore:
+def load(path: str, lm: TargetModel) -> Datastore:
     """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read.
 
     Errors: `DataError` where there is none, or it is of another vocabulary; `CorruptFile`.
@@ -195,7 +195,7 @@ def made_by(path: str) -> dict[str, Any]:
     return {"tokens": about.get("tokens"), "seconds": round(about.get("build_seconds", 0))}
 
 
-def identity(lm: LM) -> dict[str, Any]:
+def identity(lm: TargetModel) -> dict[str, Any]:
     """What tells vocabularies apart, as far as a model without its tokenizer knows it."""
     return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import DrafterConfig, path_block
+from kangaroo.drafters.base import DrafterConfig, path_meta
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weights
 from kangaroo.utils.ranges import DraftSize, Threshold
@@ -54,7 +54,7 @@ class DraftModelConfig(DrafterConfig):
         if self.model is not None:
             self.adapter = None
 
-    def build(self, lm: LM) -> DraftModel:
+    def build(self, lm: TargetModel) -> DraftModel:
         """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
         if self.model is None and self.adapter is None:
             raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
@@ -66,7 +66,7 @@ class DraftModelConfig(DrafterConfig):
             dtype = Dtype(str(lm.dtype).removeprefix("torch."))
             hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
             check_tokens(lm.config, hf.config)
-        draft_lm = LM(hf)
+        draft_lm = TargetModel(hf)
         draft_lm = draft_lm.compile_for_decoding() if lm.acceleration else draft_lm
         return DraftModel(lm, draft_lm, self.steps, self.threshold)
 
@@ -119,9 +119,11 @@ class DraftModel(Autoregressive):
     Its vocabulary has the target's tokens, but may be padded to another size.
     """
 
-    resumes = True
+    supports_prefix_reuse = True
 
-    def __init__(self, lm: LM, draft_lm: LM, steps: int = 4, threshold: float = 0.0):
+    def __init__(
+        self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float = 0.0
+    ):
         super().__init__(draft_lm, steps, threshold, window=1)
         # of a token of the chain, in vanilla steps: the share of the weights that is read for it
         own = weights(*draft_lm.layers, draft_lm.head)
@@ -132,7 +134,7 @@ class DraftModel(Autoregressive):
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.proposed: Draft | None = None
-        self.prompts: list[tuple[Tensor, Block]] = []  # not read yet
+        self.prompts: list[tuple[Tensor, ForwardMeta]] = []  # not read yet
 
     def begin(self, batch: Batch) -> None:
         self.prompts.clear()
@@ -142,23 +144,23 @@ class DraftModel(Autoregressive):
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
             self.made_for = batch.cache.serial
 
-    def adopt(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
         self.read_prompts()
         self.cache.copy(source, row, known)
         self.read[row] = min(self.read[source], known)
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """Keep the prompt; it is read when the first token is out."""
-        first, row = int(block.positions_RT[0, 0]), block.rows.start
+        first, row = int(meta.positions_RT[0, 0]), meta.rows.start
         self.read[row] = min(self.read[row], first)
-        self.prompts.append((tokens_1T, block))
+        self.prompts.append((tokens_1T, meta))
 
     def read_prompts(self) -> None:
         """Write the keys of new prompts."""
-        for tokens_1T, block in self.prompts:
-            self.read_chunk(tokens_1T, int(block.positions_RT[0, 0]), block.rows.start)
+        for tokens_1T, meta in self.prompts:
+            self.read_chunk(tokens_1T, int(meta.positions_RT[0, 0]), meta.rows.start)
         self.prompts.clear()
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
@@ -169,8 +171,8 @@ class DraftModel(Autoregressive):
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
 
-    def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
-        return self.lm.run(self._embed(tokens_BN), self.cache, block, self.layers)[0]
+    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
+        return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
 
     def logits(self, x_BND: Tensor) -> Tensor:
         logits_BNV = super().logits(x_BND)
@@ -196,7 +198,7 @@ class DraftModel(Autoregressive):
     ) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
             self.read_prompts()
-            block = path_block(self.lm, batch, draft, self.window)
-            tokens_BN = batch.tokens_BS.gather(1, block.positions_RT)
-            self.run(batch, tokens_BN, block)
+            meta = path_meta(self.lm, batch, draft, self.window)
+            tokens_BN = batch.tokens_BS.gather(1, meta.positions_RT)
+            self.run(batch, tokens_BN, meta)
         self.proposed = None

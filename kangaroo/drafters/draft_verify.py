@@ -15,9 +15,9 @@ from kangaroo.drafters import layer_subset
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.ranges import CountOrZero, DraftSize, Threshold
@@ -45,11 +45,11 @@ class DraftVerifyConfig(DrafterConfig):
         if self.skip is not None:
             self.subset = None
 
-    def build(self, lm: LM) -> DraftVerify:
+    def build(self, lm: TargetModel) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_subset.read` raises."""
         return DraftVerify(lm, self._skipped(lm), self.steps, self.threshold)
 
-    def _skipped(self, lm: LM) -> list[int]:
+    def _skipped(self, lm: TargetModel) -> list[int]:
         if self.skip is not None:
             return self.skip
         if self.subset is None:
@@ -76,7 +76,9 @@ class DraftVerify(Stateless, Autoregressive):
     those of the draft again.
     """
 
-    def __init__(self, lm: LM, skip: Collection[int], steps: int = 6, threshold: float = 0.6):
+    def __init__(
+        self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float = 0.6
+    ):
         if not set(skip) < set(range(lm.n_layers)):
             raise ConfigError(
                 f"drafter.skip={sorted(skip)} must be some, and not all, of the target's layers 0 "
@@ -89,8 +91,8 @@ class DraftVerify(Stateless, Autoregressive):
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (batch.cache,)
 
-    def run(self, batch: Batch, tokens_BN: Tensor, block: Block) -> Tensor:
+    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         x_BND = self.lm.embed(tokens_BN)
         for layers in self.runs:
-            x_BND, _ = self.lm.run(x_BND, batch.cache, block, layers)
+            x_BND, _ = self.lm.run(x_BND, batch.cache, meta, layers)
         return x_BND

@@ -11,7 +11,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 
 
@@ -41,7 +41,7 @@ class EagleConfig(EarlyExitConfig):
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         """Errors: `ConfigError`."""
         if self.top_k == 1:
             return Kangaroo(lm, trained, self.steps, self.threshold, heads[0])

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_block
+from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_meta
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter, adapter_files
@@ -22,7 +22,7 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.memory import weights
 from kangaroo.utils.ranges import Count, CountOrZero, DraftSize, Threshold
@@ -56,7 +56,7 @@ class EarlyExitConfig(TrainedConfig):
     def chain(cls, steps: int) -> EarlyExitConfig:
         return cls(steps=steps, threshold=0)
 
-    def load(self, lm: LM) -> tuple[Layer, list[DraftHead]]:
+    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
         exit_layer = self._untrained()
         if exit_layer is not None:
             layer = self.parts().build(lm, exit_layer, None).start_from(lm)
@@ -101,7 +101,12 @@ class EarlyExit:
     needs_costs = False
 
     def __init__(
-        self, lm: LM, adapter: Layer, steps: int, threshold: float, head: DraftHead | None = None
+        self,
+        lm: TargetModel,
+        adapter: Layer,
+        steps: int,
+        threshold: float,
+        head: DraftHead | None = None,
     ):
         self.lm, self.adapter = lm, adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
@@ -111,7 +116,7 @@ class EarlyExit:
         self.deep_tap = adapter.deep_tap
         self.reads_deep = self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
-        self.resumes = not self.reads_deep
+        self.supports_prefix_reuse = not self.reads_deep
         self.taps: tuple[int, ...] = (adapter.exit_layer,)
         if self.deep_tap is not None:
             self.taps += (self.deep_tap,)
@@ -129,7 +134,7 @@ class EarlyExit:
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
-        self.prompts: list[tuple[Tensor, Tensor | None, Block]] = []  # not read yet
+        self.prompts: list[tuple[Tensor, Tensor | None, ForwardMeta]] = []  # not read yet
 
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
@@ -150,7 +155,7 @@ class EarlyExit:
             size, self.window, hidden_size, dtype=self.lm.dtype, device=device
         )
 
-    def adopt(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
         """Copy the layer's keys; those of a prompt that waits are written first."""
         self.read_prompts()
         self.cache.copy(source, row, known)
@@ -158,18 +163,18 @@ class EarlyExit:
             self.deep_BSD[row, :known] = self.deep_BSD[source, :known]
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """Keep the prompt's states; the layer reads them when the first token is out."""
-        f_1TD, rows, window = taps[self.exit_layer], block.rows, self.window
-        block = block.to(f_1TD.device)
+        f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
+        meta = meta.to(f_1TD.device)
         if self.deep_tap in taps:  # else they are there already
-            self.keep_deep(block.slots_RT, taps[self.deep_tap], rows)
-        self._forget_from(block)
-        self.prompts.append((f_1TD, self.deep_before(block), block))
+            self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
+        self._forget_from(meta)
+        self.prompts.append((f_1TD, self.deep_before(meta), meta))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
-    def _forget_from(self, chunk: Block) -> None:
+    def _forget_from(self, chunk: ForwardMeta) -> None:
         """Drop what waits of the row's text before, from where this chunk begins: where nothing is
         drafted for long, more and more would wait."""
         first = int(chunk.slots_RT[0, 0])
@@ -181,18 +186,18 @@ class EarlyExit:
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
-        for f_1TD, before_1TD, block in self.prompts:
-            self.adapter.write_kv(f_1TD, before_1TD, block, self.cache.at(block))
+        for f_1TD, before_1TD, meta in self.prompts:
+            self.adapter.write_kv(f_1TD, before_1TD, meta, self.cache.at(meta))
         self.prompts.clear()
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
-        path: Block | None = None  # where the adapter's keys are not yet
+        path: ForwardMeta | None = None  # where the adapter's keys are not yet
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
-            path = path_block(self.lm, batch, draft, self.window)
+            path = path_meta(self.lm, batch, draft, self.window)
         self.proposed = None
         is_chain = draft.tree.is_chain
 
@@ -210,12 +215,12 @@ class EarlyExit:
                 self.adapter.write_kv(f_BND, self.deep_before(at), at, self.cache.at(at))
             return (slide(window_BWD, new_BPD, count_B.to(new_BPD.device) + 1),)
 
-        assert draft.block is not None
+        assert draft.meta is not None
         (self.shallow_BWD,) = self.lm.acceleration.replay(
             self.caches(batch),
             ("observe", is_chain),
             work,
-            *(self.shallow_BWD, verdict.path_BP, verdict.count_B, draft.block.slots_RT[:, :1]),
+            *(self.shallow_BWD, verdict.path_BP, verdict.count_B, draft.meta.slots_RT[:, :1]),
             *(taps[tap] for tap in self.taps),
             *(() if path is None else path.tensors()),
             tokens=draft.tokens_BN.numel(),
@@ -226,22 +231,22 @@ class EarlyExit:
         return batch.cache, self.cache
 
     def begun(
-        self, batch: Batch, pending_B1: Tensor, block: Block, window_BWD: Tensor
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, ...]:
         """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
         the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
         deep ones before those.
 
         Args:
-            block: from the window on.
+            meta: from the window on.
         """
-        f_B1D = self._shallow(pending_B1, batch, block.narrow(self.window, 1))
-        deep_BND = self.deep_before(block.narrow(0, self.window + 1).to(f_B1D.device))
+        f_B1D = self._shallow(pending_B1, batch, meta.narrow(self.window, 1))
+        deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         f_BND = torch.cat([window_BWD, f_B1D], 1)
         return f_B1D, f_BND, *(() if deep_BND is None else (deep_BND,))
 
-    def _shallow(self, tokens_BN: Tensor, batch: Batch, block: Block) -> Tensor:
-        return self.lm.run(self.lm.embed(tokens_BN), batch.cache, block, self.shallow)[0]
+    def _shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
+        return self.lm.run(self.lm.embed(tokens_BN), batch.cache, meta, self.shallow)[0]
 
     def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
         """Keep deep states of the target, which are not normed yet."""
@@ -249,15 +254,15 @@ class EarlyExit:
         deep_RND = self.lm.norm(states_RND).to(own_RSD.device)
         own_RSD.scatter_(1, slots_RN1.expand_as(deep_RND), deep_RND)
 
-    def deep_before(self, block: Block) -> Tensor | None:
+    def deep_before(self, meta: ForwardMeta) -> Tensor | None:
         """The target's deep states, normed, of the tokens before these, zeros where there is none;
         None where they are not read."""
         if not self.reads_deep:
             return None
-        before_RN1 = (block.positions_RT - 1).clamp(min=0)[..., None]
-        deep_RSD = self.deep_BSD[block.rows]
+        before_RN1 = (meta.positions_RT - 1).clamp(min=0)[..., None]
+        deep_RSD = self.deep_BSD[meta.rows]
         index_RND = before_RN1.expand(len(deep_RSD), -1, deep_RSD.shape[-1])
-        return deep_RSD.gather(1, index_RND) * (block.positions_RT > 0)[..., None]
+        return deep_RSD.gather(1, index_RND) * (meta.positions_RT > 0)[..., None]
 
 
 def along(path_BP: Tensor, states_BND: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kangaroo.drafters.odds import Odds
+from kangaroo.drafters.acceptance import AcceptanceTable
 from kangaroo.drafters.suffix import shared
 
 
@@ -19,20 +19,20 @@ class Costs:
     Args:
         verify: of verifying 0, 1, 2, ... nodes beside the root.
         draft: of a token of the chain.
-        pace: tokens that are written in the time of a vanilla step; so many a node, or a drafted
-            token, has to gain for each vanilla step that it costs.
+        min_gain_per_step: tokens that are written in the time of a vanilla step; so many a node, or
+            a drafted token, has to gain for each vanilla step that it costs.
         states: the part of `draft` that is saved where the lookup says the same token, whose states
             were computed together with the pending token's.
     """
 
     verify: Sequence[float]
     draft: float
-    pace: float
+    min_gain_per_step: float
     states: float = 0.0
 
     def of_nodes(self, count: int) -> float:
         """Tokens that this many nodes have to gain."""
-        return self.pace * (self.verify[count] - self.verify[0])
+        return self.min_gain_per_step * (self.verify[count] - self.verify[0])
 
 
 @dataclass
@@ -82,26 +82,30 @@ class Nodes:
         return len(self.tokens)
 
 
-def drafting_pays(odds: Odds, costs: Costs, sources: Sources, most: int) -> bool:
+def drafting_pays(acceptance: AcceptanceTable, costs: Costs, sources: Sources, most: int) -> bool:
     """Whether a further token of the chain may be expected to make the tree worth more than it
     costs to draft.
 
     Args:
         most: nodes that a tree may have.
     """
-    nodes, drafted = candidates(odds, sources), len(sources.chain)
-    adds, cost = odds.adds[0], costs.draft
+    nodes, drafted = candidates(acceptance, sources), len(sources.chain)
+    adds, cost = acceptance.adds[0], costs.draft
     if sources.shared == drafted < len(sources.lookup):  # it may say the same once more
-        row = odds.row(sources.length + drafted)
-        adds = odds.adds[1 + row]
-        cost -= costs.states * odds.lookup[row]  # where it is right the chain most often agrees
+        row = acceptance.row(sources.length + drafted)
+        adds = acceptance.adds[1 + row]
+        cost -= (
+            costs.states * acceptance.lookup[row]
+        )  # where it is right the chain most often agrees
     _, before = best_size(costs, sorted(nodes.gains, reverse=True)[:most])
     gains = [*nodes.gains, nodes.of_chain * adds]
     _, after = best_size(costs, sorted(gains, reverse=True)[:most])
-    return after - before > costs.pace * cost
+    return after - before > costs.min_gain_per_step * cost
 
 
-def best_tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
+def best_tree(
+    acceptance: AcceptanceTable, costs: Costs, sources: Sources, most: int
+) -> tuple[list[int], list[int]]:
     """Tokens and parents, as `Draft.listed` takes them, of the tree that gains most for its cost.
 
     The gain of a node is the chance that its whole path is right. No parent's is lower than its
@@ -110,7 +114,7 @@ def best_tree(odds: Odds, costs: Costs, sources: Sources, most: int) -> tuple[li
     Args:
         most: nodes beside the root.
     """
-    nodes = candidates(odds, sources)
+    nodes = candidates(acceptance, sources)
     # of equals the earlier is first, so that a parent is
     order = sorted(range(len(nodes.gains)), key=lambda node: -nodes.gains[node])[:most]
     count, _ = best_size(costs, [nodes.gains[node] for node in order])
@@ -133,33 +137,40 @@ def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
     return count, best
 
 
-def candidates(odds: Odds, sources: Sources) -> Nodes:
+def candidates(acceptance: AcceptanceTable, sources: Sources) -> Nodes:
     """What both say is one node, and is trusted for both reasons."""
     lookup, chain, same = sources.lookup, sources.chain, sources.shared
     nodes, fork, of_fork = Nodes(), 0, 1.0
     for depth in range(same):
-        right = _same(odds, sources, depth)
+        right = _same(acceptance, sources, depth)
         node = nodes.add(chain[depth], fork, of_fork * right)
-        _add_further(odds, sources, nodes, depth, fork, of_fork * (1 - right))
+        _add_further(acceptance, sources, nodes, depth, fork, of_fork * (1 - right))
         fork, of_fork = node, of_fork * right
     end, gain, left = fork, of_fork, of_fork
     for depth in range(same, len(lookup)):
-        gain *= _lookup(odds, sources, depth, same)
+        gain *= _lookup(acceptance, sources, depth, same)
         end = nodes.add(lookup[depth], end, gain)
         if depth == same:
             left -= gain
     end, gain = fork, of_fork
     for depth in range(same, len(chain)):
-        right = gain * _chain(odds, sources, depth, same)
+        right = gain * _chain(acceptance, sources, depth, same)
         node = nodes.add(chain[depth], end, right)
-        _add_further(odds, sources, nodes, depth, end, (gain if depth > same else left) - right)
+        _add_further(
+            acceptance, sources, nodes, depth, end, (gain if depth > same else left) - right
+        )
         end, gain = node, right
     nodes.of_chain = gain
     return nodes
 
 
 def _add_further(
-    odds: Odds, sources: Sources, nodes: Nodes, depth: int, parent: int, left: float
+    acceptance: AcceptanceTable,
+    sources: Sources,
+    nodes: Nodes,
+    depth: int,
+    parent: int,
+    left: float,
 ) -> None:
     """The next best choices for a token of the chain.
 
@@ -169,30 +180,30 @@ def _add_further(
     found = sources.lookup[depth] if depth < len(sources.lookup) else None
     for token, probability in sources.further[depth]:
         if token != found or depth > sources.shared:
-            right = max(left, 0.0) * odds.runner_up[odds.column(probability)]
+            right = max(left, 0.0) * acceptance.runner_up[acceptance.column(probability)]
             nodes.add(token, parent, right)
             left -= right
 
 
-def _same(odds: Odds, sources: Sources, depth: int) -> float:
+def _same(acceptance: AcceptanceTable, sources: Sources, depth: int) -> float:
     """How often a token is right that both say."""
-    row = odds.row(sources.length + depth)
-    return odds.same[row][odds.column(sources.confidence[depth])]
+    row = acceptance.row(sources.length + depth)
+    return acceptance.same[row][acceptance.column(sources.confidence[depth])]
 
 
-def _lookup(odds: Odds, sources: Sources, depth: int, shared: int) -> float:
+def _lookup(acceptance: AcceptanceTable, sources: Sources, depth: int, shared: int) -> float:
     """How often the lookup's token is right, from where both no longer say the same."""
-    row = odds.row(sources.length + depth)
+    row = acceptance.row(sources.length + depth)
     if depth > shared or shared == len(sources.chain):  # the chain says nothing here
-        return odds.lookup[row]
+        return acceptance.lookup[row]
     chosen = any(token == sources.lookup[depth] for token, _ in sources.further[depth])
-    table = odds.further if chosen else odds.other
-    return table[row][odds.column(sources.confidence[depth])]
+    table = acceptance.further if chosen else acceptance.other
+    return table[row][acceptance.column(sources.confidence[depth])]
 
 
-def _chain(odds: Odds, sources: Sources, depth: int, shared: int) -> float:
+def _chain(acceptance: AcceptanceTable, sources: Sources, depth: int, shared: int) -> float:
     """How often the chain's token is right, from where both no longer say the same."""
-    column = odds.column(sources.confidence[depth])
+    column = acceptance.column(sources.confidence[depth])
     if depth > shared or shared == len(sources.lookup):  # the lookup says nothing here
-        return odds.chain[column]
-    return odds.against[odds.row(sources.length + depth)][column]
+        return acceptance.chain[column]
+    return acceptance.against[acceptance.row(sources.length + depth)][column]

@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters import datastore, odds
-from kangaroo.drafters.chain import chain_block
+from kangaroo.drafters import acceptance, datastore
+from kangaroo.drafters.acceptance import CHOICES, AcceptanceTable
+from kangaroo.drafters.chain import chain_meta
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.odds import CHOICES, Odds
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -31,7 +31,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.loading import options_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.ranges import DraftSize, Length, NotNegative, Positive, Threshold
 
@@ -45,7 +45,7 @@ def say_assumed(adapter: str) -> None:
     """That nothing was counted for this adapter."""
     log.warning(
         "'%s' has no %s, so its trees are chosen by assumed numbers. Count them: %s",
-        *(adapter, odds.FILE, count_again(adapter)),
+        *(adapter, acceptance.FILE, count_again(adapter)),
     )
 
 
@@ -66,8 +66,8 @@ class HybridConfig(EarlyExitConfig):
             and beyond the last two, a straight line. Null is measured, once for each device and
             number of threads.
         draft_cost: of a token of the chain, in vanilla steps; read where `verify_costs` is.
-        pace: tokens that decoding writes in the time of a vanilla step: what further work in a
-            round has to be worth.
+        min_gain_per_step: tokens that decoding writes in the time of a vanilla step: what further
+            work in a round has to be worth.
         reference: folder of a datastore (`scripts/prepare.py datastore`) that is searched for
             longer matches than the text has itself; null searches the text alone.
     """
@@ -77,46 +77,48 @@ class HybridConfig(EarlyExitConfig):
     nodes: DraftSize = 15
     verify_costs: Annotated[list[Positive], Length(2)] | None = None
     draft_cost: NotNegative = 0.05
-    pace: Positive = 1.5
+    min_gain_per_step: Positive = 1.5
     reference: str | None = None
 
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Hybrid:
-        """Errors: `ConfigError`, and whatever `odds.read` and `datastore.load` raise."""
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Hybrid:
+        """Errors: `ConfigError`, and those of `acceptance.read` and `datastore.load`."""
         reference = None if self.reference is None else datastore.load(self.reference, lm)
         costs = None
         if self.verify_costs is not None:
-            costs = Costs(verify_curve(self.verify_costs, self.nodes), self.draft_cost, self.pace)
+            costs = Costs(
+                verify_curve(self.verify_costs, self.nodes), self.draft_cost, self.min_gain_per_step
+            )
         return Hybrid(
             lm,
             trained,
             self.steps,
             self.threshold,
             heads[0],
-            odds=self._counted_or_assumed(),
+            acceptance=self._counted_or_assumed(),
             costs=costs,
-            pace=self.pace,
+            min_gain_per_step=self.min_gain_per_step,
             nodes=self.nodes,
             reference=reference,
         )
 
-    def counted(self) -> Odds | None:
+    def counted(self) -> AcceptanceTable | None:
         """The odds that were counted for the adapter; None where none were."""
         if self._untrained() is not None:
             return None
-        folder = adapter_files.find(self.adapter, (odds.FILE,))
+        folder = adapter_files.find(self.adapter, (acceptance.FILE,))
         weights = adapter_files.weights_hash(self.adapter)
-        return odds.read(folder, weights, count_again(self.adapter))
+        return acceptance.read(folder, weights, count_again(self.adapter))
 
-    def _counted_or_assumed(self) -> Odds:
+    def _counted_or_assumed(self) -> AcceptanceTable:
         if (found := self.counted()) is not None:
             return found
         if self._untrained() is None:
             say_assumed(self.adapter)
-        return odds.assumed()
+        return acceptance.assumed()
 
     def settings(self) -> dict[str, Any]:
         counted = self.counted()
-        known = super().settings() | {"odds": counted and odds.fingerprint(counted)}
+        known = super().settings() | {"odds": counted and acceptance.fingerprint(counted)}
         if self.reference is not None:
             known["fingerprint"] = datastore.fingerprint(self.reference)
         return known
@@ -173,7 +175,7 @@ class Hybrid(Kangaroo):
 
     Args:
         costs: of at least `nodes` nodes; None is measured, as `HybridConfig.verify_costs` says.
-        pace: as of `HybridConfig`, for costs that are measured.
+        min_gain_per_step: as of `HybridConfig`, for costs that are measured.
         nodes: at most this many, the root aside.
     """
 
@@ -181,22 +183,27 @@ class Hybrid(Kangaroo):
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         adapter: Layer,
         steps: int = 6,
         threshold: float = 0.0,
         head: DraftHead | None = None,
         *,
-        odds: Odds,
+        acceptance: AcceptanceTable,
         costs: Costs | None = None,
-        pace: float = 1.5,
+        min_gain_per_step: float = 1.5,
         nodes: int = 15,
         reference: Datastore | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
-        self.odds, self.nodes, self.reference, self.pace = odds, nodes, reference, pace
+        self.acceptance, self.nodes, self.reference, self.min_gain_per_step = (
+            acceptance,
+            nodes,
+            reference,
+            min_gain_per_step,
+        )
         self.needs_costs = costs is None
-        self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, pace)
+        self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, min_gain_per_step)
         self.max_nodes = max(nodes, steps)
         self.lookups: list[Lookup] = []
 
@@ -213,7 +220,7 @@ class Hybrid(Kangaroo):
         if self.needs_costs:
             states = self.shallow_cost if shared_states else 0.0
             verify = budget.cost(rows, self.nodes)
-            self.costs = Costs(verify, self.draft_cost, self.pace, states)
+            self.costs = Costs(verify, self.draft_cost, self.min_gain_per_step, states)
 
     def propose(self, batch: Batch) -> Draft:
         self.take_costs(batch.budget, batch.active, shared_states=False)
@@ -237,15 +244,15 @@ class Hybrid(Kangaroo):
 
     def tree(self, sources: Sources) -> tuple[list[int], list[int]]:
         """The best tree of all that they say."""
-        return best_tree(self.odds, self.costs, sources, self.nodes)
+        return best_tree(self.acceptance, self.costs, sources, self.nodes)
 
     def _draft_chains(self, batch: Batch, sources: Sequence[Sources | None]) -> None:
         """Add to each row's sources a chain, as long as that pays."""
         growing = {row: own for row, own in enumerate(sources) if own and self.pays(own)}
         if not growing:
             return
-        block = chain_block(self.lm, batch, self.window, self.steps)
-        for token in self.tokens(batch, block):
+        meta = chain_meta(self.lm, batch, self.window, self.steps)
+        for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
             for row, own in growing.items():
                 (best, confidence), *further = [(int(one), chance) for one, chance in choices[row]]
@@ -259,7 +266,7 @@ class Hybrid(Kangaroo):
 
     def pays(self, sources: Sources) -> bool:
         """Whether a further token of the chain may be expected to pay."""
-        return drafting_pays(self.odds, self.costs, sources, self.nodes)
+        return drafting_pays(self.acceptance, self.costs, sources, self.nodes)
 
     def goes_on(self, sources: Sources) -> bool:
         """Whether it does after the last one's confidence."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from kangaroo.drafters.chain import Chain, Token, confidence
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.sampling import AnySampling, pick
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 @dataclass
@@ -32,7 +32,7 @@ class KangarooConfig(EarlyExitConfig):
 
     name: str = "kangaroo"
 
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Kangaroo:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Kangaroo:
         return Kangaroo(lm, trained, self.steps, self.threshold, heads[0])
 
 
@@ -44,7 +44,7 @@ class Kangaroo(EarlyExit, Chain):
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         adapter: Layer,
         steps: int = 6,
         threshold: float = 0.6,
@@ -56,30 +56,32 @@ class Kangaroo(EarlyExit, Chain):
     def spread(self, logits_BK: Tensor) -> Tensor:
         return self.head.spread(logits_BK)
 
-    def tokens(self, batch: Batch, block: Block) -> Iterator[Token]:
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[Token]:
         self.read_prompts()
 
         acceleration, caches = self.lm.acceleration, self.caches(batch)
-        block, draws = acceleration.hold(caches, ("round",), self.shallow_BWD, block, *batch.draws)
-        work, inputs = partial(self.begun, batch), (batch.last(1), block, self.shallow_BWD)
+        meta, draws = acceleration.pin_inputs(
+            caches, ("round",), self.shallow_BWD, meta, *batch.draws
+        )
+        work, inputs = partial(self.begun, batch), (batch.last(1), meta, self.shallow_BWD)
         f_B1D, f_BND, *deep = acceleration.step(caches, ("root",), work, *inputs)
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             token_B1, logits_BK, reading, adapted_B1D, f_BND = self._draft(
-                batch, step, f_BND, block, *draws, *deep
+                batch, step, f_BND, meta, *draws, *deep
             )
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
             yield Token(token_B1, logits_BK, reading)
 
-    def finish(self, draft: Draft, block: Block) -> Draft:
+    def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         padding = self.hidden[-1:] * (draft.tree.size - len(self.hidden))
         hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
-        self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, block=block)
+        self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)
         return self.proposed
 
     def _draft(
-        self, batch: Batch, step: int, f_BND: Tensor, block: Block, *tensors: Tensor
+        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """One draft token `[B, 1]`, its logits `[B, K]`, what the host reads of it, and the states
         that the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
@@ -88,10 +90,10 @@ class Kangaroo(EarlyExit, Chain):
             tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def work(f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor) -> tuple[Tensor, ...]:
             length_B, seeds_B, settings_B3, *deep = tensors
             after = self.window + step
-            at = block.narrow(0, after) if step == 1 else block.narrow(after - 1, 1)
+            at = meta.narrow(0, after) if step == 1 else meta.narrow(after - 1, 1)
             at = at.to(f_BND.device)
             deep_BND = deep[0] if deep else None
             adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
@@ -106,12 +108,12 @@ class Kangaroo(EarlyExit, Chain):
                 how = batch.sampling.reading(settings_B3)
                 token_B1 = self._pick(logits_BK, how, positions_B1, seeds_B)
                 reading = self.reading(logits_BK, how, positions_B1, seeds_B)
-            f_B1D = self._shallow(token_B1, batch, block.narrow(after, 1))
+            f_B1D = self._shallow(token_B1, batch, meta.narrow(after, 1))
             return token_B1, logits_BK, reading, adapted_B1D, f_B1D
 
         # a graph a step, so that none overwrites what the round still reads of another
         key = ("draft", step, batch.sampling.kind)
-        return self.lm.acceleration.step(self.caches(batch), key, work, f_BND, block, *tensors)
+        return self.lm.acceleration.step(self.caches(batch), key, work, f_BND, meta, *tensors)
 
     def reading(
         self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor

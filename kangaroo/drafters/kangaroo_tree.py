@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.chain import chain_block
+from kangaroo.drafters.chain import chain_meta
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 
@@ -38,23 +38,23 @@ class KangarooTreeConfig(EarlyExitConfig):
         top_k: nodes of a level, and candidates of each node (the paper's K).
         nodes: of the tree that is verified, the pending token aside: of those that pruning leaves,
             so many of the most confident.
-        least: of the drafted nodes, verify those whose confidence is higher; null is the paper's
-            pruning, all but the less confident half of the nodes without a child.
+        min_confidence: of the drafted nodes, verify those whose confidence is higher; null is the
+            paper's pruning, all but the less confident half of the nodes without a child.
     """
 
     name: str = "kangaroo_tree"
     threshold: Threshold = 0.4
     top_k: Count = 10
     nodes: DraftSize = 32
-    least: Threshold | None = None
+    min_confidence: Threshold | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> KangarooTree:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> KangarooTree:
         """Errors: `ConfigError`."""
-        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.least
+        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
         return KangarooTree(lm, trained, *options)
 
 
@@ -96,39 +96,39 @@ class KangarooTree(EarlyExit):
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         adapter: Layer,
         steps: int = 6,
         threshold: float = 0.4,
         head: DraftHead | None = None,
         top_k: int = 10,
         nodes: int = 32,
-        least: float | None = None,
+        min_confidence: float | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
         if top_k > self.head.size:
             raise ConfigError(
                 f"drafter.top_k={top_k} is more than the {self.head.size} tokens to draft from."
             )
-        self.top_k, self.nodes, self.least = top_k, nodes, least
+        self.top_k, self.nodes, self.min_confidence = top_k, nodes, min_confidence
         self.max_nodes = top_k * steps
 
     def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
         """What the n-th likeliest node has to exceed to be verified in so many rows."""
         chances = budget.min_node_chances(rows, self.nodes)
-        return [max(chance, self.least or 0.0) for chance in chances]
+        return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def propose(self, batch: Batch) -> Draft:
         rows, budget = batch.active, batch.budget
-        least = budget.min_chain_chances(rows, self.steps, self.draft_cost)
-        if least[0] >= 1:
+        min_confidence = budget.min_chain_chances(rows, self.steps, self.draft_cost)
+        if min_confidence[0] >= 1:
             return Draft.nothing(batch.last(1))
         self.read_prompts()
-        block = chain_block(self.lm, batch, self.window, steps=0, room=self.max_nodes)
-        block, draws = self.lm.acceleration.hold(
-            self.caches(batch), ("round",), self.shallow_BWD, block, *batch.draws
+        meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
+        meta, draws = self.lm.acceleration.pin_inputs(
+            self.caches(batch), ("round",), self.shallow_BWD, meta, *batch.draws
         )
-        root, at, f_BND, *deep = self._root(batch, block)
+        root, at, f_BND, *deep = self._root(batch, meta)
         levels = [root]
         # on the host, which reads one number a row and level where there is a threshold
         active = ~np.array(batch.done)
@@ -139,49 +139,57 @@ class KangarooTree(EarlyExit):
             valid.append(active)
             if step == self.steps:
                 break
-            if (limit := max(self.threshold, least[step])) > 0:
+            if (limit := max(self.threshold, min_confidence[step])) > 0:
                 best = np.array(best_B.tolist(), np.float32)
                 active = active & (best > np.float32(limit))
                 if not active.any():
                     break
-            at, f_BND = block.with_tensors(*level[LAYOUT]), level.f_BLD
+            at, f_BND = meta.with_tensors(*level[LAYOUT]), level.f_BLD
         worth = self.min_node_chances(budget, rows) if rows > 1 else []
-        return self._pruned(batch, block, levels, np.stack(valid, 1), worth)
+        return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
 
-    def _root(self, batch: Batch, block: Block) -> tuple[Any, ...]:
+    def _root(self, batch: Batch, meta: ForwardMeta) -> tuple[Any, ...]:
         """The pending token; its block and what the layer's first pass reads (`begun`).
 
         Args:
-            block: of the window and this token.
+            meta: of the window and this token.
         """
 
-        def work(pending_B1: Tensor, block: Block, window_BWD: Tensor, length_B: Tensor) -> Tensors:
-            f_B1D, *first = self.begun(batch, pending_B1, block, window_BWD)
-            slots_E = torch.arange(block.extent, device=pending_B1.device)
+        def work(
+            pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor, length_B: Tensor
+        ) -> Tensors:
+            f_B1D, *first = self.begun(batch, pending_B1, meta, window_BWD)
+            slots_E = torch.arange(meta.extent, device=pending_B1.device)
             hidden_B1E = (slots_E >= length_B[:, None])[:, None]
             none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-            itself = block.narrow(self.window, 1).tensors()
+            itself = meta.narrow(self.window, 1).tensors()
             level = Level(none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
             return *level, *first
 
-        inputs = batch.last(1), block, self.shallow_BWD, batch.length_B
+        inputs = batch.last(1), meta, self.shallow_BWD, batch.length_B
         made = self.lm.acceleration.step(self.caches(batch), ("root",), work, *inputs)
-        return Level(*made[:FIELDS]), block, *made[FIELDS:]
+        return Level(*made[:FIELDS]), meta, *made[FIELDS:]
 
     def _level(
-        self, batch: Batch, last: Level, step: int, block: Block, f_BND: Tensor, *tensors: Tensor
+        self,
+        batch: Batch,
+        last: Level,
+        step: int,
+        meta: ForwardMeta,
+        f_BND: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Any, ...]:
         """The most confident children of the last level; the score of the best `[B]`; and the
         layer's states of their parents, if it reads such.
 
         Args:
-            block, f_BND: what the layer reads: the last level, the first time with a window.
+            meta, f_BND: what the layer reads: the last level, the first time with a window.
             tensors: `Batch.draws`, and the deep states if the layer reads them.
         """
 
-        def work(f_BND: Tensor, block: Block, *tensors: Tensor) -> Tensors:
+        def work(f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor) -> Tensors:
             number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = tensors
-            at, width, rows = block.to(f_BND.device), number_BL.shape[1], batch.size
+            at, width, rows = meta.to(f_BND.device), number_BL.shape[1], batch.size
             adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
             adapted_BLD = adapted_BND[:, -width:]  # without the window
             logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
@@ -202,7 +210,7 @@ class KangarooTree(EarlyExit):
             hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
             tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
             at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
-            own = self.lm.block_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
+            own = self.lm.forward_meta_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
             f_BLD = self._shallow(tokens_BL, batch, own)
             level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *own.tensors()
             further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
@@ -211,13 +219,13 @@ class KangarooTree(EarlyExit):
         # a graph a level, so that none overwrites what the round still reads of another
         key = ("level", step, batch.sampling.kind)
         tensors = last.number_BL, last.score_BL, last.hidden_BLE, *tensors
-        made = self.lm.acceleration.step(self.caches(batch), key, work, f_BND, block, *tensors)
+        made = self.lm.acceleration.step(self.caches(batch), key, work, f_BND, meta, *tensors)
         return Level(*made[:FIELDS]), *made[FIELDS:]
 
     def _pruned(
         self,
         batch: Batch,
-        block: Block,
+        meta: ForwardMeta,
         levels: list[Level],
         valid: np.ndarray,
         worth: list[float],
@@ -225,7 +233,7 @@ class KangarooTree(EarlyExit):
         """What is verified.
 
         Args:
-            block: of the same rows and extent.
+            meta: of the same rows and extent.
             valid: of each row and level.
             worth: as of `best_count`; of one text alone the drafter's own rule decides.
         """
@@ -237,7 +245,7 @@ class KangarooTree(EarlyExit):
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
             levels_S = (torch.arange(most, device=device) + self.top_k - 1) // self.top_k
             valid_BN = valid_BS[:, levels_S]
-            keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.least)
+            keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.min_confidence)
             if len(worth_W):
                 rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
                 keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth_W))
@@ -254,8 +262,8 @@ class KangarooTree(EarlyExit):
             parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
             tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
-            blocks = [block.with_tensors(*own) for own in zip(*layout, strict=True)]
-            whole = Block.join(blocks).take(index_BN).tensors()
+            metas = [meta.with_tensors(*own) for own in zip(*layout, strict=True)]
+            whole = ForwardMeta.join(metas).take(index_BN).tensors()
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
 
         def replay(key: tuple[Any, ...], work: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
@@ -276,29 +284,33 @@ class KangarooTree(EarlyExit):
             valid_BN=keep_BN,
             hidden_BND=f_BND,
             entry=self.exit_layer,
-            block=block.with_tensors(*own),
+            meta=meta.with_tensors(*own),
         )
         return self.proposed
 
 
 def kept(
-    score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, nodes: int, least: float | None = None
+    score_BN: Tensor,
+    parents_BN: Tensor,
+    valid_BN: Tensor,
+    nodes: int,
+    min_confidence: float | None = None,
 ) -> Tensor:
     """Which nodes are left, `[B, N]`: the root always, and with a node its parent.
 
     Args:
         score_BN: no higher than the parent's; the root's is the highest.
         nodes: at most so many besides the root.
-        least: those whose score is higher; None is all but the less confident half of the nodes
-            that have no child.
+        min_confidence: those whose score is higher; None is all but the less confident half of the
+            nodes that have no child.
     """
-    if least is None:
+    if min_confidence is None:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
         childless_BN = valid_BN & (children_BN == 0)
         rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
         dropped_BN = childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2)
     else:
-        dropped_BN = score_BN <= least
+        dropped_BN = score_BN <= min_confidence
     keep_BN = valid_BN & ~dropped_BN
     return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.drafters.layer_subset import LayerSubset, draft_cost, runs, write
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
 from kangaroo.heads.adapter_files import target_hash
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
@@ -55,10 +55,12 @@ class Text:
     tokens_1M: Tensor
     top_M: Tensor
     cache: KVCache
-    block: Block
+    meta: ForwardMeta
 
 
-def search(lm: LM, samples: Sequence[Sample], config: SearchConfig, file: Path) -> LayerSubset:
+def search(
+    lm: TargetModel, samples: Sequence[Sample], config: SearchConfig, file: Path
+) -> LayerSubset:
     """The subset with the best expected speedup among `budget` that a local search tries.
 
     A change of one layer, or an exchange of two, is kept unless it is worse. What was tried is kept
@@ -166,32 +168,32 @@ def expected_speedup(agreement: float, cost: float, steps: int) -> float:
 
 
 @torch.no_grad()
-def look(lm: LM, sample: Sample, max_length: int) -> Text:
+def look(lm: TargetModel, sample: Sample, max_length: int) -> Text:
     """The whole target's pass over a conversation, and where its tokens go once more, as drafts."""
     tokens_1T = torch.tensor([sample["input_ids"][:max_length]], device=lm.device)
     length = tokens_1T.shape[1]
     wanted_M = torch.tensor(sample["loss_mask"][1:length], device=lm.device).nonzero()[:, 0]
     count = len(wanted_M)
     cache = lm.new_cache(1, length + count)
-    block = lm.chunk(0, length, row=0, n_slots=length + count)
-    x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, block, range(lm.n_layers))
+    meta = lm.chunk(0, length, row=0, n_slots=length + count)
+    x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
     top_M = lm.logits(x_1TD[:, wanted_M]).argmax(-1)[0]
     # a draft's token sees the whole target's keys of the text before it, and its own
     slots_1M = torch.arange(length, length + count, device=lm.device)[None]
     slots_E = torch.arange(length + count, device=lm.device)
     hidden_1ME = (slots_E >= wanted_M[:, None]) & (slots_E != slots_1M[0][:, None])
-    drafts = lm.block_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
+    drafts = lm.forward_meta_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
     return Text(tokens_1T[:, wanted_M], top_M, cache, drafts)
 
 
 @torch.no_grad()
-def agreement_of(lm: LM, texts: Sequence[Text], skip: Subset) -> float:
+def agreement_of(lm: TargetModel, texts: Sequence[Text], skip: Subset) -> float:
     """How often the first draft token is the target's choice."""
     right = total = 0
     for text in texts:
         x_1MD = lm.embed(text.tokens_1M)
         for layers in runs(skip, lm.n_layers):
-            x_1MD, _ = lm.run(x_1MD, text.cache, text.block, layers)
+            x_1MD, _ = lm.run(x_1MD, text.cache, text.meta, layers)
         right += int((lm.logits(x_1MD).argmax(-1)[0] == text.top_M).sum())
         total += len(text.top_M)
     return right / total

@@ -11,7 +11,7 @@ from typing import Any
 
 from kangaroo.heads.adapter_files import target_hash
 from kangaroo.models.loading import options_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, CorruptFile
 from kangaroo.utils.folders import command_line, located
 from kangaroo.utils.memory import weights
@@ -42,7 +42,7 @@ def runs(skip: Collection[int], n_layers: int) -> list[range]:
     return [range(group[0], group[-1] + 1) for group in found]
 
 
-def draft_cost(lm: LM, skip: Collection[int]) -> float:
+def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
     """Weights that a draft token reads, as a share of a token's."""
     kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
     return weights(*kept, lm.head) / weights(*lm.layers, lm.head)
@@ -75,7 +75,7 @@ def _search(path: str) -> str:
     return command_line("prepare layers", **options_of(model), output=path)
 
 
-def read(path: str, lm: LM) -> LayerSubset:
+def read(path: str, lm: TargetModel) -> LayerSubset:
     """Errors: those of `found`, and `AdapterMismatch` where it was searched for another target."""
     subset = found(path)
     if subset.target_hash != target_hash(lm):

@@ -17,7 +17,7 @@ from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import MOST_NODES, DraftSize, Range, check_nodes
 
@@ -58,7 +58,7 @@ class LookaheadConfig(DrafterConfig):
         """Of a round, the pending token aside."""
         return (self.window + self.guesses) * (self.ngram - 1)
 
-    def build(self, lm: LM) -> Lookahead:
+    def build(self, lm: TargetModel) -> Lookahead:
         return Lookahead(self)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
@@ -47,10 +47,10 @@ class MedusaConfig(TrainedConfig):
     def chain(cls, steps: int) -> MedusaConfig:
         return cls(nodes=steps, top_k=1)
 
-    def load(self, lm: LM) -> tuple[MedusaHeads, list[DraftHead]]:
+    def load(self, lm: TargetModel) -> tuple[MedusaHeads, list[DraftHead]]:
         return adapter_files.load(self.adapter, lm, MedusaHeads)
 
-    def of(self, lm: LM, trained: Any, heads: list[DraftHead]) -> Medusa:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Medusa:
         """Errors: `ConfigError`."""
         if self.top_k == 1:  # then it does not matter how often guesses are right
             guesses = [[1.0]] * trained.architecture.heads
@@ -97,11 +97,15 @@ class Medusa:
         choices: the tree's nodes as paths of ranks, parents before children.
     """
 
-    resumes = True  # of a prompt only the last state counts
+    supports_prefix_reuse = True  # of a prompt only the last state counts
     needs_costs = False
 
     def __init__(
-        self, lm: LM, heads: MedusaHeads, draft_heads: Sequence[DraftHead], choices: Choices
+        self,
+        lm: TargetModel,
+        heads: MedusaHeads,
+        draft_heads: Sequence[DraftHead],
+        choices: Choices,
     ):
         self.lm, self.heads = lm, heads
         self.draft_heads = [head.accelerate(lm) for head in draft_heads]
@@ -124,13 +128,13 @@ class Medusa:
             size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
         )
 
-    def adopt(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, known: int) -> None:
         """What is kept comes with the rest of the prompt."""
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        self.final_BD[block.rows] = taps[self.lm.n_layers][:, -1]
+        self.final_BD[meta.rows] = taps[self.lm.n_layers][:, -1]
 
     def propose(self, batch: Batch) -> Draft:
         h_B1D = self.lm.norm(self.final_BD[:, None])

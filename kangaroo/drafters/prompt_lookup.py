@@ -9,7 +9,7 @@ from kangaroo.drafters import datastore
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
 
@@ -30,7 +30,7 @@ class PromptLookupConfig(DrafterConfig):
     num_pred_tokens: DraftSize = 10
     reference: str | None = None
 
-    def build(self, lm: LM) -> PromptLookup:
+    def build(self, lm: TargetModel) -> PromptLookup:
         """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
         reference = None if self.reference is None else datastore.load(self.reference, lm)
         return PromptLookup(self.max_matching_ngram_size, self.num_pred_tokens, reference)

@@ -15,7 +15,7 @@ from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Draft
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
@@ -51,7 +51,7 @@ class RestConfig(DrafterConfig):
                 f"drafter.min_token_span={self.min_token_span}; nothing would be looked for."
             )
 
-    def build(self, lm: LM) -> Rest:
+    def build(self, lm: TargetModel) -> Rest:
         """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
         return Rest(datastore.load(self.datastore, lm), self)
 

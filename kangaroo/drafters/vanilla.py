@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Draft
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 @dataclass
@@ -16,7 +16,7 @@ class VanillaConfig(DrafterConfig):
 
     name: str = "vanilla"
 
-    def build(self, lm: LM) -> Vanilla:
+    def build(self, lm: TargetModel) -> Vanilla:
         return Vanilla()
 
 

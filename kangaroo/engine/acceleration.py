@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.cpu.native import Fusing, Head, LayerWeights, Sizes, Stack
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.cache import Block, KVCache, power_of_two
+from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 
 Tensors = tuple[Tensor, ...]
 
@@ -74,26 +74,26 @@ class Acceleration:
         assert self.sizes is not None
         return Fusing(self.library, weights, self.sizes)
 
-    def hold(
+    def pin_inputs(
         self,
         caches: Sequence[KVCache],
         key: tuple[Hashable, ...],
         x_BND: Tensor,
-        block: Block,
+        meta: ForwardMeta,
         *more: Tensor,
-    ) -> tuple[Block, Tensors]:
+    ) -> tuple[ForwardMeta, Tensors]:
         """The block and more of what steps on `x` will read; where steps are recorded, in the same
         place call after call, so that no step copies it."""
-        if self.graphs is None or not self._recorded(x_BND, block):
-            return block, more
-        own = block.tensors()
-        held = self.graphs.hold(caches, key, *own, *more)
-        return block.with_tensors(*held[: len(own)]), held[len(own) :]
+        if self.graphs is None or not self._recorded(x_BND, meta):
+            return meta, more
+        own = meta.tensors()
+        held = self.graphs.pin_inputs(caches, key, *own, *more)
+        return meta.with_tensors(*held[: len(own)]), held[len(own) :]
 
-    def _recorded(self, x_BND: Tensor, block: Block) -> bool:
+    def _recorded(self, x_BND: Tensor, meta: ForwardMeta) -> bool:
         return (
             self.graphs is not None
-            and block.recordable
+            and meta.recordable
             and self.graphs.take(x_BND.shape[0] * x_BND.shape[1])
         )
 
@@ -121,7 +121,7 @@ class Acceleration:
         key: tuple[Hashable, ...],
         work: Callable[..., Tensors],
         x_BND: Tensor,
-        block: Block,
+        meta: ForwardMeta,
         *more: Tensor,
         keep: bool = False,
     ) -> Tensors:
@@ -133,12 +133,12 @@ class Acceleration:
             keep: the results outlive the next call with this key, which otherwise may overwrite
                 them.
         """
-        if self.graphs is None or not self._recorded(x_BND, block):
-            return work(x_BND, block, *more)
-        own = block.tensors()
+        if self.graphs is None or not self._recorded(x_BND, meta):
+            return work(x_BND, meta, *more)
+        own = meta.tensors()
 
         def flat(x_BND: Tensor, *tensors: Tensor) -> Tensors:
-            return work(x_BND, block.with_tensors(*tensors[: len(own)]), *tensors[len(own) :])
+            return work(x_BND, meta.with_tensors(*tensors[: len(own)]), *tensors[len(own) :])
 
         results = self.graphs(caches, key, flat, x_BND, *own, *more)
         return tuple(result.clone() for result in results) if keep else results

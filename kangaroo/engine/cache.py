@@ -25,7 +25,7 @@ LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larg
 
 
 @dataclass
-class Block:
+class ForwardMeta:
     """Where a block of tokens lies: the slots it writes, its positions, what it may see.
 
     Args:
@@ -49,7 +49,7 @@ class Block:
     rope: tuple[Tensor, Tensor]
     recordable: bool = False
 
-    def narrow(self, start: int, width: int) -> Block:
+    def narrow(self, start: int, width: int) -> ForwardMeta:
         """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
         part = slice(start, start + width)
         cos, sin = self.rope
@@ -61,7 +61,7 @@ class Block:
             rope=(cos[:, part], sin[:, part]),
         )
 
-    def take(self, index_RN: Tensor) -> Block:
+    def take(self, index_RN: Tensor) -> ForwardMeta:
         """The tokens at the places `index_RN` of the block, in that order."""
 
         def taken(x: Tensor) -> Tensor:
@@ -78,12 +78,12 @@ class Block:
         )
 
     @staticmethod
-    def join(blocks: Sequence[Block]) -> Block:
+    def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
-        kinds = zip(*(block.tensors() for block in blocks), strict=True)
+        kinds = zip(*(meta.tensors() for meta in metas), strict=True)
         axes = (1, 1, 2, 1, 1)  # that of the tokens, in each kind
         joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, axes, strict=True))
-        return blocks[0].with_tensors(*joined)
+        return metas[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two steps whose blocks have one shape; see `with_tensors`."""
@@ -92,7 +92,7 @@ class Block:
 
     def with_tensors(
         self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
-    ) -> Block:
+    ) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
         return replace(
             self,
@@ -102,7 +102,7 @@ class Block:
             rope=(cos, sin),
         )
 
-    def to(self, device: torch.device) -> Block:
+    def to(self, device: torch.device) -> ForwardMeta:
         """The same block for layers that lie on another device."""
         if self.slots_RT.device == device:
             return self
@@ -155,9 +155,9 @@ class KVCache:
         self.keys = [zeros(shape, dtype, device) for device in devices]
         self.values = [zeros(shape, dtype, device) for device in devices]
 
-    def at(self, block: Block) -> BlockCache:
-        """What the attention layers take as their cache while `block` runs."""
-        return BlockCache(self, block)
+    def at(self, meta: ForwardMeta) -> BlockCache:
+        """What the attention layers take as their cache while `meta` runs."""
+        return BlockCache(self, meta)
 
     @cached_property
     def addresses(self) -> Addresses:
@@ -201,15 +201,15 @@ class PastKeys(Protocol):
 class BlockCache:
     """A `KVCache` seen from one block."""
 
-    def __init__(self, cache: KVCache, block: Block):
-        self.cache, self.block = cache, block
+    def __init__(self, cache: KVCache, meta: ForwardMeta):
+        self.cache, self.meta = cache, meta
 
     @cached_property
     def index(self) -> Tensor:
         """Where the block's tokens lie in the cache's flat first axis."""
-        block = self.block
-        rows = torch.arange(block.rows.start, block.rows.stop, device=block.slots_RT.device)
-        return (block.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
+        meta = self.meta
+        rows = torch.arange(meta.rows.start, meta.rows.stop, device=meta.slots_RT.device)
+        return (meta.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
 
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -223,7 +223,7 @@ class BlockCache:
     def _write(self, cached: Tensor, new_RKTC: Tensor) -> Tensor:
         cached.index_copy_(0, self.index, new_RKTC.transpose(1, 2).flatten(0, 1))
         by_row = cached.unflatten(0, (self.cache.batch_size, self.cache.n_slots))
-        return by_row[self.block.rows, : self.block.extent].transpose(1, 2)
+        return by_row[self.meta.rows, : self.meta.extent].transpose(1, 2)
 
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from kangaroo.cpu.native import build_name
 from kangaroo.engine.budget import VerifyCosts
-from kangaroo.engine.cache import BUCKET, Block, KVCache
+from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import cache_folder
 
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
@@ -35,10 +35,10 @@ CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 
-_known: WeakKeyDictionary[LM, VerifyCosts] = WeakKeyDictionary()
+_known: WeakKeyDictionary[TargetModel, VerifyCosts] = WeakKeyDictionary()
 
 
-def measured(lm: LM) -> VerifyCosts:
+def measured(lm: TargetModel) -> VerifyCosts:
     """Of this target on its device, with torch's threads of now; kept in the cache folder."""
     if lm not in _known:
         about = [lm.config.to_json_string(), str(lm.dtype), *machine(lm)]
@@ -55,7 +55,7 @@ def measured(lm: LM) -> VerifyCosts:
     return _known[lm]
 
 
-def machine(lm: LM) -> list[str | int]:
+def machine(lm: TargetModel) -> list[str | int]:
     """What computes a pass of this target."""
     if lm.device.type == "cuda":
         by = "eager" if not lm.acceleration else "kernels" if lm.acceleration.kernels else "graphs"
@@ -65,13 +65,13 @@ def machine(lm: LM) -> list[str | int]:
 
 
 @torch.inference_mode()
-def measure(lm: LM) -> VerifyCosts:
+def measure(lm: TargetModel) -> VerifyCosts:
     """The fastest pass of each width, the widths in turn."""
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
     cache = lm.new_cache(1, context(lm) + widths[-1] + BUCKET)
 
-    def verify(x_1ND: Tensor, block: Block) -> tuple[Tensor]:
-        x_1ND, _ = lm.run(x_1ND, cache, block, range(lm.n_layers))
+    def verify(x_1ND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
+        x_1ND, _ = lm.run(x_1ND, cache, meta, range(lm.n_layers))
         chosen = lm.choose(x_1ND)
         return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
 
@@ -84,37 +84,37 @@ _drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 @torch.inference_mode()
-def drafting(lm: LM, drafter: Any) -> float:
+def drafting(lm: TargetModel, drafter: Any) -> float:
     """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
     if drafter not in _drafting:
         cache = lm.new_cache(1, context(lm) + BUCKET)
         own = lm.cache_like(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
 
-        def draft(f_11D: Tensor, block: Block) -> tuple[Tensor]:
+        def draft(f_11D: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
             deep_11D = f_11D if drafter.reads_deep else None
-            adapted_1D = drafter.adapter(f_11D, deep_11D, block, own.at(block))[:, 0]
+            adapted_1D = drafter.adapter(f_11D, deep_11D, meta, own.at(meta))[:, 0]
             chosen = drafter.head.choose(adapted_1D)
             if chosen is None:
                 token_11 = drafter.head.token_of(drafter.head(adapted_1D).argmax(-1, True))
             else:
                 token_11, _ = chosen
-            return (lm.run(lm.embed(token_11), cache, block, drafter.shallow)[0],)
+            return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
 
         seconds = fastest(lm, [1], (cache, own), draft)[1]
         _drafting[drafter] = seconds / measured(lm).seconds[0]
     return _drafting[drafter]
 
 
-def context(lm: LM) -> int:
+def context(lm: TargetModel) -> int:
     """The tokens that a pass that is measured comes after."""
     return min(CONTEXT, lm.context // 2)
 
 
 def fastest(
-    lm: LM,
+    lm: TargetModel,
     widths: list[int],
     caches: tuple[KVCache, ...],
-    work: Callable[[Tensor, Block], tuple[Tensor]],
+    work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
 ) -> dict[int, float]:
     """Seconds of the fastest `work(x, block)` of each width, the widths in turn; a graph each where
     steps are recorded."""
@@ -126,9 +126,9 @@ def fastest(
                 continue
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
             tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + context(lm)
-            block = lm.block(tree, start_1, context(lm) + width, caches[0].n_slots)
+            meta = lm.forward_meta(tree, start_1, context(lm) + width, caches[0].n_slots)
             began = now(lm.device)
-            lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), block)
+            lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), meta)
             took = now(lm.device) - began
             best[width], spent[width] = min(best[width], took), spent[width] + took
     return best

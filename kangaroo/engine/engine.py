@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper, runs_natively
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
@@ -25,7 +25,7 @@ from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.engine.stepper import Stepper, TensorStepper
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
@@ -36,7 +36,7 @@ class Engine:
         tokenizer: needed for stop strings alone.
         prefill_chunk: prompts enter the cache in chunks of at most this many tokens, which bounds
             the memory of a prefill whatever the prompt's length; None is as many as are quick.
-        reuse: a prompt that begins like the text before it in its row is read from where it
+        prefix_cache: a prompt that begins like the text before it in its row is read from where it
             differs. Off, every prompt is read whole, as whoever measures wants it.
         always_drafts: every row of a batch drafts as a text alone does, for whoever measures
             acceptance. Off, a batch drafts what pays there.
@@ -44,17 +44,21 @@ class Engine:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         drafter: Drafter,
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int | None = None,
-        reuse: bool = False,
+        prefix_cache: bool = False,
         always_drafts: bool = False,
     ):
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.reuse, self.always_drafts = prefill_chunk, reuse, always_drafts
+        self.prefill_chunk, self.prefix_cache, self.always_drafts = (
+            prefill_chunk,
+            prefix_cache,
+            always_drafts,
+        )
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
         self.stepper: Stepper | None = None  # of the batch
@@ -76,7 +80,7 @@ class Engine:
             keep: of the distribution behind every token that is written, keep this many likeliest
                 tokens (`Generation.teacher`); a smaller vocabulary is kept whole.
         """
-        teacher.check(keep, "keep")
+        topk_logits.check(keep, "keep")
         self.keep = min(keep, self.lm.config.vocab_size)
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
@@ -111,7 +115,7 @@ class Engine:
         Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
         for another batch than the one opened last, whose cache is no longer its own.
         """
-        parts = self.admitting(batch, row, request)
+        parts = self.prefill_chunks(batch, row, request)
         while True:
             try:
                 next(parts)
@@ -119,7 +123,7 @@ class Engine:
                 return cast(Generation, ended.value)
 
     @torch.inference_mode()
-    def admitting(
+    def prefill_chunks(
         self, batch: Batch, row: int, request: Request
     ) -> Generator[None, None, Generation]:
         """The same chunk by chunk, so that other rows may step in between.
@@ -138,10 +142,10 @@ class Engine:
         begun, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        source, known = self.known(batch, row, text)
+        source, known = self.match_prefix(batch, row, text)
         if known and source != row:
             batch.cache.copy(source, row, known)
-            self.drafter.adopt(source, row, known)
+            self.drafter.copy_prefix(source, row, known)
         read = self.stepper.unread(source, row, prompt_T[:known]) if known else []
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(known, end, chunk):
@@ -151,8 +155,8 @@ class Engine:
                 yield
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
-            last_11D, block, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
-            read.append((tokens_1T, block, taps))
+            last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
+            read.append((tokens_1T, meta, taps))
         batch.place(row, prompt_T, request)
         for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
             self.drafter.prefill(batch, *chunk_read)
@@ -161,17 +165,19 @@ class Engine:
         how = batch.sampling.reading(batch.settings_B3[row : row + 1])
         token = int(pick(logits_11V, at_11, how, seed_1))
         batch.first(row, token)
-        kept = teacher.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
+        kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
 
-    def known(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+    def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
         """The row whose text a prompt begins like, and how many of its tokens need not be read in
         a free row therefore; of equals the free row itself is the first."""
-        if not (self.reuse and self.stepper is not None and self.stepper.resumes):
+        if not (
+            self.prefix_cache and self.stepper is not None and self.stepper.supports_prefix_reuse
+        ):
             return row, 0
         begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)
@@ -341,7 +347,7 @@ class Engine:
 
         Args:
             batch: of one row, opened before with this sampling; by default one is opened. In a
-                conversation's own batch its next turn goes on from the last one (`reuse`).
+                conversation's own batch its next turn goes on from the last one (`prefix_cache`).
 
         Errors: `PromptError` as of `check`; `ConfigError` for a batch, or then a stream, that
         another one has taken the place of.

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import topk_logits as teacher
+from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.clock import Clock
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict, accept, decide
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
-Chunk = tuple[Tensor, Block, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Step:
     """
 
     rows: list[tuple[list[int], int, int]]
-    kept: teacher.Rows
+    kept: topk_logits.Rows
     draft_seconds: float
     verify_seconds: float
 
@@ -46,10 +46,11 @@ class Stepper(Protocol):
     """Makes the steps of one batch.
 
     Attributes:
-        resumes: whether a prompt that begins like a text in the cache is read from where it ends.
+        supports_prefix_reuse: whether a prompt that begins like a text in the cache is read from
+        where it ends.
     """
 
-    resumes: bool
+    supports_prefix_reuse: bool
 
     def step(self, drafts: bool) -> Step:
         """One step of all rows.
@@ -66,9 +67,9 @@ class Stepper(Protocol):
 class TensorStepper:
     """Every drafter, on every device."""
 
-    def __init__(self, lm: LM, drafter: Drafter, batch: Batch, keep: int = 0):
+    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
-        self.resumes = drafter.resumes
+        self.supports_prefix_reuse = drafter.supports_prefix_reuse
         self.clock = Clock(lm.device)
 
     def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
@@ -79,17 +80,17 @@ class TensorStepper:
         started = clock.mark()
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = clock.mark()
-        draft.block = draft.block or self._block(draft)
-        verdict, written, logits_BNV, taps = self._verify(draft, draft.block)
+        draft.meta = draft.meta or self._block(draft)
+        verdict, written, logits_BNV, taps = self._verify(draft, draft.meta)
         if not draft.tree.is_chain:
-            self._keep_path(draft.block, verdict)
+            self._keep_path(draft.meta, verdict)
         verified = clock.mark()
         batch.commit(written)
         drafter.observe(batch, draft, verdict, taps)
         rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
-        kept: teacher.Rows = [None] * batch.size
+        kept: topk_logits.Rows = [None] * batch.size
         if logits_BNV is not None:
-            kept = teacher.likeliest(logits_BNV, verdict.path_BP, self.keep)
+            kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(drafted, accepted)
@@ -99,7 +100,7 @@ class TensorStepper:
         )
         return Step(rows, kept, draft_seconds, verify_seconds)
 
-    def _block(self, draft: Draft) -> Block:
+    def _block(self, draft: Draft) -> ForwardMeta:
         """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
         shapes that are recorded."""
         batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
@@ -109,10 +110,12 @@ class TensorStepper:
         if alone and (size, depth) != (tree.size, tree.max_depth):
             draft.widen(size, depth)
         used, recorded = batch.used + draft.tree.size, ("verify", batch.cache)
-        return self.lm.block(draft.tree, batch.base_B, used, batch.n_slots, recorded=recorded)
+        return self.lm.forward_meta(
+            draft.tree, batch.base_B, used, batch.n_slots, recorded=recorded
+        )
 
     def _verify(
-        self, draft: Draft, block: Block
+        self, draft: Draft, meta: ForwardMeta
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
         """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
         where something of them is kept; the states that the drafter wants.
@@ -121,9 +124,9 @@ class TensorStepper:
         taps = sorted(set(self.drafter.taps))
         layers, sampling = range(draft.entry, lm.n_layers), batch.sampling
 
-        def work(draft: Draft, block: Block, rows: RowTensors) -> tuple[Tensor, ...]:
+        def work(draft: Draft, meta: ForwardMeta, rows: RowTensors) -> tuple[Tensor, ...]:
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
-            x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
+            x_BND, states = lm.run(x_BND, batch.cache, meta, layers, taps)
             chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
             kept: tuple[Tensor, ...] = ()
             if chosen is not None:
@@ -131,11 +134,11 @@ class TensorStepper:
             else:
                 logits_BNV = lm.logits(x_BND)
                 how = sampling.reading(rows.settings_B3)
-                verdict = decide(draft, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
+                verdict = decide(draft, logits_BNV, meta.positions_RT + 1, how, rows.seeds_B)
                 kept = (logits_BNV,) if keeps else ()
             return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
 
-        results = self._replayed(work, draft, block, ("verify", *taps, keeps))
+        results = self._replayed(work, draft, meta, ("verify", *taps, keeps))
         verdict, results = (
             Verdict(*results[: len(Verdict._fields)]),
             results[len(Verdict._fields) :],
@@ -149,18 +152,18 @@ class TensorStepper:
 
     def _replayed(
         self,
-        work: Callable[[Draft, Block, RowTensors], tuple[Tensor, ...]],
+        work: Callable[[Draft, ForwardMeta, RowTensors], tuple[Tensor, ...]],
         draft: Draft,
-        block: Block,
+        meta: ForwardMeta,
         key: tuple[Hashable, ...],
     ) -> tuple[Tensor, ...]:
         """`work(draft, block, rows)`, recorded where steps are: by tensors alone."""
         batch, parts, rows = self.batch, draft.tensors(), self.batch.rows
-        layout = block.tensors()
+        layout = meta.tensors()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
             own, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
-            here, tensors = block.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
+            here, tensors = meta.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
             return work(own, here, RowTensors(*tensors))
 
         key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, batch.sampling.kind)
@@ -168,11 +171,11 @@ class TensorStepper:
         inputs = *parts, *layout, *rows
         return self.lm.acceleration.replay((batch.cache,), key, flat, *inputs, tokens=tokens)
 
-    def _keep_path(self, block: Block, verdict: Verdict) -> None:
+    def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of an accepted path to where its tokens now stand."""
         batch = self.batch
         depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
-        from_BP = block.slots_RT.gather(1, verdict.path_BP)
+        from_BP = meta.slots_RT.gather(1, verdict.path_BP)
         to_BP = batch.base_B[:, None] + depth_P
 
         def work(from_BP: Tensor, to_BP: Tensor) -> tuple[Tensor, ...]:

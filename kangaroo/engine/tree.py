@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ class Draft:
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
         entry: the first target layer still to run.
         probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
-        block: where the nodes lie; where it is None the engine sets it, to what `LM.block` gives.
+        meta: where the nodes lie; where it is None the engine sets it, to what
+        `TargetModel.forward_meta` gives.
     """
 
     tokens_BN: Tensor
@@ -80,7 +81,7 @@ class Draft:
     hidden_BND: Tensor | None = None
     entry: int = 0
     probs_BNV: Tensor | None = None
-    block: Block | None = None
+    meta: ForwardMeta | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two drafts of one shape; see `with_tensors`."""

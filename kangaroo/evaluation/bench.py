@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.models.prompts import Message, prompt_ids, whole
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.utils.folders import cache_folder, command_line
 from kangaroo.utils.ranges import Count, Ranged
@@ -89,7 +89,7 @@ class Question:
         return fields
 
     def prompt(
-        self, lm: LM, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     ) -> list[int]:
         """The ids of a conversation that ends with one of its turns.
 
@@ -108,7 +108,7 @@ class Question:
 
 
 def check_first_turns(
-    questions: Sequence[Question], lm: LM, tokenizer: PreTrainedTokenizerBase
+    questions: Sequence[Question], lm: TargetModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise what `Question.prompt` does before the first of them is answered: a later turn has
     answers in it, so that its length is not known yet.

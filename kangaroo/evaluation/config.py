@@ -17,7 +17,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import AGAIN, BASELINES
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Positive, Ranged, Seed
@@ -170,7 +170,7 @@ def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]
 
 
 def settings_of(
-    lm: LM, config: EvaluateConfig, questions: list[Question], limit: int
+    lm: TargetModel, config: EvaluateConfig, questions: list[Question], limit: int
 ) -> dict[str, Any]:
     """What fixes the result, by name."""
     cuda = lm.device.type == "cuda"

@@ -20,11 +20,16 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling, perturb, warp
 from kangaroo.engine.tree import Tree
 from kangaroo.evaluation.records import Fork
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 def fork(
-    lm: LM, prompt: list[int], method: list[int], vanilla: list[int], sampling: Sampling, seed: int
+    lm: TargetModel,
+    prompt: list[int],
+    method: list[int],
+    vanilla: list[int],
+    sampling: Sampling,
+    seed: int,
 ) -> Fork | None:
     """The first difference between two texts that continue `prompt`, judged by teacher forcing."""
     if method == vanilla:
@@ -100,7 +105,7 @@ def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Te
 
 
 @torch.no_grad()
-def target_logits(lm: LM, tokens: list[int]) -> Tensor:
+def target_logits(lm: TargetModel, tokens: list[int]) -> Tensor:
     """float32 logits `[V]` of the token after `tokens`, computed as vanilla decoding does."""
     engine = Engine(lm, Vanilla())
     batch = engine.open(1, len(tokens) + 1, Sampling())
@@ -108,7 +113,7 @@ def target_logits(lm: LM, tokens: list[int]) -> Tensor:
     # the last token once more, alone: prefill and decoding round differently
     last_11 = torch.tensor([tokens[-1:]], device=lm.device)
     start_B = torch.tensor([len(tokens) - 1], device=lm.device)
-    block = lm.block(Tree.chain(1, lm.device), start_B, len(tokens), batch.n_slots)
-    block = replace(block, recordable=False)  # a text is judged once
-    x_BND, _ = lm.run(lm.embed(last_11), batch.cache, block, range(lm.n_layers))
+    meta = lm.forward_meta(Tree.chain(1, lm.device), start_B, len(tokens), batch.n_slots)
+    meta = replace(meta, recordable=False)  # a text is judged once
+    x_BND, _ = lm.run(lm.embed(last_11), batch.cache, meta, range(lm.n_layers))
     return lm.logits(x_BND)[0, 0].float()

@@ -20,7 +20,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 Decoder = Callable[[list[int], int, int], MethodRun]
 
@@ -38,7 +38,7 @@ def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Samp
 
 
 @contextmanager
-def transformers_attention(lm: LM) -> Iterator[None]:
+def transformers_attention(lm: TargetModel) -> Iterator[None]:
     """Give the model its usual attention back, since `generate` brings its own cache."""
     lm.hf.set_attn_implementation("sdpa")
     try:
@@ -47,7 +47,9 @@ def transformers_attention(lm: LM) -> Iterator[None]:
         lm.hf.set_attn_implementation(ATTENTION)
 
 
-def by_transformers(lm: LM, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Decoder:
+def by_transformers(
+    lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> Decoder:
     """`generate` with the cache and the attention that transformers uses by itself.
 
     Under sampling it draws from the same distribution with noise of its own: its time can be

@@ -20,7 +20,7 @@ from kangaroo.engine.requests import Generation, Token
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models.prompts import Message, prompt_ids
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 FRAME_SECONDS = 1 / 30
 MARGIN = 8  # lines of the terminal that hold no text of an answer
@@ -47,7 +47,7 @@ class Runner:
 
 
 def race(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     drafters: Mapping[str, Drafter],
     question: str,

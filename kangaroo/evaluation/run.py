@@ -37,7 +37,7 @@ from kangaroo.evaluation.methods import Decoder, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
 from kangaroo.models.prompts import Message
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.provenance import flat, git_revision
 from kangaroo.utils.ranks import Ranks
@@ -48,7 +48,7 @@ Log = Callable[[dict[str, float]], None]
 
 
 def evaluate(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[MethodSpec],
     config: EvaluateConfig,
@@ -75,7 +75,7 @@ class Evaluator:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         tokenizer: PreTrainedTokenizerBase,
         methods: Sequence[MethodSpec],
         config: EvaluateConfig,

@@ -20,7 +20,7 @@ from kangaroo.heads import base
 from kangaroo.heads.base import vocabulary_size
 from kangaroo.heads.layer import Layer
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 from kangaroo.utils.ranges import Layers
 
@@ -65,7 +65,7 @@ class AdapterHeadConfig(base.HeadConfig):
                 "adapter.architecture.attention=true."
             )
 
-    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
         return Adapter(lm, exit_layer, self, vocabulary_K)
 
     def steps(self, draft_steps: int) -> int:
@@ -91,7 +91,7 @@ class Adapter(Layer):
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         exit_layer: int,
         architecture: AdapterHeadConfig | None = None,
         vocabulary_K: Tensor | None = None,
@@ -122,7 +122,7 @@ class Adapter(Layer):
         if parts.own_head:
             self.head = nn.Linear(size, vocabulary_size(lm, vocabulary_K), bias=False)
 
-    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> Adapter:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Adapter:
         """Copy the layers above the exit and, damped, the target's final norm.
 
         At full strength that norm makes the untrained adapter surely wrong: on SmolLM2 the loss
@@ -140,7 +140,7 @@ class Adapter(Layer):
                 self.head.weight.copy_(lm.head.weight[rows])
         return self
 
-    def _copy_layers(self, lm: LM) -> None:
+    def _copy_layers(self, lm: TargetModel) -> None:
         """The layer above the exit, and attention of those above that, as far as there are any."""
         self.copy_layer(lm.layers[self.exit_layer])
         for place, (norm, attention) in enumerate(self.attentions[1:], self.exit_layer + 1):
@@ -149,7 +149,7 @@ class Adapter(Layer):
             norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
             attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
 
-    def grown(self, lm: LM, wanted: AdapterHeadConfig) -> Adapter:
+    def grown(self, lm: TargetModel, wanted: AdapterHeadConfig) -> Adapter:
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
         trained: attention of layers further above, the feed-forward part of the layer above the
         exit, or reading deep states."""
@@ -181,7 +181,7 @@ class Adapter(Layer):
         fusing = self.native_fusing
         return {"fusing": fusing.native()} if isinstance(fusing, native.Fusing) else {}
 
-    def accelerate(self, lm: LM) -> Adapter:
+    def accelerate(self, lm: TargetModel) -> Adapter:
         super().accelerate(lm)
         if self.architecture.fused:
             norms = [norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm)]

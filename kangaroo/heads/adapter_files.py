@@ -21,7 +21,7 @@ from torch import Tensor
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import options_of
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import SHIPPED, command_line, located
@@ -54,7 +54,7 @@ class AdapterConfig:
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
         training: provenance: data, schedule, held-out results, versions, command.
-        target_weights: `LM.fingerprint` of the target; None where it is not known.
+        target_weights: `TargetModel.fingerprint` of the target; None where it is not known.
     """
 
     target: str
@@ -70,7 +70,7 @@ class AdapterConfig:
     target_weights: str | None = None
 
 
-def target_hash(lm: LM) -> str:
+def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
     kept = {name: config.get(name) for name in FIXED}
@@ -78,7 +78,7 @@ def target_hash(lm: LM) -> str:
 
 
 def describe(
-    lm: LM,
+    lm: TargetModel,
     adapter: Trainable,
     training: dict[str, Any],
     vocabulary: int | None = None,
@@ -100,7 +100,7 @@ def describe(
     )
 
 
-def kept_dtype(adapter: Trainable, lm: LM) -> torch.dtype:
+def kept_dtype(adapter: Trainable, lm: TargetModel) -> torch.dtype:
     """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
     to run; bfloat16 where a weight is beyond float16.
     """
@@ -241,7 +241,7 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
 
 
 def load(
-    path: str, lm: LM, kind: type[Kind], vocabulary: int | None = None
+    path: str, lm: TargetModel, kind: type[Kind], vocabulary: int | None = None
 ) -> tuple[Kind, list[DraftHead]]:
     """Load what was trained for `lm`, in its dtype and where it drafts, and the heads that it
     drafts with.
@@ -263,7 +263,9 @@ def load(
     return adapter, adapter.draft_heads(lm, vocabulary_K)
 
 
-def as_saved(path: str, lm: LM, vocabulary: int | None = None) -> tuple[Trainable, Tensor | None]:
+def as_saved(
+    path: str, lm: TargetModel, vocabulary: int | None = None
+) -> tuple[Trainable, Tensor | None]:
     """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
     the shapes alone, so a `blueprint` will do.
 
@@ -324,7 +326,7 @@ def not_finite(state: Mapping[str, Tensor]) -> str | None:
     return next((name for name, x in state.items() if not x.isfinite().all()), None)
 
 
-def warn_of_weights(path: str, config: AdapterConfig, lm: LM) -> None:
+def warn_of_weights(path: str, config: AdapterConfig, lm: TargetModel) -> None:
     """Warn where the target has the right shape, but other weights than the adapter learnt from.
 
     An adapter that does not say which these were is judged by the target's name.

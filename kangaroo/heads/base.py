@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Ranged
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class HeadConfig(Ranged, ABC):
         return cls.__module__.rpartition(".")[2]
 
     @abstractmethod
-    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
         """An untrained one; of `lm` it takes the shapes alone.
 
         Args:
@@ -48,7 +48,7 @@ class HeadConfig(Ranged, ABC):
         Errors: `AdapterMismatch` for an exit layer that the target does not have.
         """
 
-    def fixed_exit(self, lm: LM) -> int | None:
+    def fixed_exit(self, lm: TargetModel) -> int | None:
         """The one exit layer that it can have, where there is no choice."""
         return None
 
@@ -96,7 +96,7 @@ class Trainable(nn.Module, ABC):
         self.taps, self.deep_tap = tuple(taps), deep_tap
 
     @abstractmethod
-    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> Self:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Begin with weights of the target."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Trainable(nn.Module, ABC):
         self,
         taps: dict[int, Tensor],
         deep_BTD: Tensor,
-        block: Block,
+        meta: ForwardMeta,
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
@@ -124,7 +124,7 @@ class Trainable(nn.Module, ABC):
         target's."""
         return []
 
-    def draft_heads(self, lm: LM, vocabulary_K: Tensor | None) -> list[DraftHead]:
+    def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """What it drafts with: one for each draft step, the last one for all further steps."""
         heads: Sequence[nn.Linear | None] = self.own_heads() or [None]
         return [DraftHead(lm, head, vocabulary_K) for head in heads]
@@ -154,11 +154,11 @@ class Trainable(nn.Module, ABC):
         """What its drafter has to know besides the weights, kept in config.json."""
         return {}
 
-    def home(self, lm: LM) -> torch.device:
+    def home(self, lm: TargetModel) -> torch.device:
         """Where it lies: with the layer below it."""
         return lm.layer_devices[max(self.exit_layer, 1) - 1]
 
 
-def vocabulary_size(lm: LM, vocabulary_K: Tensor | None) -> int:
+def vocabulary_size(lm: TargetModel, vocabulary_K: Tensor | None) -> int:
     """How many outputs a head of its own has."""
     return lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kangaroo.engine.sampling import AnySampling, candidates
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 
 class DraftHead:
@@ -27,7 +27,9 @@ class DraftHead:
         vocabulary_K: token ids, ascending; None is the whole vocabulary.
     """
 
-    def __init__(self, lm: LM, own: nn.Linear | None = None, vocabulary_K: Tensor | None = None):
+    def __init__(
+        self, lm: TargetModel, own: nn.Linear | None = None, vocabulary_K: Tensor | None = None
+    ):
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own is not None:
@@ -44,7 +46,7 @@ class DraftHead:
         """Tokens to draft from."""
         return len(self.weight_KD)
 
-    def accelerate(self, lm: LM) -> DraftHead:
+    def accelerate(self, lm: TargetModel) -> DraftHead:
         """Draft in native code, or in kernels, if the target decodes in it."""
         self.native = lm.acceleration.head(self.weight_KD)
         self.chooses = lm.acceleration.kernels is not None
@@ -59,7 +61,7 @@ class DraftHead:
         return logits_MK.to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token of each and its chance, both `[M, 1]`; see `LM.choose`."""
+        """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""
         if not self.chooses:
             return None
         choice = self.native.choose(adapted_MD, None, self.vocabulary_K)

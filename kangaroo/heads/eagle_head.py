@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kangaroo.heads import base
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import NotNegative
 
 
@@ -38,10 +38,10 @@ class EagleHeadConfig(base.HeadConfig):
 
     drafter: ClassVar[str] = "eagle"
 
-    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> EagleHead:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> EagleHead:
         return EagleHead(lm, self)
 
-    def fixed_exit(self, lm: LM) -> int:
+    def fixed_exit(self, lm: TargetModel) -> int:
         return 0  # it reads embeddings
 
     def steps(self, draft_steps: int) -> int:
@@ -53,7 +53,7 @@ class EagleHead(Layer):
 
     architecture: EagleHeadConfig
 
-    def __init__(self, lm: LM, architecture: EagleHeadConfig | None = None):
+    def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
         super().__init__(architecture or EagleHeadConfig(), exit_layer=0, deep_tap=lm.n_layers)
         last, size = lm.layers[-1], lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
@@ -61,7 +61,7 @@ class EagleHead(Layer):
         self.middle_norm = lm.new_norm()
         self.feed_forward = type(last.mlp)(lm.config)
 
-    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> EagleHead:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> EagleHead:
         """As it is: like the paper's it begins at random.
 
         Begun as what leaves the state as it is, it is surely wrong: on SmolLM2 the loss on tokens

@@ -20,7 +20,7 @@ from kangaroo.heads import adapter_files, base
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.loading import ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
 
@@ -60,14 +60,14 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
     check(about.architecture, about.vocabulary, f"adapter '{path}'")
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
     hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
-    lm = LM(hf)
+    lm = TargetModel(hf)
     adapter, _ = adapter_files.load(path, lm, Adapter, vocabulary=0)
     with new_folder(folder) as partial:
         draft_model(lm, adapter).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
 
 
-def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
+def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     """The model whose logits are the adapter's over the whole vocabulary.
 
     Errors: `ConfigError` for an adapter that is no layer.
@@ -83,7 +83,7 @@ def draft_model(lm: LM, adapter: Adapter) -> PreTrainedModel:
     return _model(lm, adapter.exit_layer + adapter.depth, state, own_head=head is not None)
 
 
-def layer_state(lm: LM, adapter: Adapter) -> dict[str, Tensor]:
+def layer_state(lm: TargetModel, adapter: Adapter) -> dict[str, Tensor]:
     """The adapter's layers, by the names that transformers gives those above the exit."""
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     state = {  # a part that the adapter does not have adds nothing
@@ -103,21 +103,21 @@ def layer_state(lm: LM, adapter: Adapter) -> dict[str, Tensor]:
     return state
 
 
-def truncated(lm: LM, layers: int) -> PreTrainedModel:
+def truncated(lm: TargetModel, layers: int) -> PreTrainedModel:
     """The target's first layers with its own norm and head: a draft that nobody trained."""
     state = shallow_state(lm, layers)
     state["model.norm.weight"] = lm.hf.state_dict()["model.norm.weight"]
     return _model(lm, layers, state)
 
 
-def shallow_state(lm: LM, layers: int) -> dict[str, Tensor]:
+def shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
     """Embeddings, head and the first layers, by the names that transformers gives them."""
     wanted = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(layers)))
     return {name: w for name, w in lm.hf.state_dict().items() if name.startswith(wanted)}
 
 
 def _model(
-    lm: LM, layers: int, state: dict[str, Tensor], own_head: bool = False
+    lm: TargetModel, layers: int, state: dict[str, Tensor], own_head: bool = False
 ) -> PreTrainedModel:
     config: Any = deepcopy(lm.config)
     config.num_hidden_layers = layers

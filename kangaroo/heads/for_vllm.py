@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kangaroo.heads import adapter_files, base
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
 
@@ -27,7 +27,7 @@ VOCABULARY = "vocabulary"  # of the weights: token ids `[K]`, ascending
 DROPPED = ("_name_or_path", "quantization_config")  # of the target's config
 
 
-def write(path: str, lm: LM, folder: Path, threshold: float) -> Adapter:
+def write(path: str, lm: TargetModel, folder: Path, threshold: float) -> Adapter:
     """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone.
 
     Args:
@@ -66,7 +66,7 @@ def runs(parts: base.HeadConfig) -> bool:
 
 
 def _config(
-    lm: LM, adapter: Adapter, vocabulary_K: Tensor | None, threshold: float
+    lm: TargetModel, adapter: Adapter, vocabulary_K: Tensor | None, threshold: float
 ) -> dict[str, Any]:
     fields = {name: x for name, x in lm.config.to_dict().items() if name not in DROPPED}
     if isinstance(fields.get("layer_types"), list):

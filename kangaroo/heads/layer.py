@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
-from kangaroo.engine.cache import Block, BlockCache, PastKeys
+from kangaroo.engine.cache import BlockCache, ForwardMeta, PastKeys
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.unroll import unroll
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 if TYPE_CHECKING:
     from ctypes import Structure
@@ -65,7 +65,7 @@ class Layer(Trainable):
         self,
         f_BND: Tensor,
         deep_BND: Tensor | None,
-        block: Block,
+        meta: ForwardMeta,
         past: PastKeys | None,
         read_BN: Tensor | None = None,
     ) -> Tensor:
@@ -80,14 +80,14 @@ class Layer(Trainable):
                 None: everywhere.
         """
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
-        if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, block):
-            return native_layer(x_BND, past.cache, block, range(self.depth), weight(self.norm))
+        if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
+            return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
         attentions = self.attentions
         for place, (norm, attention) in enumerate(attentions, 1):
             attended_BND, _ = attention(
                 hidden_states=x_BND if norm is None else norm(x_BND),
-                position_embeddings=block.rope,
-                attention_mask=block.bias_R1TE,
+                position_embeddings=meta.rope,
+                attention_mask=meta.bias_R1TE,
                 past_key_values=past,
                 read_RT=read_BN if place == len(attentions) else None,
             )
@@ -98,20 +98,20 @@ class Layer(Trainable):
         return made_MD.new_zeros(x_BND.shape).masked_scatter(read_BN[..., None], made_MD)
 
     def write_kv(
-        self, f_BND: Tensor, deep_BND: Tensor | None, block: Block, past: BlockCache
+        self, f_BND: Tensor, deep_BND: Tensor | None, meta: ForwardMeta, past: BlockCache
     ) -> None:
         """Write keys and values where no head reads; see `forward`."""
         if self.attention is None:
             return
         x_BND = self.mix_inputs(f_BND, deep_BND)
-        if self.native_layer and self.native_layer.takes(x_BND, block):
+        if self.native_layer and self.native_layer.takes(x_BND, meta):
             last = self.depth - 1
             if last:
-                x_BND = self.native_layer(x_BND, past.cache, block, range(last))
+                x_BND = self.native_layer(x_BND, past.cache, meta, range(last))
             layers = range(last, last + 1)
-            self.native_layer(x_BND, past.cache, block, layers, keys_alone=True)
+            self.native_layer(x_BND, past.cache, meta, layers, keys_alone=True)
         else:
-            self(f_BND, deep_BND, block, past)
+            self(f_BND, deep_BND, meta, past)
 
     def above_attention(self, x_XD: Tensor) -> Tensor:
         """The feed-forward part and the last norm, of any tokens X."""
@@ -124,11 +124,11 @@ class Layer(Trainable):
         self,
         taps: dict[int, Tensor],
         deep_BTD: Tensor,
-        block: Block,
+        meta: ForwardMeta,
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
-        return unroll(self, taps[self.exit_layer], deep_BTD, block, steps, read_BT)
+        return unroll(self, taps[self.exit_layer], deep_BTD, meta, steps, read_BT)
 
     def copy_layer(self, layer: nn.Module) -> None:
         """Begin with the weights of a layer of the target."""
@@ -146,7 +146,7 @@ class Layer(Trainable):
         is not the shallow state as it is; None where they cannot."""
         return None
 
-    def accelerate(self, lm: LM) -> Self:
+    def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code if the target decodes in it."""
         layers: list[dict[str, Any]] = [
             attention_weights(attention) | {"attention_norm": weight(norm)}

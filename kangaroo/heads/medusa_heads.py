@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads import base
 from kangaroo.heads.base import Trainable, vocabulary_size
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.unroll import before
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Layers
 
@@ -45,10 +45,10 @@ class MedusaHeadsConfig(base.HeadConfig):
 
     drafter: ClassVar[str] = "medusa"
 
-    def build(self, lm: LM, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
         return MedusaHeads(lm, self, vocabulary_K)
 
-    def fixed_exit(self, lm: LM) -> int:
+    def fixed_exit(self, lm: TargetModel) -> int:
         return lm.n_layers  # they read what the target's own head reads
 
     def steps(self, draft_steps: int) -> int:
@@ -78,40 +78,42 @@ class MedusaHeads(Trainable):
 
     architecture: MedusaHeadsConfig
 
-    def __init__(self, lm: LM, architecture: MedusaHeadsConfig, vocabulary_K: Tensor | None = None):
+    def __init__(
+        self, lm: TargetModel, architecture: MedusaHeadsConfig, vocabulary_K: Tensor | None = None
+    ):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
         outputs = vocabulary_size(lm, vocabulary_K)
         own_heads = count if architecture.own_head else 0
-        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+        self.metas = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
         self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own_heads))
 
     @torch.no_grad()
-    def start_from(self, lm: LM, vocabulary_K: Tensor | None = None) -> MedusaHeads:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> MedusaHeads:
         """Every head begins as the target's own."""
         rows = slice(None) if vocabulary_K is None else vocabulary_K
-        for block in self.blocks:
-            block.get_parameter("weight").zero_()
+        for meta in self.metas:
+            meta.get_parameter("weight").zero_()
         for head in self.heads:
             head.get_parameter("weight").copy_(lm.head.weight[rows])
         return self
 
     def forward(self, h_BND: Tensor, index: int) -> Tensor:
         """What head `index`, counted from 0, reads at each token."""
-        return F.silu(self.blocks[index](h_BND)) + h_BND
+        return F.silu(self.metas[index](h_BND)) + h_BND
 
     def states(
         self,
         taps: dict[int, Tensor],
         deep_BTD: Tensor,
-        block: Block,
+        meta: ForwardMeta,
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
         """Head k stands k tokens earlier, as draft step k of an adapter does."""
         states = []
         for index in range(steps):
-            deep_BTD = before(deep_BTD, block.positions_RT)
+            deep_BTD = before(deep_BTD, meta.positions_RT)
             states.append(self(deep_BTD, index))
         return states
 

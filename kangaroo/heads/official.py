@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import new_folder
 
@@ -87,7 +87,7 @@ def read(source: str) -> Official:
     return Official(path, {name: state[name] for name in NAMES}, config, origin)
 
 
-def exit_layer(given: int | None, lm: LM) -> int:
+def exit_layer(given: int | None, lm: TargetModel) -> int:
     """The given exit layer, else that of the checkpoint released for this target.
 
     Errors: `ConfigError` where there is none.
@@ -103,7 +103,7 @@ def exit_layer(given: int | None, lm: LM) -> int:
     return layer
 
 
-def to_adapter(official: Official, lm: LM, exit_layer: int) -> Adapter:
+def to_adapter(official: Official, lm: TargetModel, exit_layer: int) -> Adapter:
     """The adapter for `lm`, of which it takes the shapes alone; the weights keep their dtype.
 
     Errors: `AdapterMismatch` where checkpoint and target do not fit, with the tensor or setting.
@@ -131,7 +131,7 @@ def to_adapter(official: Official, lm: LM, exit_layer: int) -> Adapter:
     return adapter.eval().requires_grad_(False)
 
 
-def write(path: str, lm: LM, folder: Path) -> Adapter:
+def write(path: str, lm: TargetModel, folder: Path) -> Adapter:
     """Write the adapter at `path`, made for `lm`, as the official code reads it; the weights keep
     their dtype.
 
@@ -203,7 +203,7 @@ def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> N
         raise _unreadable(path, f"{wrong} holds numbers that are not finite")
 
 
-def _check_target(lm: LM) -> None:
+def _check_target(lm: TargetModel) -> None:
     """Raise `AdapterMismatch` for a target that the official code computes otherwise than we do."""
     config, rope = lm.config, lm.config.rope_parameters
     of_llama = config.model_type == "llama" and not config.attention_bias

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.cache import Block, PastKeys
+from kangaroo.engine.cache import ForwardMeta, PastKeys
 
 
 class Unrolled(PastKeys):
@@ -36,7 +36,7 @@ def unroll(
     layer: Callable[..., Tensor],
     f_BTD: Tensor,
     deep_BTD: Tensor,
-    block: Block,
+    meta: ForwardMeta,
     steps: int,
     read_BT: Tensor | None = None,
 ) -> list[Tensor]:
@@ -54,24 +54,24 @@ def unroll(
     """
     if steps > 1:
         read_BT = None  # later steps read states where no head does
-    seen_RTT, past = sees(block) if steps > 1 else None, Unrolled()
+    seen_RTT, past = sees(meta) if steps > 1 else None, Unrolled()
     states: list[Tensor] = []
     for step in range(1, steps + 1):
-        deep_BTD, at = before(deep_BTD, block.positions_RT), block
+        deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
         if seen_RTT is not None and step > 1:
-            at = replace(block, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD))
+            at = replace(meta, bias_R1TE=bias(in_draft(seen_RTT, step), f_BTD))
         deep_BTD = layer(f_BTD, deep_BTD, at, past, read_BT)
         states.append(deep_BTD)
     return states
 
 
-def sees(block: Block) -> Tensor:
+def sees(meta: ForwardMeta) -> Tensor:
     """`[R, T, T]`: which tokens of a text each may attend to."""
-    if block.bias_R1TE is not None:
-        bias_RTT = block.bias_R1TE[:, 0]
+    if meta.bias_R1TE is not None:
+        bias_RTT = meta.bias_R1TE[:, 0]
         return bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
-    width = block.positions_RT.shape[1]
-    return torch.ones(1, width, width, dtype=torch.bool, device=block.positions_RT.device).tril()
+    width = meta.positions_RT.shape[1]
+    return torch.ones(1, width, width, dtype=torch.bool, device=meta.positions_RT.device).tril()
 
 
 def in_draft(seen_RTT: Tensor, step: int) -> Tensor:

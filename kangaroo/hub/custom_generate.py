@@ -36,7 +36,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files
 from kangaroo.models.supported import check_supported
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, PromptError
 
@@ -112,14 +112,14 @@ def _asked_for() -> str:
 
 
 @contextmanager
-def borrowed(hf: PreTrainedModel) -> Iterator[LM]:
+def borrowed(hf: PreTrainedModel) -> Iterator[TargetModel]:
     """Somebody else's model as a target, and afterwards as it was: its attention, which modules
     train, which parameters take gradients."""
     attention = hf.config._attn_implementation
     training = [(module, module.training) for module in hf.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in hf.parameters()]
     try:
-        yield LM(hf)
+        yield TargetModel(hf)
     finally:
         for module, was in training:
             module.training = was
@@ -148,7 +148,7 @@ def _decode(
     seeds = rows * [0] if sampling.greedy else torch.randint(2**62, (rows,)).tolist()
     with borrowed(model) as lm:
         if lm.device.type == "cpu":  # on a GPU every call would record its graphs anew
-            lm.compile_for_decoding(settled=False)
+            lm.compile_for_decoding(huge_pages=False)
         drafter = adapter_files.read_config(source).architecture.drafter
         kind: Any = classes("kangaroo.drafters", DrafterConfig)[drafter]
         engine = Engine(lm, kind(adapter=source).build(lm))

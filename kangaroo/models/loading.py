@@ -30,7 +30,7 @@ from kangaroo.models.random_models import (
     random_of_shape,
 )
 from kangaroo.models.supported import eos_ids
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, of_project
 
@@ -70,7 +70,7 @@ class ModelConfig:
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         eos_token: a token that ends a text as well as those that the checkpoint names, such as
             `<|im_end|>`; None is no further one.
-        compiled: decode in code made for this machine (`LM.compile_for_decoding`).
+        compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
 
     name: str
@@ -195,12 +195,12 @@ def load(
     return model.eval().requires_grad_(False), tokenizer
 
 
-def load_target(config: ModelConfig) -> tuple[LM, PreTrainedTokenizerBase]:
+def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBase]:
     """The target as the engine drives it, and its tokenizer; with a warning where the token that
     ends a turn in the chat template does not end a text. Errors: those of `load`.
     """
     hf, tokenizer = load(config)
-    lm = LM(hf)
+    lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
     if end is not None and end not in lm.eos_ids():
         ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number

@@ -8,11 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.random_models import RANDOM, TINY, random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ModelNotFound, UnsupportedModel
 
 
-def blueprint(config: ModelConfig) -> LM:
+def meta_model(config: ModelConfig) -> TargetModel:
     """The target's modules on the meta device: every shape, no weight.
 
     A model of `SHAPES` needs no download, another one only its config.
@@ -30,7 +30,7 @@ def blueprint(config: ModelConfig) -> LM:
             "model.path."
         ) from error
     hf.config.name_or_path = config.path
-    return LM(hf)
+    return TargetModel(hf)
 
 
 def _config(config: ModelConfig) -> PretrainedConfig:

@@ -21,11 +21,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kangaroo import cuda
 from kangaroo.cpu import native
-from kangaroo.cpu.huge_pages import settle
+from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.cache import Block, KVCache, occupied
+from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.layer_weights import fingerprint, layer_weights
@@ -36,7 +36,7 @@ PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native 
 AttentionInterface.register(ATTENTION, attention)
 
 
-class LM(nn.Module):
+class TargetModel(nn.Module):
     """A frozen causal language model, cut at any layer.
 
     Errors: `UnsupportedModel` where the architecture does not follow the Llama interface.
@@ -61,19 +61,21 @@ class LM(nn.Module):
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
 
-    def compile_for_decoding(self, settled: bool = True) -> LM:
+    def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
         in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
         on a CPU where PyTorch reads them faster.
 
         Args:
-            settled: native code first moves the weights, to where it reads them fastest.
+            huge_pages: native code first moves the weights, to where it reads them fastest.
         """
         kinds = {device.type for device in self.layer_devices}
         on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
         library = native.library() if self.is_native_kind() else None
-        if library is not None and settled:
-            settle((*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight))
+        if library is not None and huge_pages:
+            move_to_huge_pages(
+                (*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight)
+            )
         graphs = Graphs(self.device) if on_one_gpu else None
         plain = self.is_plain() and self.config.hidden_act == "silu"
         kernels = (
@@ -81,7 +83,7 @@ class LM(nn.Module):
         )
         return self.decode_by(Acceleration(library, self.sizes(), graphs, kernels))
 
-    def decode_by(self, acceleration: Acceleration) -> LM:
+    def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
         layers = acceleration.stack(list(map(layer_weights, self.layers)))
         head = acceleration.head(self.head.weight)
@@ -194,7 +196,7 @@ class LM(nn.Module):
         """How many slots attention reads so that `used` are covered."""
         return occupied(n_slots, used, recorded=self.acceleration.graphs is not None)
 
-    def block(
+    def forward_meta(
         self,
         tree: Tree,
         start_B: Tensor,
@@ -202,7 +204,7 @@ class LM(nn.Module):
         n_slots: int,
         below: int = 0,
         recorded: tuple[str, KVCache] | None = None,
-    ) -> Block:
+    ) -> ForwardMeta:
         """Place the nodes of `tree` in consecutive slots from `start` on, after what lies below.
 
         Args:
@@ -226,26 +228,28 @@ class LM(nn.Module):
         tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
         slots_BN, positions_BN, bias_B1NE, *rope = tensors
         at = slice(0, len(start_B))
-        return Block(slots_BN, positions_BN, bias_B1NE, extent, at, (rope[0], rope[1]), True)
+        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, at, (rope[0], rope[1]), True)
 
-    def _placed(self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int) -> Block:
+    def _placed(
+        self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int
+    ) -> ForwardMeta:
         device = start_B.device
         slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
         if tree.is_chain and not below:
             hidden_BNE = slots_E > offsets_BN[..., None]
-            return self.block_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
+            return self.forward_meta_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
         slots_BN = offsets_BN % extent
         positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
         seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
         itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
         seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        return self.block_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
+        return self.forward_meta_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
 
-    def block_of(
+    def forward_meta_of(
         self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
-    ) -> Block:
+    ) -> ForwardMeta:
         """A block of all rows.
 
         Args:
@@ -255,24 +259,24 @@ class LM(nn.Module):
         bias_B1NE = bias_B1NE.masked_fill_(hidden_BNE, -torch.inf)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        return Block(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
 
-    def chunk(self, start: int, stop: int, row: int, n_slots: int) -> Block:
+    def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
         positions_RT = torch.arange(start, stop, device=self.device)[None]
         by_kernels = self.cuda_layers is not None  # to which rotation is the same as in decoding
         rope = self.rope_within(n_slots, positions_RT) if by_kernels else self.rope(positions_RT)
         rows = slice(row, row + 1)
         if start == 0:
-            return Block(positions_RT, positions_RT, None, stop, rows, rope)
+            return ForwardMeta(positions_RT, positions_RT, None, stop, rows, rope)
         if by_kernels or has_flash(self.device, self.dtype):
             last = causal_lower_right(stop - start, stop)
-            return Block(positions_RT, positions_RT, last, stop, rows, rope)
+            return ForwardMeta(positions_RT, positions_RT, last, stop, rows, rope)
         extent = occupied(n_slots, stop)
         slots_E = torch.arange(extent, device=self.device)
         bias_R1TE = torch.zeros(1, 1, stop - start, extent, dtype=self.dtype, device=self.device)
         bias_R1TE.masked_fill_(slots_E > positions_RT[..., None], -torch.inf)
-        return Block(positions_RT, positions_RT, bias_R1TE, extent, rows, rope)
+        return ForwardMeta(positions_RT, positions_RT, bias_R1TE, extent, rows, rope)
 
     def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
@@ -301,7 +305,7 @@ class LM(nn.Module):
         self,
         x_BND: Tensor,
         cache: KVCache | None,
-        block: Block,
+        meta: ForwardMeta,
         layers: range,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -318,14 +322,14 @@ class LM(nn.Module):
         tapped = {layers.start: x_BND} if layers.start in taps else {}
         ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
         for start, stop in pairwise(ends):
-            x_BND = self._run(x_BND, cache, block, range(start, stop))
+            x_BND = self._run(x_BND, cache, meta, range(start, stop))
             if stop in taps:
                 tapped[stop] = x_BND
         return x_BND, tapped
 
     def read(
         self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
-    ) -> tuple[Tensor, Block, dict[int, Tensor]]:
+    ) -> tuple[Tensor, ForwardMeta, dict[int, Tensor]]:
         """A chunk of a prompt, at the positions from `start` on of one row.
 
         Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
@@ -333,43 +337,47 @@ class LM(nn.Module):
         the last layer, unless that is tapped: what comes out of it is read nowhere.
         """
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
-        block, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
+        meta, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
         layers = self.native_layers or self.cuda_layers
-        if layers is None or self.n_layers in taps or not layers.takes(x_1TD, block):
-            x_1TD, tapped = self.run(x_1TD, cache, block, range(self.n_layers), taps)
-            return x_1TD[:, -1:], block, tapped
-        x_1TD, tapped = self.run(x_1TD, cache, block, range(last), taps)
-        layers(x_1TD, cache, block, range(last, last + 1), keys_alone=True)
+        if layers is None or self.n_layers in taps or not layers.takes(x_1TD, meta):
+            x_1TD, tapped = self.run(x_1TD, cache, meta, range(self.n_layers), taps)
+            return x_1TD[:, -1:], meta, tapped
+        x_1TD, tapped = self.run(x_1TD, cache, meta, range(last), taps)
+        layers(x_1TD, cache, meta, range(last, last + 1), keys_alone=True)
         ending = self.chunk(stop - 1, stop, row, cache.n_slots)
-        return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), block, tapped
+        return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), meta, tapped
 
-    def _run(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
-        if self.native_layers and cache and self.native_layers.takes(x_BND, block):
-            return self.native_layers(x_BND, cache, block, layers)
+    def _run(
+        self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
+    ) -> Tensor:
+        if self.native_layers and cache and self.native_layers.takes(x_BND, meta):
+            return self.native_layers(x_BND, cache, meta, layers)
         if cache is None:
-            by_kernels = cuda.run_text(self.cuda_layers, x_BND, block, layers)
-            return self._eager(x_BND, None, block, layers) if by_kernels is None else by_kernels
+            by_kernels = cuda.run_text(self.cuda_layers, x_BND, meta, layers)
+            return self._eager(x_BND, None, meta, layers) if by_kernels is None else by_kernels
 
-        def work(x_BND: Tensor, block: Block) -> tuple[Tensor]:
-            if self.cuda_layers and self.cuda_layers.takes(x_BND, block):
-                return (self.cuda_layers(x_BND, cache, block, layers),)
-            return (self._eager(x_BND, cache, block, layers),)
+        def work(x_BND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
+            if self.cuda_layers and self.cuda_layers.takes(x_BND, meta):
+                return (self.cuda_layers(x_BND, cache, meta, layers),)
+            return (self._eager(x_BND, cache, meta, layers),)
 
-        key = ("layers", layers, block.rows.start)
-        return self.acceleration.step((cache,), key, work, x_BND, block, keep=True)[0]
+        key = ("layers", layers, meta.rows.start)
+        return self.acceleration.step((cache,), key, work, x_BND, meta, keep=True)[0]
 
-    def _eager(self, x_BND: Tensor, cache: KVCache | None, block: Block, layers: range) -> Tensor:
+    def _eager(
+        self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
+    ) -> Tensor:
         view = None
         for index in layers:
             device = self.layer_devices[index]
             if view is None or device != x_BND.device:
-                x_BND, block = x_BND.to(device), block.to(device)
-                view = cache.at(block) if cache is not None else None
+                x_BND, meta = x_BND.to(device), meta.to(device)
+                view = cache.at(meta) if cache is not None else None
             x_BND = self.layers[index](
                 x_BND,
-                attention_mask=block.bias_R1TE,
-                position_ids=block.positions_RT,
-                position_embeddings=block.rope,
+                attention_mask=meta.bias_R1TE,
+                position_ids=meta.positions_RT,
+                position_embeddings=meta.rope,
                 past_key_values=view,
             )
         return x_BND

@@ -21,9 +21,9 @@ class ServeConfig(Ranged):
         max_model_len: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
             many as are quick.
-        reuse: a prompt that goes on from a text that a free row still has, as the next turn of a
-            conversation does, is read from there on. How soon an answer begins then tells whether
-            somebody has asked the same before.
+        prefix_cache: a prompt that goes on from a text that a free row still has, as the next turn
+            of a conversation does, is read from there on. How soon an answer begins then tells
+            whether somebody has asked the same before.
         max_queue: requests that wait for a row; a further one is answered with 429.
         timeout: seconds from a request's arrival until it is given up; None is never.
         grace: seconds that running texts get when the server is stopped.
@@ -38,7 +38,7 @@ class ServeConfig(Ranged):
     max_batch_size: Count = 16
     max_model_len: Count | None = None
     prefill_chunk: Count | None = None
-    reuse: bool = True
+    prefix_cache: bool = True
     max_queue: Count = 256
     timeout: Positive | None = 600.0
     grace: NotNegative = 30.0

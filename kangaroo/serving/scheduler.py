@@ -265,7 +265,7 @@ class Scheduler:
     def _due(self, batch: Batch, job: Job) -> float:
         """When a job's first token is due, by what prompts have taken so far."""
         if job.due is None:
-            _, cached = self.engine.known(batch, 0, job.text)
+            _, cached = self.engine.match_prefix(batch, 0, job.text)
             unread = len(job.text) - cached
             job.due = job.arrived + unread * self.read_seconds / max(self.read_tokens, 1)
         return job.due
@@ -274,7 +274,7 @@ class Scheduler:
         """A job that waits takes a free row, and goes on from what it has written."""
         row = self._row_for(batch, job.text)  # nobody who submits waits for this
         request = replace(job.request, written=list(job.written))
-        job.parts = self.engine.admitting(batch, row, request)
+        job.parts = self.engine.prefill_chunks(batch, row, request)
         job.row = row
         self.idle.remove(row)
         self.entering.append(job)

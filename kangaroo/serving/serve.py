@@ -14,7 +14,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.warm_up import warm_up
 from kangaroo.models.loading import ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils import memory
@@ -49,7 +49,7 @@ def listen(config: ServeConfig) -> socket.socket:
         ) from error
 
 
-def check_memory(lm: LM, max_batch_size: int, max_model_len: int) -> None:
+def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
     """Raise `ConfigError` where keys and values of so many texts of such a length do not fit beside
     the model: they have their place from the start. Log what they take.
     """
@@ -73,7 +73,7 @@ def _loaded(
     lm, tokenizer = load_target(model)
     max_model_len = min(config.max_model_len or lm.context, lm.context)
     check_memory(lm, config.max_batch_size, max_model_len)
-    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.reuse)
+    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
     warm_up(engine, config.max_batch_size, max_model_len)
     return engine, tokenizer, max_model_len
 

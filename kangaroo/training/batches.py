@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kangaroo.data.filters import answers
 from kangaroo.engine import topk_logits
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.config import TrainerConfig
 from kangaroo.utils.errors import ConfigError, DataError
 
@@ -199,7 +199,7 @@ class Tokens:
     position_BT: Tensor | None = None
     stored: tuple[Tensor, Tensor] | None = None
 
-    def block(self, lm: LM) -> Block:
+    def forward_meta(self, lm: TargetModel) -> ForwardMeta:
         """Where the tokens sit: no token sees another sample, and positions restart with each."""
         width = self.input_BT.shape[1]
         if self.sample_BT is None or self.position_BT is None:
@@ -209,7 +209,7 @@ class Tokens:
         seen_BTT = same_BTT & (slots_BT[:, :, None] >= slots_BT[:, None, :])
         rows, rope = slice(0, len(slots_BT)), lm.rope(self.position_BT)
         # boolean: the target and the adapter, which trains in float32, share it
-        return Block(slots_BT, self.position_BT, seen_BTT[:, None], width, rows, rope)
+        return ForwardMeta(slots_BT, self.position_BT, seen_BTT[:, None], width, rows, rope)
 
 
 def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:

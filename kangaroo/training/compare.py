@@ -11,7 +11,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.loop import evaluate
@@ -40,7 +40,9 @@ class CompareConfig(Ranged):
     new_tokens: Count = 96
 
 
-def compare(lm: LM, samples: Sequence[Sample], config: CompareConfig) -> list[dict[str, Any]]:
+def compare(
+    lm: TargetModel, samples: Sequence[Sample], config: CompareConfig
+) -> list[dict[str, Any]]:
     """A row for each adapter: what it is, its held-out results, and those of decoding.
 
     Errors: those of `adapter_files.load`; `CorruptFile` for an adapter without provenance.
@@ -75,7 +77,7 @@ def _below(results: dict[str, float], prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
 
 
-def _trainee(lm: LM, path: str) -> tuple[Trainee, dict[str, Any]]:
+def _trainee(lm: TargetModel, path: str) -> tuple[Trainee, dict[str, Any]]:
     """A finished adapter as training sees one, graded by the paper's loss whatever it learnt by."""
     saved = adapter_files.read_config(path)
     adapter, heads = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]

@@ -16,7 +16,7 @@ from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import Trainee
 from kangaroo.training.results import STEPS, compression
 from kangaroo.utils.discovery import classes
@@ -49,7 +49,7 @@ def prompts_of(
 
 
 def decode(
-    lm: LM, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
+    lm: TargetModel, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
     """What every adapter, as it would be saved now, is worth when decoding at threshold 0.
 
@@ -81,14 +81,18 @@ def decode(
 
 
 def _rounds(
-    lm: LM, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling
+    lm: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    sampling: Sampling,
 ) -> list[StepRecord]:
     engine = Engine(lm, drafter, always_drafts=True)
     done = engine.generate(prompts, new_tokens, sampling, batch_size=_ROWS)
     return [record for generation in done for record in generation.steps]
 
 
-def frozen(lm: LM, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
+def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
     """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
     kept = kept_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(kept).to(lm.dtype).eval().requires_grad_(False)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss, divergence, overlap
 from kangaroo.training.outcomes import Outcomes
 
@@ -50,7 +50,7 @@ class WholeDistributions:
     single_tokens = slice(None)
 
     @torch.no_grad()
-    def __init__(self, lm: LM, state_MD: Tensor, chunk_size: int | None):
+    def __init__(self, lm: TargetModel, state_MD: Tensor, chunk_size: int | None):
         self.state_MD = state_MD
         self.top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
         self.total_M = torch.empty(len(state_MD), device=lm.device)

@@ -26,7 +26,7 @@ from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.data.writing import TRIAL_LENGTH
 from kangaroo.models.loading import ModelConfig
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
 from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig
@@ -184,7 +184,11 @@ def _most(memory: dict[str, int]) -> str:
 
 
 def estimate(
-    lm: LM, recipes: Sequence[AdapterRecipe], config: TrainerConfig, text: Text, processes: int = 1
+    lm: TargetModel,
+    recipes: Sequence[AdapterRecipe],
+    config: TrainerConfig,
+    text: Text,
+    processes: int = 1,
 ) -> Estimate:
     """What `train` takes with the same arguments; `lm` may have no weights."""
     width, size, epochs = lm.config.hidden_size, lm.dtype.itemsize, config.epochs
@@ -258,7 +262,7 @@ def estimate(
     return Estimate(-(-micro_batches // accumulate), memory, disk, flops)
 
 
-def check_writing(lm: LM, data: Data, devices: Devices) -> list[str]:
+def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
     """What it takes that the target writes the data, for the log; nothing where it does not.
 
     Errors: `ConfigError` where a process has no room for the target, or not for its texts.
@@ -289,7 +293,7 @@ def check_writing(lm: LM, data: Data, devices: Devices) -> list[str]:
 
 
 def foresee(
-    lm: LM,
+    lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
     model: ModelConfig,
     data: Data,
@@ -325,7 +329,7 @@ def foresee(
     return devices, expected, lines + writing
 
 
-def _in_layer(lm: LM) -> int:
+def _in_layer(lm: TargetModel) -> int:
     """Bytes of a token in a pass of one layer."""
     return 3 * (lm.config.hidden_size + lm.config.intermediate_size) * lm.dtype.itemsize
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from kangaroo.engine.clock import running
 from kangaroo.heads import adapter_files
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training import backend as backends
 from kangaroo.training import curves, results
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan
@@ -60,7 +60,7 @@ class Trainer:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         samples: Sequence[Sample],
         recipes: Sequence[AdapterRecipe],
         config: TrainerConfig,
@@ -226,7 +226,7 @@ class Trainer:
 
 
 def uses_stored_logits(
-    lm: LM, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
+    lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
 ) -> bool:
     """The option `use_stored_logits`, of which None is true if nothing speaks against it.
 
@@ -255,7 +255,9 @@ def uses_stored_logits(
     return not fix
 
 
-def resolve_options(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -> TrainerConfig:
+def resolve_options(
+    config: TrainerConfig, lm: TargetModel, output: Path, ranks: Ranks
+) -> TrainerConfig:
     """The options with `accumulate` and `loss_chunk` as numbers: the given ones, else those of the
     run in `output`, else one micro-batch for each process, and what suits the first process's
     device.
@@ -273,7 +275,7 @@ def resolve_options(config: TrainerConfig, lm: LM, output: Path, ranks: Ranks) -
 
 
 def evaluate(
-    lm: LM,
+    lm: TargetModel,
     trained: Sequence[Trainee],
     samples: Sequence[Sample],
     config: TrainerConfig,
@@ -306,7 +308,7 @@ def evaluate(
 
 
 def _forward(
-    lm: LM,
+    lm: TargetModel,
     samples: Sequence[Sample],
     batch: Sequence[int],
     config: TrainerConfig,

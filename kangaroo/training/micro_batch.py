@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.cache import Block
-from kangaroo.models.target import LM
+from kangaroo.engine.cache import ForwardMeta
+from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import Tokens
 from kangaroo.training.distill import (
     StoredDistributions,
@@ -36,7 +36,7 @@ class TargetOutputs:
     """
 
     tokens: Tokens
-    block: Block
+    meta: ForwardMeta
     taps: dict[int, Tensor]
     deep: dict[int, Tensor]
     distributions: TargetDistributions
@@ -44,17 +44,17 @@ class TargetOutputs:
 
 @torch.no_grad()
 def forward_target(
-    lm: LM, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int
+    lm: TargetModel, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int
 ) -> TargetOutputs:
     """The one frozen forward that all adapters learn from.
 
     With stored distributions it leaves out the head, and ends where the last adapter reads.
     """
-    block = replace(tokens.block(lm), rows=slice(0, len(tokens.input_BT)))
+    meta = replace(tokens.forward_meta(lm), rows=slice(0, len(tokens.input_BT)))
     read = {tap for trainee in trained for tap in trainee.adapter.taps}
     deep = {tap for trainee in trained if (tap := trainee.adapter.deep_tap) is not None}
     stop = lm.n_layers if tokens.stored is None else max(read | deep)
-    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, block, range(stop), read | deep)
+    x_BTD, taps = lm.run(lm.embed(tokens.input_BT), None, meta, range(stop), read | deep)
     runs_whole = stop == lm.n_layers
     final_MD = (x_BTD if runs_whole else x_BTD[..., :0])[tokens.wanted_BT.to(x_BTD.device)]
     final_MD = lm.norm(final_MD) if runs_whole else final_MD
@@ -66,11 +66,15 @@ def forward_target(
         drafts_all = bool(trained) and trained[0].vocabulary_K is None
         distributions = WholeDistributions(lm, final_MD, None if drafts_all else loss_chunk)
     normed = {tap: lm.norm(taps[tap]) for tap in deep}
-    return TargetOutputs(tokens, block, {tap: taps[tap] for tap in read}, normed, distributions)
+    return TargetOutputs(tokens, meta, {tap: taps[tap] for tap in read}, normed, distributions)
 
 
 def train_step(
-    lm: LM, outputs: TargetOutputs, trained: Sequence[Trainee], loss_chunk: int, weight: float
+    lm: TargetModel,
+    outputs: TargetOutputs,
+    trained: Sequence[Trainee],
+    loss_chunk: int,
+    weight: float,
 ) -> list[list[Student]]:
     """Add `weight` x the gradient of each adapter's summed loss to its parameters.
 
@@ -92,7 +96,7 @@ def train_step(
 
 @torch.no_grad()
 def grade(
-    lm: LM, outputs: TargetOutputs, trained: Sequence[Trainee], loss_chunk: int, steps: int
+    lm: TargetModel, outputs: TargetOutputs, trained: Sequence[Trainee], loss_chunk: int, steps: int
 ) -> tuple[list[list[Student]], list[Tensor]]:
     """Of each adapter the first `steps` draft steps, as far as they differ, graded; and its tally
     for what its drafter has to know."""
@@ -106,7 +110,7 @@ def grade(
 
 
 def _graded(
-    lm: LM,
+    lm: TargetModel,
     outputs: TargetOutputs,
     trained: Sequence[Trainee],
     counts: Sequence[int],
@@ -125,7 +129,7 @@ def _graded(
 
 
 def _students(
-    lm: LM, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float
+    lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float
 ) -> list[Student]:
     """An adapter at each of its draft steps."""
     adapter, wanted_BT = trainee.adapter, outputs.tokens.wanted_BT
@@ -134,11 +138,11 @@ def _students(
     deep_BTD = parameter.new_empty(*wanted_BT.shape, 0)
     if adapter.deep_tap is not None:
         deep_BTD = outputs.deep[adapter.deep_tap].to(parameter)
-    block, read_BT = outputs.block.to(parameter.device), wanted_BT.to(parameter.device)
+    meta, read_BT = outputs.meta.to(parameter.device), wanted_BT.to(parameter.device)
     # matrix products in bfloat16 under a half-precision target; float32 stays exact
     is_half = lm.dtype != torch.float32
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=is_half):
-        states = adapter.states(taps, deep_BTD, block, steps, read_BT)
+        states = adapter.states(taps, deep_BTD, meta, steps, read_BT)
     valid_BT = wanted_BT
     students = []
     for step, state_BTD in enumerate(states):

@@ -13,7 +13,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize, Filled, NotNegative, Positive, Ranged
@@ -55,7 +55,7 @@ class AdapterRecipe(Ranged):
         steps: int = self.architecture.steps(self.draft_steps)
         return steps
 
-    def places(self, lm: LM) -> dict[str, int]:
+    def places(self, lm: TargetModel) -> dict[str, int]:
         """Exit layers by the names of their adapters."""
         only = self.architecture.fixed_exit(lm)
         if only is not None:
@@ -92,7 +92,7 @@ class Trainee:
 
 
 def trainees(
-    lm: LM,
+    lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
     vocabulary_K: Tensor | None,
     shard_on: torch.device | None = None,
@@ -131,7 +131,7 @@ def trainees(
     return trained
 
 
-def go_on_from(path: str, adapter: Trainable, lm: LM) -> None:
+def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
     """Give `adapter` the weights of a trained one.
 
     Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.

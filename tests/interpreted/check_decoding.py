@@ -18,7 +18,7 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 slow = pytest.mark.slow
 PROMPTS = random_prompts(5, 61)
@@ -35,9 +35,13 @@ def vanilla_by_kernels(architecture: str, dtype: torch.dtype, sampling: str) -> 
     return Case(lm, adapter_for(lm, exit_layer=1), texts)
 
 
-def by_kernels(architecture: str, dtype: torch.dtype, graphed: bool = False, layers: int = 4) -> LM:
+def by_kernels(
+    architecture: str, dtype: torch.dtype, graphed: bool = False, layers: int = 4
+) -> TargetModel:
     few = {"num_attention_heads": 2, "num_key_value_heads": 1}  # which the interpreter is faster at
-    lm = LM(tiny_model(architecture, dtype=dtype, num_hidden_layers=layers, **few).to(DEVICE))
+    lm = TargetModel(
+        tiny_model(architecture, dtype=dtype, num_hidden_layers=layers, **few).to(DEVICE)
+    )
     graphs = StrictGraphs() if graphed else None
     return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
 
@@ -50,8 +54,10 @@ def assert_equal(case: Case, name: str, sampling: str = "greedy") -> None:
 
 
 def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
-    lm, logits, logits_of = by_kernels("llama", torch.bfloat16, layers=3), [], LM.logits
-    monkeypatch.setattr(LM, "logits", lambda self, x: logits.append(1) or logits_of(self, x))
+    lm, logits, logits_of = by_kernels("llama", torch.bfloat16, layers=3), [], TargetModel.logits
+    monkeypatch.setattr(
+        TargetModel, "logits", lambda self, x: logits.append(1) or logits_of(self, x)
+    )
     case = Case(lm, adapter_for(lm, exit_layer=1), vanilla_texts(lm, PROMPTS, 3))
     assert_equal(case, "kangaroo-fused-layer")
     assert len(logits) == 2 * len(PROMPTS)  # each read once for vanilla and once for Kangaroo
@@ -63,11 +69,13 @@ def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
 )
 def test_what_is_chosen_without_logits_is_what_they_say(name, monkeypatch):
     lm, rounds, logits = by_kernels("llama", torch.float16), [], []
-    logits_of = LM.logits
-    monkeypatch.setattr(LM, "logits", lambda self, x: logits.append(1) or logits_of(self, x))
+    logits_of = TargetModel.logits
+    monkeypatch.setattr(
+        TargetModel, "logits", lambda self, x: logits.append(1) or logits_of(self, x)
+    )
     for chooses in (True, False):
         if not chooses:
-            monkeypatch.setattr(LM, "choose", lambda self, x_BND: None)
+            monkeypatch.setattr(TargetModel, "choose", lambda self, x_BND: None)
             monkeypatch.setattr(DraftHead, "choose", lambda self, x_MD: None)
         drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
         (done,) = Engine(lm, drafter).generate(PROMPTS[:1], 4)

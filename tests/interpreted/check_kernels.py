@@ -15,7 +15,7 @@ from cases import DEVICE, DTYPES, assert_close, exact_attention, exact_norm, num
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, layers
 from kangaroo.cuda.launching import launch
-from kangaroo.engine.cache import Block, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 
 EPS = 1e-5
 slow = pytest.mark.slow
@@ -169,9 +169,9 @@ def test_attention_of_a_layer(case, dtype):
     bias = torch.zeros(hidden_RTE.shape, dtype=dtype, device=DEVICE).masked_fill(
         hidden_RTE, -torch.inf
     )
-    block = Block(slots_RT, slots_RT, bias[:, None], slots, slice(1, 3), rope, recordable=True)
+    meta = ForwardMeta(slots_RT, slots_RT, bias[:, None], slots, slice(1, 3), rope, recordable=True)
     stack = layers.Stack([layer], sizes)
-    found = stack._attend(x_ND, cache, block, layers.paths(block), 0, False)
+    found = stack._attend(x_ND, cache, meta, layers.paths(meta), 0, False)
     found = found.view(-1, heads, size)
     exact = {}
     for name in "qkv":
@@ -206,8 +206,8 @@ def test_what_is_no_token_writes_nothing():
     bias = torch.full((1, 1, 2, 8), -torch.inf, device=DEVICE)
     bias[0, 0, 0, 0] = 0
     rope = (torch.ones(1, 2, 16, device=DEVICE), torch.zeros(1, 2, 16, device=DEVICE))
-    block = Block(slots_RT, slots_RT, bias, 8, slice(0, 1), rope, recordable=True)
+    meta = ForwardMeta(slots_RT, slots_RT, bias, 8, slice(0, 1), rope, recordable=True)
     stack = layers.Stack([layer], sizes)
-    out = stack._attend(numbers(2, 48), cache, block, layers.paths(block), 0, False)
+    out = stack._attend(numbers(2, 48), cache, meta, layers.paths(meta), 0, False)
     assert cache.keys[0][0].any() and not cache.keys[0][1:].any()
     assert out[0].any() and not out[1].any()

@@ -18,7 +18,7 @@ from kangaroo.cuda.layers import Head, Stack
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.tree import Tree
 from kangaroo.models.layer_weights import layer_weights
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 slow = pytest.mark.slow
 SLOTS = 200
@@ -32,12 +32,12 @@ FAMILIES = {
 }
 
 
-def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> LM:
+def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:
     fields = {"num_hidden_layers": 2} | FAMILIES[name] | options
-    return LM(tiny_model(name.split("-")[0], dtype=dtype, **fields).to(DEVICE))
+    return TargetModel(tiny_model(name.split("-")[0], dtype=dtype, **fields).to(DEVICE))
 
 
-def filled_cache(lm: LM, rows: int) -> KVCache:
+def filled_cache(lm: TargetModel, rows: int) -> KVCache:
     """A cache of which every slot has been written."""
     cache = lm.new_cache(rows, SLOTS)
     for i, cached in enumerate((*cache.keys, *cache.values)):
@@ -47,12 +47,14 @@ def filled_cache(lm: LM, rows: int) -> KVCache:
     return cache
 
 
-def by_kernels(lm: LM, cache: KVCache, tree: Tree, starts: list[int], tokens_BN: Tensor) -> Tensor:
+def by_kernels(
+    lm: TargetModel, cache: KVCache, tree: Tree, starts: list[int], tokens_BN: Tensor
+) -> Tensor:
     """Logits of a tree in each row."""
     stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
     start_B = torch.tensor(starts, device=DEVICE)
-    block = lm.block(tree, start_B, max(starts) + tree.size, SLOTS)
-    x_BND = stack(lm.embed(tokens_BN), cache, block, range(lm.n_layers))
+    meta = lm.forward_meta(tree, start_B, max(starts) + tree.size, SLOTS)
+    x_BND = stack(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
     head = Head(lm.head.weight, lm.sizes())
     logits = head(x_BND.flatten(0, 1), lm.hf.model.norm.weight)
     return logits.unflatten(0, tokens_BN.shape)
@@ -73,8 +75,8 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
     lm, starts, tokens_BN = model(name, dtype), [3, 62, 140], random_tokens(3, 3)
     tree = Tree.chain(3, DEVICE)
     eager_cache, cache = filled_cache(lm, 3), filled_cache(lm, 3)
-    block = lm.block(tree, torch.tensor(starts, device=DEVICE), 143, SLOTS)
-    x_BND, _ = lm.run(lm.embed(tokens_BN), eager_cache, block, range(lm.n_layers))
+    meta = lm.forward_meta(tree, torch.tensor(starts, device=DEVICE), 143, SLOTS)
+    x_BND, _ = lm.run(lm.embed(tokens_BN), eager_cache, meta, range(lm.n_layers))
     eager = lm.logits(x_BND).float()
     tolerance = 1e-4 if dtype == torch.float32 else 0.4
     logits = by_kernels(lm, cache, tree, starts, tokens_BN)
@@ -88,12 +90,12 @@ def test_a_part_of_a_block_is_computed_as_a_block_is():
     lm, tokens_BN = model("llama", num_hidden_layers=1), random_tokens(2, 3)
     stack, starts = Stack(list(map(layer_weights, lm.layers)), lm.sizes()), [3, 62]
     x_BND, start_B = lm.embed(tokens_BN), torch.tensor(starts, device=DEVICE)
-    whole = lm.block(Tree.chain(3, DEVICE), start_B, 65, SLOTS)
-    part = lm.block(Tree.chain(1, DEVICE), start_B + 1, 65, SLOTS)
+    whole = lm.forward_meta(Tree.chain(3, DEVICE), start_B, 65, SLOTS)
+    part = lm.forward_meta(Tree.chain(1, DEVICE), start_B + 1, 65, SLOTS)
     caches = filled_cache(lm, 2), filled_cache(lm, 2)
     narrow, same = (
-        stack(x_BND[:, 1:2], cache, block, range(1))
-        for cache, block in zip(caches, (whole.narrow(1, 1), part), strict=True)
+        stack(x_BND[:, 1:2], cache, meta, range(1))
+        for cache, meta in zip(caches, (whole.narrow(1, 1), part), strict=True)
     )
     assert torch.equal(narrow, same)
     assert torch.equal(caches[0].keys[0], caches[1].keys[0])
@@ -107,9 +109,9 @@ def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
     x_BND = lm.embed(random_tokens(1, len(parents)))
     tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=4)
     start_B, cache = torch.tensor([62], device=DEVICE), filled_cache(lm, 1)
-    block = lm.block(tree, start_B, 62 + tree.size, SLOTS)
-    together = stack(x_BND, cache, block, range(1))
-    alone = stack(x_BND[:, -1:], cache, block.narrow(tree.size - 1, 1), range(1))
+    meta = lm.forward_meta(tree, start_B, 62 + tree.size, SLOTS)
+    together = stack(x_BND, cache, meta, range(1))
+    alone = stack(x_BND[:, -1:], cache, meta.narrow(tree.size - 1, 1), range(1))
     assert torch.equal(alone[0, 0], together[0, -1])
 
 

@@ -17,24 +17,24 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 slow = pytest.mark.slow
 FIRST, MORE = random_prompts(9, 56, seed=3)
 NEW_TOKENS = 3
 
 
-def by_kernels(name: str, dtype: torch.dtype, **options: object) -> LM:
+def by_kernels(name: str, dtype: torch.dtype, **options: object) -> TargetModel:
     lm = model(name, dtype, **options)
     return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=kernels))
 
 
 def second_turn(
-    lm: LM, name: str, reuse: bool, chunk: int | None
+    lm: TargetModel, name: str, prefix_cache: bool, chunk: int | None
 ) -> tuple[Generation, list[Tensor]]:
     """Of a conversation, and the keys and values of its prompt, those of the drafter too."""
     drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
-    engine = Engine(lm, drafter, prefill_chunk=chunk, reuse=reuse)
+    engine = Engine(lm, drafter, prefill_chunk=chunk, prefix_cache=prefix_cache)
     batch, prompt = engine.open(1, 160, Sampling()), FIRST
     for _ in range(2):
         request = Request(prompt, NEW_TOKENS)
@@ -47,7 +47,7 @@ def second_turn(
     return said, [x[: len(before)].clone() for c in caches for x in (*c.keys, *c.values)]
 
 
-def check(lm: LM, name: str = "vanilla") -> None:
+def check(lm: TargetModel, name: str = "vanilla") -> None:
     """Chunks of one reading end elsewhere than those of the other."""
     whole, keys = second_turn(lm, name, False, None)
     resumed, same_keys = second_turn(lm, name, True, 40)
@@ -72,8 +72,8 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtyp
             part_1T = tokens_1T[:, start:stop]
             if stop - start == 5:  # as a draft is verified
                 start_1, tree = torch.tensor([start], device=lm.device), Tree.chain(5, lm.device)
-                block = lm.block(tree, start_1, stop, cache.n_slots)
-                lm.run(lm.embed(part_1T), cache, block, range(lm.n_layers))
+                meta = lm.forward_meta(tree, start_1, stop, cache.n_slots)
+                lm.run(lm.embed(part_1T), cache, meta, range(lm.n_layers))
             else:
                 x_11D, _, _ = lm.read(part_1T, start, cache, 0, ())
         readings.append([lm.logits(x_11D), *cache.keys, *cache.values])

@@ -14,21 +14,21 @@ from torch import Tensor
 from kangaroo.cuda import texts
 from kangaroo.cuda.layers import Stack
 from kangaroo.models.layer_weights import layer_weights
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 slow = pytest.mark.slow
 FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
 
 
-def by_kernels(lm: LM, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+def by_kernels(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
     """As a model on a GPU runs, whose kernels decode."""
     lm.cuda_layers = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
     return by_modules(lm, tokens_RT, taps)
 
 
-def by_modules(lm: LM, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
-    block = lm.chunk(0, tokens_RT.shape[1], 0, tokens_RT.shape[1])
-    x_RTD, tapped = lm.run(lm.embed(tokens_RT), None, block, range(lm.n_layers), taps)
+def by_modules(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+    meta = lm.chunk(0, tokens_RT.shape[1], 0, tokens_RT.shape[1])
+    x_RTD, tapped = lm.run(lm.embed(tokens_RT), None, meta, range(lm.n_layers), taps)
     return torch.stack([*tapped.values(), x_RTD])
 
 
@@ -61,7 +61,7 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding():
 def test_what_has_a_mask_runs_in_the_modules(monkeypatch):
     lm, tokens_RT = model("qwen2"), random_tokens(1, 6)
     lm.cuda_layers = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
-    block, x_RTD = lm.chunk(0, 6, 0, 6), lm.embed(tokens_RT)
-    assert texts.takes(x_RTD, block)
-    block.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=x_RTD.device).tril()
-    assert not texts.takes(x_RTD, block)
+    meta, x_RTD = lm.chunk(0, 6, 0, 6), lm.embed(tokens_RT)
+    assert texts.takes(x_RTD, meta)
+    meta.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=x_RTD.device).tril()
+    assert not texts.takes(x_RTD, meta)

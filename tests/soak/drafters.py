@@ -28,7 +28,7 @@ from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from soak.settings import Build, Draw, Setting
 
 ADAPTERS = {
@@ -41,12 +41,12 @@ ADAPTERS = {
 THRESHOLDS = (0.0, 0.1, 0.3, 0.6)
 
 
-def drawn_adapter(lm: LM, draw: Draw, *kinds: str) -> Adapter:
+def drawn_adapter(lm: TargetModel, draw: Draw, *kinds: str) -> Adapter:
     architecture = ADAPTERS[draw.of("adapter", *kinds)]
     return adapter_for(lm, draw.of("exit_layer", *range(1, lm.n_layers)), architecture)
 
 
-def vocabulary(lm: LM, layer: Adapter, draw: Draw) -> DraftHead | None:
+def vocabulary(lm: TargetModel, layer: Adapter, draw: Draw) -> DraftHead | None:
     """Every token to draft from, or every second one."""
     if layer.architecture.own_head or not draw.of("half_vocabulary", True, False):
         return None

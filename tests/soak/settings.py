@@ -16,7 +16,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Setting:
 
     family: str
     sampling: str
-    lm: LM
+    lm: TargetModel
     requests: Sequence[Request]
     texts: Sequence[list[int]]
     eos_ids: frozenset[int]
@@ -66,13 +66,13 @@ Build = Callable[[Setting, Draw], Drafter]
 
 
 @cache
-def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> LM:
+def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> TargetModel:
     name, compiled = family.removesuffix(COMPILED), family.endswith(COMPILED)
     architecture, fields = ARCHITECTURES[name]
     hf = tiny_model(architecture, **fields)
     for parameter in hf.parameters():  # RoPE's frequencies stay in float32
         parameter.data = parameter.data.to(dtype)
-    lm = LM(hf.requires_grad_(False).to(device))
+    lm = TargetModel(hf.requires_grad_(False).to(device))
     return lm.compile_for_decoding() if compiled else lm
 
 
@@ -110,7 +110,10 @@ def setting_of(
 
 
 def alone(
-    lm: LM, requests: Sequence[Request], how: Sampling, eos_ids: frozenset[int] = frozenset()
+    lm: TargetModel,
+    requests: Sequence[Request],
+    how: Sampling,
+    eos_ids: frozenset[int] = frozenset(),
 ) -> list[list[int]]:
     """What vanilla decoding writes for each request, one after the other."""
     engine = Engine(lm, Vanilla())

@@ -25,18 +25,18 @@ from folders import adapter_for, save_adapter, save_draft_model, save_model, tin
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 Serve = Callable[..., AbstractContextManager[LLM]]
 
 
 @pytest.fixture(scope="session")
-def lm() -> LM:
+def lm() -> TargetModel:
     return tiny()
 
 
 @pytest.fixture(scope="session")
-def folders(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(lm: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The target and what may draft for it, by name."""
     root = tmp_path_factory.mktemp("folders")
     frequent_K = torch.arange(0, 128, 2)

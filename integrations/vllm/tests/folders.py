@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import random_model
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 VOCABULARY = 128
 EXIT = 2
 
 
-def tiny(tied: bool = False) -> LM:
+def tiny(tied: bool = False) -> TargetModel:
     """A random Llama that writes 48 tokens without EOS, whose shallow layers are often right.
 
     Its sizes can be split over two processes, and the attention kernel takes its heads.
@@ -44,10 +44,10 @@ def tiny(tied: bool = False) -> LM:
     for parameter in hf.parameters():
         if parameter.ndim == 1:  # norms start at one, which would hide mistakes
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return LM(hf)
+    return TargetModel(hf)
 
 
-def adapter_for(lm: LM, **parts: bool) -> Adapter:
+def adapter_for(lm: TargetModel, **parts: bool) -> Adapter:
     """An adapter that is often right untrained: the layers above the exit change little."""
     adapter = Adapter(lm, EXIT, AdapterHeadConfig(**parts)).start_from(lm)
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())
@@ -71,7 +71,11 @@ def save_model(hf: PreTrainedModel, folder: Path) -> Path:
 
 
 def save_adapter(
-    lm: LM, adapter: Adapter, folder: Path, vocabulary_K: Tensor | None = None, **changes: Any
+    lm: TargetModel,
+    adapter: Adapter,
+    folder: Path,
+    vocabulary_K: Tensor | None = None,
+    **changes: Any,
 ) -> Path:
     """What `scripts/convert.py export to=vllm` writes.
 
@@ -95,6 +99,6 @@ def save_adapter(
     return save(config, state, folder)
 
 
-def save_draft_model(lm: LM, adapter: Adapter, folder: Path) -> Path:
+def save_draft_model(lm: TargetModel, adapter: Adapter, folder: Path) -> Path:
     """What `scripts/convert.py export to=draft_model` writes."""
     return save_model(draft_model(lm, adapter), folder)

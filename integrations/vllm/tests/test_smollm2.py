@@ -14,7 +14,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.loading import Dtype, ModelConfig, load
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 ADAPTER = "adapters/smollm2-135m"
 TOKENS, STEPS, THRESHOLD = 32, 6, 0.35
@@ -23,7 +23,7 @@ TOKENS, STEPS, THRESHOLD = 32, 6, 0.35
 @pytest.fixture(scope="module")
 def smollm2():
     config = ModelConfig("smollm2-135m", EMBEDDED, dtype=Dtype.float32, device="cpu")
-    return LM(load(config)[0])
+    return TargetModel(load(config)[0])
 
 
 @pytest.fixture(scope="module")

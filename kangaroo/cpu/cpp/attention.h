@@ -3,7 +3,7 @@
 #pragma once
 
 #include "products.h"
-#include "sight.h"
+#include "attn_plan.h"
 
 namespace {
 

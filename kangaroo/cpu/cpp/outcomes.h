@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "choice.h"
+#include "sampling.h"
 
 namespace {
 

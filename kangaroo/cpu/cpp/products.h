@@ -13,7 +13,7 @@
 #include "numbers.h"
 #include "threads.h"
 #include "tiles.h"
-#include "turned.h"
+#include "transposed_gemm.h"
 #include "vectors.h"
 
 namespace {
@@ -151,7 +151,7 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
 template <class T> struct Input {
   Matrix<Number<T>> x;
   const Words* tiles;                     // [groups, width / 2, 16 tokens], a word being two numbers, or null
-  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, 8 tokens], if they are many (turned.h)
+  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, 8 tokens], if they are many (transposed_gemm.h)
 };
 
 // Each token with whole pairs of registers, zeros after its last number.

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "choice.h"
+#include "sampling.h"
 
 namespace {
 

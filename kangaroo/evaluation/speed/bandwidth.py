@@ -14,7 +14,7 @@ import torch
 
 from kangaroo.engine.clock import now
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
 
 
@@ -24,7 +24,9 @@ class Reads:
     is one row a token, unless the head is tied to it.
     """
 
-    def __init__(self, lm: LM, adapter: Layer | None = None, vocabulary: int | None = None):
+    def __init__(
+        self, lm: TargetModel, adapter: Layer | None = None, vocabulary: int | None = None
+    ):
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
         self.n_layers, self.kv = lm.n_layers, lm.cache_like(1, 1, [lm.device]).bytes()
         self.shallow = weights(*lm.layers[: self.exit_layer])

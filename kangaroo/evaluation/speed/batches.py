@@ -19,7 +19,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.engine.tree import Tree
 from kangaroo.evaluation.speed.bandwidth import median_seconds
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 
 
 @torch.no_grad()
-def verifications(lm: LM, exit_layer: int, length: int) -> dict[int, float]:
+def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, float]:
     """Seconds of the layers above the exit, the head and the choices, after a context of so many
     tokens, by the number of tokens in the pass.
     """
@@ -42,18 +42,22 @@ def verifications(lm: LM, exit_layer: int, length: int) -> dict[int, float]:
     for width in WIDTHS:
         shape = (1, width, lm.config.hidden_size)
         x_1ND = torch.randn(shape, generator=generator, device=lm.device).to(lm.dtype)
-        block = lm.block(Tree.chain(width, lm.device), start_B, length + width, n_slots)
+        meta = lm.forward_meta(Tree.chain(width, lm.device), start_B, length + width, n_slots)
 
-        def verify(x_1ND: torch.Tensor = x_1ND, block: Any = block) -> None:
-            deep_1ND, _ = lm.run(x_1ND, cache, block, layers)
-            pick(lm.logits(deep_1ND), block.positions_RT, Sampling(), seeds_B)
+        def verify(x_1ND: torch.Tensor = x_1ND, meta: Any = meta) -> None:
+            deep_1ND, _ = lm.run(x_1ND, cache, meta, layers)
+            pick(lm.logits(deep_1ND), meta.positions_RT, Sampling(), seeds_B)
 
         seconds[width] = median_seconds(verify, lm.device, REPEATS)
     return seconds
 
 
 def throughput(
-    lm: LM, drafter: Kangaroo, prompts: Sequence[list[int]], new_tokens: int, sizes: Sequence[int]
+    lm: TargetModel,
+    drafter: Kangaroo,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
     """Tokens a second by vanilla and Kangaroo at every batch size, on the same texts: prompts in
     turn, two a row.

@@ -13,11 +13,11 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.evaluation.speed.trials import Method, timed_generate
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model, truncated
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
-def rivals(lm: LM, drafter: Kangaroo, names: Sequence[str]) -> dict[str, Method]:
+def rivals(lm: TargetModel, drafter: Kangaroo, names: Sequence[str]) -> dict[str, Method]:
     """Those of these names: prompt lookup; the target's first layers with its own norm and head, by
     `generate`'s early exit and as a model with a cache of its own; the adapter, exported.
 

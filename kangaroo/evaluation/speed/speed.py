@@ -27,7 +27,7 @@ from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
 from kangaroo.evaluation.speed.batches import throughput, verifications
 from kangaroo.evaluation.speed.rivals import rivals
 from kangaroo.evaluation.speed.trials import Trial, take_turns, timed_engine, timed_generate
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged
@@ -66,7 +66,7 @@ class SpeedConfig(Ranged):
 
 
 def measure(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter: Drafter | Kangaroo,
     config: SpeedConfig,
@@ -140,7 +140,9 @@ def measure(
     }
 
 
-def fitting_contexts(lm: LM, drafters: Sequence[Drafter], config: SpeedConfig) -> list[int]:
+def fitting_contexts(
+    lm: TargetModel, drafters: Sequence[Drafter], config: SpeedConfig
+) -> list[int]:
     """Those of `config.contexts` that the model has room for.
 
     Errors: `ConfigError` for settings that leave nothing to measure.

@@ -23,7 +23,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.methods import generate_settings, transformers_attention
 from kangaroo.models.prompts import Message, prompt_ids
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Stopwatch(BaseStreamer):
         pass
 
 
-def timed_generate(lm: LM, **speculation: Any) -> Method:
+def timed_generate(lm: TargetModel, **speculation: Any) -> Method:
     """Greedy `generate` with transformers' own cache and attention, and its way to speculate."""
 
     def write(prompt: list[int], new_tokens: int) -> Trial:

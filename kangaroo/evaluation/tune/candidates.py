@@ -18,7 +18,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterNotFound, ConfigError
 from kangaroo.utils.folders import SHIPPED, of_project
 from kangaroo.utils.ranges import Count, DraftSize, Filled, Positive, Ranged, Threshold
@@ -26,7 +26,7 @@ from kangaroo.utils.ranges import Count, DraftSize, Filled, Positive, Ranged, Th
 # What a trace can replay, and the settings that tell two candidates apart.
 SETTINGS = {
     "kangaroo": ["threshold", "steps"],
-    "hybrid": ["pace", "nodes", "steps"],
+    "hybrid": ["min_gain_per_step", "nodes", "steps"],
     "cascade": [],  # those of its parts
     "prompt_lookup": ["num_pred_tokens"],
     "kangaroo_tree": ["threshold", "steps", "nodes", "least"],
@@ -49,7 +49,7 @@ class SearchSpace(Ranged):
         vocabularies: draft vocabularies, beside the one that an adapter was saved with, where it
             has as many tokens to draft from.
         thresholds, steps: of kangaroo and of kangaroo_tree.
-        top_k, tree_nodes, least: of kangaroo_tree; `top_k` is one number.
+        top_k, tree_nodes, min_confidence: of kangaroo_tree; `top_k` is one number.
         paces, nodes: of the hybrid, whose chain has the most of `steps` and no threshold.
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
@@ -61,12 +61,12 @@ class SearchSpace(Ranged):
         default_factory=lambda: [0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
     )
     steps: Filled[DraftSize] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    paces: Filled[Positive] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
+    min_gains: Filled[Positive] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
     nodes: Filled[DraftSize] = field(default_factory=lambda: [7, 9, 15])
     lookups: Filled[DraftSize] = field(default_factory=lambda: [3, 5, 8])
     top_k: Count = 3
     tree_nodes: Filled[DraftSize] = field(default_factory=lambda: [4, 8, 16, 32])
-    least: Filled[Threshold | None] = field(default_factory=lambda: [None, 0.05, 0.1])
+    min_confidence: Filled[Threshold | None] = field(default_factory=lambda: [None, 0.05, 0.1])
 
     def check(self) -> None:
         """Raise `ConfigError` for what cannot be tried."""
@@ -117,7 +117,7 @@ class Candidate:
         return ",".join(words)
 
 
-def sources(lm: LM, model_name: str, space: SearchSpace) -> dict[str, Source]:
+def sources(lm: TargetModel, model_name: str, space: SearchSpace) -> dict[str, Source]:
     """Every adapter with every draft vocabulary that it has, by name; the adapter's own first.
 
     Errors: those of `KangarooConfig.build`; `ConfigError` where two adapters have one name.
@@ -180,8 +180,12 @@ def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candid
         about: dict[str, Any] = {key: getattr(source.config, key) for key in TAKEN}
         chains = [KangarooConfig(**about, **limit) for limit in limits]
         trees = [
-            KangarooTreeConfig(**about, **limit, top_k=space.top_k, nodes=nodes, least=least)
-            for limit, nodes, least in itertools.product(limits, space.tree_nodes, space.least)
+            KangarooTreeConfig(
+                **about, **limit, top_k=space.top_k, nodes=nodes, min_confidence=min_confidence
+            )
+            for limit, nodes, min_confidence in itertools.product(
+                limits, space.tree_nodes, space.min_confidence
+            )
             if limit["steps"] > 1
         ]
         cascades = [
@@ -189,8 +193,10 @@ def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candid
             for lookup, chain in itertools.product(lookups, chains)
         ]
         hybrids = [
-            HybridConfig(**about, steps=source.config.steps, pace=pace, nodes=nodes)
-            for pace, nodes in itertools.product(space.paces, space.nodes)
+            HybridConfig(
+                **about, steps=source.config.steps, min_gain_per_step=min_gain_per_step, nodes=nodes
+            )
+            for min_gain_per_step, nodes in itertools.product(space.min_gains, space.nodes)
         ]
         every += [Candidate(one, name) for one in (*chains, *trees, *cascades, *hybrids)]
     return [candidate for candidate in every if candidate.config.name in space.drafters]

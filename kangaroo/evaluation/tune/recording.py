@@ -24,12 +24,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.stepper import runs_natively
+from kangaroo.drafters.acceptance import CHOICES
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, take
-from kangaroo.drafters.odds import CHOICES
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Block
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
@@ -38,7 +38,7 @@ from kangaroo.evaluation.bench import Question, check_first_turns, fingerprint
 from kangaroo.evaluation.tune import trace
 from kangaroo.evaluation.tune.trace import Drafts, TracedQuestion, Turn
 from kangaroo.models.prompts import Message, plain_text
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 
 POSITIONS = 64  # nodes of a level that are drafted side by side
 WIDEST = 256  # tokens of one pass over a text
@@ -60,13 +60,13 @@ class Watcher(Stateless):
         self.taps, self.max_nodes = tuple(taps), room
 
     def begin(self, batch: Batch) -> None:
-        self.prompts: list[tuple[Tensor, Block, dict[int, Tensor]]] = []
+        self.prompts: list[tuple[Tensor, ForwardMeta, dict[int, Tensor]]] = []
         self.pending: list[dict[int, Tensor]] = []
 
     def prefill(
-        self, batch: Batch, tokens_1T: Tensor, block: Block, taps: dict[int, Tensor]
+        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        self.prompts.append((tokens_1T, block, taps))
+        self.prompts.append((tokens_1T, meta, taps))
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.nothing(batch.last(1))
@@ -87,7 +87,7 @@ class Recorder:
 
     def __init__(
         self,
-        lm: LM,
+        lm: TargetModel,
         drafters: Mapping[str, Kangaroo | KangarooTree],
         prefill_chunk: int | None = None,
     ):
@@ -114,8 +114,8 @@ class Recorder:
         batch, watcher = self.engine.batch, self.watcher
         assert batch is not None
         drafter.begin(batch)
-        for tokens_1T, block, taps in watcher.prompts:
-            drafter.prefill(batch, tokens_1T, block, taps)
+        for tokens_1T, meta, taps in watcher.prompts:
+            drafter.prefill(batch, tokens_1T, meta, taps)
         drafter.read_prompts()
         states_PD = read_text(self.lm, drafter, batch, watcher.pending)
         first, size = batch.lengths[0] - 1 - len(states_PD), side_by_side(drafter)
@@ -132,7 +132,10 @@ def side_by_side(drafter: Kangaroo | KangarooTree) -> int:
 
 
 def read_text(
-    lm: LM, drafter: Kangaroo | KangarooTree, batch: Batch, pending: Sequence[dict[int, Tensor]]
+    lm: TargetModel,
+    drafter: Kangaroo | KangarooTree,
+    batch: Batch,
+    pending: Sequence[dict[int, Tensor]],
 ) -> Tensor:
     """What a drafter has at each position of a text that it has read up to there, `[P, D]`.
 
@@ -150,15 +153,15 @@ def read_text(
     begin, end = batch.lengths[0] - 1 - len(pending), batch.lengths[0] - 1
     tree, start_1 = Tree.chain(end - begin + window, lm.device), torch.tensor([begin - window])
     below = 0 if begin >= window else window
-    block = lm.block(tree, start_1.to(lm.device), end, batch.n_slots, below)
-    block = replace(block, recordable=False).to(f_1TD.device)
+    meta = lm.forward_meta(tree, start_1.to(lm.device), end, batch.n_slots, below)
+    meta = replace(meta, recordable=False).to(f_1TD.device)
     if drafter.deep_tap is not None:
         deep_1TD = torch.cat([taps[drafter.deep_tap] for taps in pending], 1)
-        drafter.keep_deep(block.slots_RT[:, window:], deep_1TD)
-    before_1TD = drafter.deep_before(block)
+        drafter.keep_deep(meta.slots_RT[:, window:], deep_1TD)
+    before_1TD = drafter.deep_before(meta)
     states = []
     for at in range(0, f_1TD.shape[1], WIDEST):
-        part = block.narrow(at, WIDEST)
+        part = meta.narrow(at, WIDEST)
         deep_part = None if before_1TD is None else before_1TD[:, at : at + WIDEST]
         past = drafter.cache.at(part)
         states.append(drafter.adapter(f_1TD[:, at : at + WIDEST], deep_part, part, past))
@@ -166,7 +169,7 @@ def read_text(
 
 
 def draft_from(
-    lm: LM, drafter: Kangaroo | KangarooTree, batch: Batch, first: int, states_PD: Tensor
+    lm: TargetModel, drafter: Kangaroo | KangarooTree, batch: Batch, first: int, states_PD: Tensor
 ) -> tuple[np.ndarray, ...]:
     """What a drafter drafts from neighbouring positions: the arrays of `Drafts`.
 
@@ -204,9 +207,9 @@ def draft_from(
         hidden_PLE = take(hidden_PLE, parent_PL).scatter(2, slots_PL[..., None], False)
         at_PL = (base_P + 1 + step)[:, None].expand_as(slots_PL)
         places = slots_PL.reshape(1, -1), at_PL.reshape(1, -1), hidden_PLE.flatten(0, 1)[None]
-        block = replace(lm.block_of(*places, batch.n_slots), recordable=False)
-        f_1MD, _ = lm.run(lm.embed(token_PL.reshape(1, -1)), batch.cache, block, drafter.shallow)
-        at, deep_1MD = block.to(f_1MD.device), None
+        meta = replace(lm.forward_meta_of(*places, batch.n_slots), recordable=False)
+        f_1MD, _ = lm.run(lm.embed(token_PL.reshape(1, -1)), batch.cache, meta, drafter.shallow)
+        at, deep_1MD = meta.to(f_1MD.device), None
         if drafter.reads_deep:
             deep_1MD = take(states_PLD, parent_PL).flatten(0, 1)[None]
         states_1MD = drafter.adapter(f_1MD, deep_1MD, at, drafter.cache.at(at))

@@ -33,7 +33,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.tune.candidates import TREES, Candidate, Source
 from kangaroo.evaluation.tune.trace import Drafts, Turn
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ class Player:
         sources: that the traces were made with, by name.
     """
 
-    def __init__(self, lm: LM, sources: Mapping[str, Source]):
+    def __init__(self, lm: TargetModel, sources: Mapping[str, Source]):
         self.lm, self.sources = lm, sources
         self.ends = frozenset(lm.eos_ids())
         # by turn and settings; the turn is kept, so that no other gets its id
@@ -78,7 +78,7 @@ class Player:
     def of(self, candidate: Candidate) -> Replayer:
         """What gives the rounds of each turn.
 
-        Errors: those of `kangaroo.drafters.odds.read`.
+        Errors: those of `kangaroo.drafters.acceptance.read`.
         """
         config, name = candidate.config, candidate.source or ""
         if not isinstance(config, HybridConfig):
@@ -102,7 +102,7 @@ class Player:
         if isinstance(config, KangarooConfig):
             return chains(turn, turn.drafts[source], config.threshold, config.steps)
         if isinstance(config, KangarooTreeConfig):
-            limits = config.threshold, config.steps, config.nodes, config.least
+            limits = config.threshold, config.steps, config.nodes, config.min_confidence
             return trees(turn, turn.drafts[source + TREES], *limits)
         assert isinstance(config, PromptLookupConfig)
         key = id(turn), repr(config)
@@ -148,7 +148,7 @@ def trees(
     threshold: float,
     steps: int,
     nodes: int,
-    least: float | None = None,
+    min_confidence: float | None = None,
 ) -> np.ndarray:
     """What Kangaroo drafts as trees, `[P, 3]`: exactly as `drafter=kangaroo_tree` with these
     settings and the `top_k` of the trace.
@@ -174,7 +174,7 @@ def trees(
         return torch.from_numpy(np.concatenate([np.full_like(flat[:, :1], root), flat], 1))
 
     score_PN, parent_PN = with_root(scores_PSC, 1.0), with_root(numbers_PSC, 0).long()
-    keep_PN = kept(score_PN, parent_PN, with_root(valid_PSC, True), nodes, least)
+    keep_PN = kept(score_PN, parent_PN, with_root(valid_PSC, True), nodes, min_confidence)
     keep_PSC = keep_PN[:, 1:].numpy().reshape(count, steps, width)
     right_PSC = keep_PSC & (tokens_PSC == coming(turn, steps)[..., None])
     for step in range(1, steps):  # a node is right if its parent is

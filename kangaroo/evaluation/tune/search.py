@@ -30,7 +30,7 @@ from kangaroo.evaluation.tune.costs import Score, score
 from kangaroo.evaluation.tune.recording import Recorder, trace_bench
 from kangaroo.evaluation.tune.replay import Player
 from kangaroo.evaluation.tune.trace import TracedQuestion
-from kangaroo.models.target import LM
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import MOST_NODES, Count, Ranged, Seed
 
@@ -90,7 +90,7 @@ class Tuned:
 
 
 def tune(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     today: DrafterConfig,
     config: TuneConfig,
@@ -173,7 +173,7 @@ def split(
 
 
 def traces(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     by_name: Mapping[str, Source],
     questions: Sequence[Question],
@@ -198,7 +198,7 @@ def traces(
 
 
 def decode(
-    lm: LM,
+    lm: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
     config: TuneConfig,
     model: dict[str, Any],

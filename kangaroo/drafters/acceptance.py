@@ -23,7 +23,7 @@ PROBABILITIES = [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9]
 
 
 @dataclass(frozen=True)
-class Odds:
+class AcceptanceTable:
     """The share of right tokens, of those before which all were right.
 
     Args:
@@ -61,7 +61,7 @@ class Odds:
         return bisect_right(self.probabilities, probability) - 1
 
 
-def assumed() -> Odds:
+def assumed() -> AcceptanceTable:
     """For an adapter that nothing was counted for: a chain whose confidence is right, and a lookup
     as good as it was on SmolLM2-135M, neither of which knows of the other.
     """
@@ -69,7 +69,7 @@ def assumed() -> Odds:
     edges = [*PROBABILITIES, 1.0]
     chain = [(low + high) / 2 for low, high in pairwise(edges)]
     other = [[found * (1 - drafted) for drafted in chain] for found in lookup]
-    return Odds(
+    return AcceptanceTable(
         lengths=LENGTHS,
         probabilities=PROBABILITIES,
         lookup=lookup,
@@ -83,14 +83,16 @@ def assumed() -> Odds:
     )
 
 
-def write(odds: Odds, weights: str, about: dict[str, Any], folder: Path) -> Path:
+def write(acceptance: AcceptanceTable, weights: str, about: dict[str, Any], folder: Path) -> Path:
     """Write the odds of an adapter beside it, and return the file's path.
 
     Args:
         weights: hash of the adapter's weights.
         about: where the numbers come from, as JSON values.
     """
-    tables = ",\n    ".join(f'"{name}": {_lines(value)}' for name, value in asdict(odds).items())
+    tables = ",\n    ".join(
+        f'"{name}": {_lines(value)}' for name, value in asdict(acceptance).items()
+    )
     rest = json.dumps({"weights": weights} | about, indent=2).removeprefix("{")
     file = folder / FILE
     file.write_text('{\n  "odds": {\n    ' + tables + "\n  }," + rest + "\n")
@@ -104,7 +106,7 @@ def _lines(table: list[Any]) -> str:
     return "[\n      " + ",\n      ".join(map(json.dumps, table)) + "\n    ]"
 
 
-def read(folder: Path, weights: str, count: str) -> Odds | None:
+def read(folder: Path, weights: str, count: str) -> AcceptanceTable | None:
     """The odds of the adapter in a folder; None where nothing was counted for it.
 
     Args:
@@ -118,8 +120,8 @@ def read(folder: Path, weights: str, count: str) -> Odds | None:
         return None
     try:
         known = json.loads(file.read_text())
-        counted_for, odds = known["weights"], Odds(**known["odds"])
-        _check(odds)
+        counted_for, acceptance = known["weights"], AcceptanceTable(**known["odds"])
+        _check(acceptance)
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptFile(
             f"{file} cannot be read ({type(error).__name__}: {error}); delete it, or count again: "
@@ -130,24 +132,24 @@ def read(folder: Path, weights: str, count: str) -> Odds | None:
             f"{file} was counted for an adapter with the weights {counted_for}; those beside it "
             f"are {weights}. Count again: {count}"
         )
-    return odds
+    return acceptance
 
 
-def fingerprint(odds: Odds) -> str:
+def fingerprint(acceptance: AcceptanceTable) -> str:
     """Hash of all its numbers."""
-    return hashlib.sha256(json.dumps(asdict(odds)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(asdict(acceptance)).encode()).hexdigest()[:16]
 
 
-def _check(odds: Odds) -> None:
+def _check(acceptance: AcceptanceTable) -> None:
     """Raise `ValueError` where a table has not the shape that its classes ask for."""
-    rows, columns = len(odds.lengths), len(odds.probabilities)
-    if odds.lengths[:1] != [1] or odds.probabilities[:1] != [0]:
+    rows, columns = len(acceptance.lengths), len(acceptance.probabilities)
+    if acceptance.lengths[:1] != [1] or acceptance.probabilities[:1] != [0]:
         raise ValueError("lengths must begin with 1, probabilities with 0")
     shapes = {"lookup": rows, "chain": columns, "runner_up": columns, "adds": rows + 1}
     for name, size in shapes.items():
-        _check_shares(name, getattr(odds, name), size)
+        _check_shares(name, getattr(acceptance, name), size)
     for name in ("same", "further", "other", "against"):
-        table = getattr(odds, name)
+        table = getattr(acceptance, name)
         if len(table) != rows:
             raise ValueError(f"{name} must have {rows} rows, not {len(table)}")
         for row in table:
