@@ -208,7 +208,7 @@ def test_the_command_writes_the_file_beside_the_adapter_and_hybrid_takes_it(save
     assert done.returncode == 0, done.stderr
     known = json.loads((folder / acceptance.FILE).read_text())
     assert known["rounds"] > 0 and known["settings"]["holdout"] == 2
-    assert "calibrate.py" in known["command"] and known["data"]["conversations"] == 1
+    assert "prepare.py calibrate" in known["command"] and known["data"]["conversations"] == 1
     assert acceptance.read(folder, adapter_files.weights_hash(str(folder)), "") != KNOWN
     done = python("scripts/prepare.py calibrate", "model=tiny", "drafter=vanilla", cwd=tmp_path)
     assert done.returncode == 1

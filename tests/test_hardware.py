@@ -30,7 +30,7 @@ CONFIGS = {
 # as docs/methods.md has them
 MEASURED = {
     "kangaroo": {"threshold": 0.4},
-    "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "least": 0.07},
+    "kangaroo_tree": {"steps": 6, "threshold": 0.3, "top_k": 3, "nodes": 7, "min_confidence": 0.07},
     "hybrid": {"nodes": 9},
     "lookahead": {"window": 2, "ngram": 3, "guesses": 1},
     "medusa": {"nodes": 4},
@@ -89,7 +89,7 @@ def test_on_a_gpu_sizes_are_the_papers(drafter, monkeypatch):
     assert papers("prompt_lookup") == {"num_pred_tokens": 10}
     assert papers("kangaroo") == {"threshold": 0.6}
     tree = papers("kangaroo_tree")
-    assert tree == {"steps": 6, "threshold": 0.4, "top_k": 10, "nodes": 32, "least": None}
+    assert tree == {"steps": 6, "threshold": 0.4, "top_k": 10, "nodes": 32, "min_confidence": None}
 
 
 def test_a_cascades_drafters_have_them_too(no_gpu):

@@ -64,7 +64,7 @@ def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, see
     return sources
 
 
-@pytest.mark.parametrize("odds", [ODDS, SURE], ids=["drafts", "drafts where nothing matches"])
+@pytest.mark.parametrize("acceptance", [ODDS, SURE], ids=["drafts", "drafts where nothing matches"])
 @pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(

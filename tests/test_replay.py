@@ -80,7 +80,7 @@ class Case:
 
     def hybrid(self, name: str, threshold: float, steps: int) -> Hybrid:
         adapter, head = self.parts[name]
-        chosen = {"odds": assumed(), "costs": COSTS, "nodes": NODES}
+        chosen = {"acceptance": assumed(), "costs": COSTS, "nodes": NODES}
         return Hybrid(self.lm, adapter, steps, threshold, head, **chosen)
 
     def decoded(self, drafter, turn: Turn) -> Generation:

@@ -169,7 +169,7 @@ def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object])
                 return entered.value
             yield
 
-    monkeypatch.setattr(engine, "admitting", parts)
+    monkeypatch.setattr(engine, "prefill_chunks", parts)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def steps_guilty(engine: Engine) -> bool:
 
 
 CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
-    "known": lambda engine, number, given: given[2] == GUILTY,
+    "match_prefix": lambda engine, number, given: given[2] == GUILTY,
     "shared": lambda engine, number, given: given[1] == GUILTY,
     # when the row takes part in steps already
     "first": lambda engine, number, given: engine.batch.texts[given[0]] == GUILTY,

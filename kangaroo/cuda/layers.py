@@ -10,20 +10,19 @@ of a path, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
+from kangaroo.cuda.paths import Paths, flat, paths
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
-LONGEST_PATH = 128  # nodes of a draft from its root on
 MOST_TOKENS = 512  # of a pass; more are a text that is learnt or judged
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
 SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has more than 16 tokens
@@ -32,55 +31,6 @@ SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has 
 def power_of_two(least: int) -> int:
     """The smallest power of two, 16 or more, that is no less."""
     return max(16, 1 << (least - 1).bit_length())
-
-
-def flat(x_RTD: Tensor) -> Tensor:
-    """All tokens in a line, `[N, D]`, without gaps: of a part of a block they have some."""
-    return x_RTD.reshape(-1, x_RTD.shape[-1]).contiguous()
-
-
-@dataclass
-class Paths:
-    """What the tokens of a pass see, for all layers.
-
-    Args:
-        count_N: slots that a token sees; 0 for what is no token.
-        lead_N: how many of them are the slots 0, 1, ..., in whole blocks of 64.
-        path_NP: the slots after those, in the order of positions; none of a prompt, whose last
-            block is shared by the tokens that see a part of it.
-        slots_N: where the tokens' own keys and values go.
-        rope: cosine and sine, each `[N, head size]`.
-    """
-
-    count_N: Tensor
-    lead_N: Tensor
-    path_NP: Tensor
-    slots_N: Tensor
-    rope: tuple[Tensor, Tensor]
-
-
-def paths(meta: ForwardMeta) -> Paths:
-    """Read a block's mask: of the slots after the first one that is hidden from a token it may show
-    `LONGEST_PATH`, or as many as the row has tokens. A part of a prompt has no mask of numbers."""
-    rows, tokens = meta.slots_RT.shape
-    slots_N = flat(meta.slots_RT[..., None])[:, 0]
-    cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
-    if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
-        count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
-        return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
-    bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
-    places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
-    integers = {"dtype": torch.int32, "device": slots_N.device}
-    count_N, lead_N = torch.empty(2, len(slots_N), **integers)  # type: ignore[call-overload]
-    path_NP = torch.empty(len(slots_N), places, **integers)  # type: ignore[call-overload]
-    launch(
-        kernels_attention.path_kernel,
-        (len(slots_N),),
-        *(bias_RTE, count_N, lead_N, path_NP, tokens, meta.extent, places),
-        *bias_RTE.stride()[:2],
-        BE=1024,
-    )
-    return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
 def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:

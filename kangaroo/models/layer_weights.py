@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kangaroo.cpu.native import LayerWeights
 
@@ -39,10 +40,24 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
     return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}
 
 
+def is_plain(hf: PreTrainedModel) -> bool:
+    """Whether a model computes what its weights say: it has no hooks, and no weights, such as
+    LoRA's, but those that native code reads, all of one number format."""
+    for module in hf.modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return False
+    weights = [hf.model.embed_tokens.weight, hf.model.norm.weight, hf.lm_head.weight]
+    for layer in map(layer_weights, hf.model.layers):
+        weights += [weight for weight in vars(layer).values() if weight is not None]
+    dtype = hf.lm_head.weight.dtype
+    fitting = all(weight.dtype == dtype and weight.is_contiguous() for weight in weights)
+    return fitting and set(map(id, weights)) == set(map(id, hf.parameters()))
+
+
 def fingerprint(model: nn.Module) -> str | None:
     """Tells a model's weights from others of the same shape by the first numbers of each, rounded
     to bfloat16: a checkpoint's is the same in any number format (but for one of float32 in float16,
-    which rounds twice). None for a `blueprint`, which has no weights."""
+    which rounds twice). None for a `meta_model`, which has no weights."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.is_meta:

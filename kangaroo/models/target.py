@@ -28,7 +28,7 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.layer_weights import fingerprint, layer_weights
+from kangaroo.models.layer_weights import fingerprint, is_plain, layer_weights
 from kangaroo.models.supported import check_supported, eos_ids
 
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
@@ -77,7 +77,7 @@ class TargetModel(nn.Module):
                 (*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight)
             )
         graphs = Graphs(self.device) if on_one_gpu else None
-        plain = self.is_plain() and self.config.hidden_act == "silu"
+        plain = is_plain(self.hf) and self.config.hidden_act == "silu"
         kernels = (
             cuda.usable_layers(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
         )
@@ -101,20 +101,8 @@ class TargetModel(nn.Module):
             and self.dtype in native.DTYPES
             and self.config.hidden_act == "silu"
             and self.layers[0].self_attn.head_dim <= native.WIDEST_HEAD
-            and self.is_plain()
+            and is_plain(self.hf)
         )
-
-    def is_plain(self) -> bool:
-        """Whether the model computes what its weights say: it has no hooks, and no weights, such as
-        LoRA's, but those that native code reads."""
-        for module in self.hf.modules():
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-                return False
-        known = [self.hf.model.embed_tokens.weight, self.hf.model.norm.weight, self.head.weight]
-        for layer in map(layer_weights, self.layers):
-            known += [weight for weight in vars(layer).values() if weight is not None]
-        fitting = all(weight.dtype == self.dtype and weight.is_contiguous() for weight in known)
-        return fitting and set(map(id, known)) == set(map(id, self.hf.parameters()))
 
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""

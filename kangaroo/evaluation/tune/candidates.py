@@ -29,7 +29,7 @@ SETTINGS = {
     "hybrid": ["min_gain_per_step", "nodes", "steps"],
     "cascade": [],  # those of its parts
     "prompt_lookup": ["num_pred_tokens"],
-    "kangaroo_tree": ["threshold", "steps", "nodes", "least"],
+    "kangaroo_tree": ["threshold", "steps", "nodes", "min_confidence"],
 }
 KINDS = list(SETTINGS)
 TAKEN = "adapter", "vocabulary"  # options that a source fixes
