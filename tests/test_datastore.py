@@ -83,7 +83,6 @@ def test_a_datastore_of_another_vocabulary_is_refused_and_both_are_named(tmp_pat
     save(index([[1, 2]], 64), tiny(), tmp_path / "store", {})
     wrong = r"64 tokens.*this target is .*80 tokens.*prepare\.py datastore"
     with pytest.raises(DataError, match=wrong):
-        DataError, match = r"64 tokens.*this target is .*80 tokens.*prepare\.py datastore"
         load(str(tmp_path / "store"), tiny(vocab_size=80))
 
 
