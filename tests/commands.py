@@ -11,7 +11,9 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ IMPORTED = (
     "matplotlib.backends.backend_agg",
     "transformers.models.llama.modeling_llama",
 )
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -66,6 +69,33 @@ def next_job() -> dict:
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
     raise SystemExit
+
+
+def shown(page, program="torchrun"):
+    """A program's commands in a page's code blocks, without their comments."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
+
+
+def talks():
+    """Conversations in ShareGPT's form."""
+    return [
+        {
+            "conversations": [
+                {"from": "human", "value": f"What is {i} times {i * i}?"},
+                {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."},
+            ]
+        }
+        for i in range(100, 124)
+    ]
+
+
+def questions():
+    """In Spec-Bench's form."""
+    return [
+        {"question_id": i, "category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)
+    ]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
     import torch
 
     for item in items:
-        if "soak" in item.keywords and "soak" not in config.option.markexpr:
+        if item.get_closest_marker("soak") and "soak" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="takes most of an hour: make soak"))
 
     if not torch.cuda.is_available():

@@ -292,3 +292,13 @@ def brute_depth(parents_BN: Tensor) -> Tensor:
         for node in range(1, len(parents)):
             depth_BN[row, node] = depth_BN[row, parents[node]] + 1
     return depth_BN
+
+
+def longest_earlier_match(text: list[int]) -> tuple[int, list[int]]:
+    """The length of the longest end of the text that stood before, and the places after it."""
+    for length in range(len(text) - 1, 0, -1):
+        gram = text[-length:]
+        places = [end for end in range(length, len(text)) if text[end - length : end] == gram]
+        if places:
+            return length, places
+    return 0, [0]

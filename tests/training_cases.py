@@ -95,3 +95,22 @@ class KillsAt(NoTracker):
     def log(self, metrics, step):
         if step == self.step:
             raise Killed
+
+
+def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
+    settings = {
+        "epochs": 2,
+        "batch_tokens": 64,
+        "holdout": 2,
+        "loss_chunk": 7,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "warmup_steps": 2,
+        "decode_tokens": 12,
+    }
+    data = data or [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
+    recipe = recipe or recipe_of(name="attention", exit_layers=[EXIT])
+    config, about = TrainerConfig(**(settings | changes)), {"fingerprint": "test"}
+    trainer = Trainer(lm, data, [recipe], config, folder, about)
+    (saved,) = trainer.train(tracker or NoTracker())
+    return saved

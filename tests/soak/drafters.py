@@ -9,10 +9,10 @@ Shapes: K draft vocabulary.
 from __future__ import annotations
 
 import torch
+from cases import Case, draft_lm
+from cases import hybrid as hybrid_of
+from cases import medusa as medusa_of
 from helpers import adapter_for, eagle_for
-from test_conformance import Case, draft_lm
-from test_conformance import hybrid as hybrid_of
-from test_conformance import medusa as medusa_of
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade

@@ -1,0 +1,270 @@
+"""What must be lossless: every drafter, and the targets, samplings and batches to try it on.
+
+Shapes: B rows, N draft nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from helpers import (
+    ARCHITECTURES,
+    EXIT,
+    RandomTree,
+    Scripted,
+    Sometimes,
+    adapter_for,
+    adversary,
+    eagle_for,
+    graphed,
+    oracle,
+    random_prompts,
+    tiny,
+    vanilla_texts,
+)
+
+from kangaroo.drafters.acceptance import assumed
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.datastore import Datastore, index
+from kangaroo.drafters.draft_model import DraftModel
+from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.expected_gain import Costs
+from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
+from kangaroo.drafters.medusa import Medusa
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.drafters.rest import Rest, RestConfig
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.sampling import Sampling, candidates, pick
+from kangaroo.heads import medusa_heads
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.export import draft_model
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.target import TargetModel
+
+NEW_TOKENS = 18
+
+CHUNK = 16
+
+# 40: several chunks; 1: one token, in a row used before; 17: a last chunk of one token
+PROMPTS = random_prompts(5, 40, 1, 17)
+
+
+@dataclass
+class Case:
+    """What a drafter may be built from: `texts` are what vanilla decoding writes."""
+
+    lm: TargetModel
+    adapter: Adapter
+    texts: list[list[int]]
+
+
+def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
+    return Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts)), 4, 0.3)
+
+
+def draft_lm(case: Case) -> TargetModel:
+    draft, kernels = TargetModel(draft_model(case.lm, case.adapter)), case.lm.acceleration.kernels
+    if kernels is not None:
+        return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))
+    return draft.compile_for_decoding() if case.lm.acceleration.library else draft
+
+
+def medusa(
+    lm: TargetModel, choices: Sequence[tuple[int, ...]], own_head: bool = True, heads: int = 3
+) -> Medusa:
+    """Untrained: each head guesses what the target's own head says."""
+    parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
+    vocabulary_K = torch.arange(0, 64, 2)
+    trained = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    trained = trained.to(lm.device, lm.dtype).requires_grad_(False)
+    return Medusa(lm, trained, trained.draft_heads(lm, vocabulary_K.to(lm.device)), choices)
+
+
+def datastore_of(case: Case) -> Datastore:
+    """Some texts whole, others half, and rubbish: right here, wrong there, nothing elsewhere."""
+    halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
+    return index(case.texts[::2] + halves, case.lm.config.vocab_size)
+
+
+def hybrid(
+    lm: TargetModel,
+    adapter: Adapter,
+    steps: int,
+    nodes: int,
+    cost: float,
+    store: Datastore | None = None,
+) -> Hybrid:
+    """
+    Args:
+        cost: of a node or a drafted token.
+    """
+    costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
+    return Hybrid(
+        lm, adapter, steps, acceptance=assumed(), costs=costs, nodes=nodes, reference=store
+    )
+
+
+# A new drafter adds its line here.
+DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
+    "vanilla": lambda case: Vanilla(),
+    "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
+    "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
+    "kangaroo-vocabulary": lambda case: Kangaroo(
+        case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
+    ),
+    "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
+    "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
+    "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
+    "kangaroo-two-layers": lambda case: kangaroo(case.lm, attention_layers=2),
+    "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
+    "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
+    "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
+    "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
+    "kangaroo-tree": lambda case: KangarooTree(
+        case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
+    ),
+    "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
+    "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
+    "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
+    "kangaroo-tree-fused": lambda case: KangarooTree(
+        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 3, 0, None, 3, 9
+    ),
+    "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
+    "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
+    "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
+    "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
+    "cascade": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
+    ),
+    "cascade-extended": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 2, 0.3), extend=True
+    ),
+    "cascade-of-trees": lambda case: Cascade(
+        case.lm, Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
+    ),
+    "cascade-draft-model": lambda case: Cascade(
+        case.lm,
+        Sometimes(case.texts),
+        DraftModel(case.lm, draft_lm(case), steps=3),
+        extend=True,
+    ),
+    "hybrid-tree": lambda case: hybrid(case.lm, case.adapter, 4, 7, 0.001),
+    "hybrid-tree-stops": lambda case: hybrid(
+        case.lm, case.adapter, 4, 15, 0.08, datastore_of(case)
+    ),
+    "hybrid-tree-fused": lambda case: hybrid(
+        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
+    ),
+    "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
+    "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
+    "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
+    "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
+    "prompt-lookup": lambda case: PromptLookup(),
+    "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
+    "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
+    "rest-tree-sparse": lambda case: Rest(datastore_of(case), RestConfig(max_matches=3)),
+    "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
+    "lookahead-tree-small": lambda case: Lookahead(
+        LookaheadConfig(window=1, ngram=2, guesses=1, pool=2, pool_from_prompt=False)
+    ),
+    "oracle": lambda case: oracle(case.texts),
+    "adversary": lambda case: adversary(case.texts),
+    "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
+    "tree": lambda case: RandomTree(case.lm, case.texts),
+    "tree-shared": lambda case: RandomTree(case.lm, case.texts, shared=True),
+    "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
+}
+
+TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
+
+SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8, seed=3),
+    "top-p": Sampling(temperature=1.2, top_p=0.8, seed=4),
+    "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
+}
+
+MIXED = "mixed"  # each text by another of these
+
+HOW = [*SAMPLINGS, MIXED]
+
+
+def samplings(name: str) -> list[Sampling]:
+    """Of each prompt, with its seed."""
+    known = list(SAMPLINGS.values()) if name == MIXED else [SAMPLINGS[name]]
+    return [
+        replace(own, seed=own.seed + i)
+        for i, own in zip(range(len(PROMPTS)), itertools.cycle(known), strict=False)
+    ]
+
+
+BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
+
+FAMILIES: dict[str, Callable[[], TargetModel]] = {
+    name: partial(tiny, architecture, **fields)
+    for name, (architecture, fields) in ARCHITECTURES.items()
+} | {
+    "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
+    "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
+    "llama-graphs": lambda: graphed(tiny("llama")),
+    "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
+}
+
+
+lm_of = cache(lambda family: FAMILIES[family]())
+
+
+@cache
+def case_of(family: str, sampling: str) -> Case:
+    lm = lm_of(family)
+    texts = [
+        text
+        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
+        for text in vanilla_texts(lm, [prompt], NEW_TOKENS, own)
+    ]
+    return Case(lm, adapter_for(lm), texts)
+
+
+@torch.no_grad()
+def drafted_without_cache(
+    case: Case, text: list[int], steps: int, sampling: Sampling, seed: int
+) -> list[int]:
+    """What the adapter drafts after `text`, by a whole forward a token."""
+    drafted: list[int] = []
+    for _ in range(steps):
+        tokens_1T = torch.tensor([[*text, *drafted]])
+        length = tokens_1T.shape[1]
+        meta = case.lm.chunk(0, length, row=0, n_slots=length)
+        f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
+        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+        token = pick(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]))
+        drafted.append(int(token))
+    return drafted
+
+
+@torch.no_grad()
+def choices_without_cache(
+    case: Case, text: list[int], sampling: Sampling, seed: int
+) -> list[tuple[int, float]]:
+    """The adapter's three best choices after `text`, by a whole forward."""
+    length = len(text)
+    meta = case.lm.chunk(0, length, row=0, n_slots=length)
+    x_1TD = case.lm.embed(torch.tensor([text]))
+    f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+    at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+    ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
+    return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))

@@ -1,0 +1,320 @@
+"""`import kangaroo`: three lines write what the engine writes, and errors name what was wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from commands import ROOT
+from composing import MODELS, composed
+from helpers import adapter_for
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import kangaroo
+from kangaroo.api import drafter_config, load_target, model_config
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.vanilla import VanillaConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Token
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.streaming import pieces
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.prompts import prompt_ids
+from kangaroo.utils.errors import (
+    AdapterNotFound,
+    ConfigError,
+    KangarooError,
+    ModelNotFound,
+    PromptError,
+    UnsupportedModel,
+)
+
+ADAPTER = "untrained:2"
+QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]
+DRAFTERS = sorted(file.stem for file in (ROOT / "configs/drafter").glob("*.yaml"))
+SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kangaroo.load("tiny", adapter=ADAPTER)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """What the three lines stand for."""
+    lm, _ = load_target(model_config("tiny"))
+    return Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
+
+
+def talk(question):
+    return [{"role": "user", "content": question}]
+
+
+def engines_texts(engine, tokenizer, questions, sampling):
+    prompts = [prompt_ids(tokenizer, talk(question)) for question in questions]
+    done = engine.generate(prompts, 24, sampling)
+    return [tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
+
+
+def test_the_package_alone_loads_no_torch_and_has_no_other_names():
+    code = "import sys, kangaroo; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = kangaroo.lode
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_the_engines_whole_and_in_pieces(model, engine, sampling):
+    expected = engines_texts(engine, model.tokenizer, QUESTIONS[:1], Sampling(**sampling))
+    assert [model.generate(QUESTIONS[0], max_new_tokens=24, **sampling)] == expected
+    streamed = list(model.stream(QUESTIONS[0], max_new_tokens=24, **sampling))
+    assert ["".join(streamed)] == expected and len(streamed) > 10
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+def test_a_list_of_prompts_gives_a_list_of_the_engines_texts(model, engine, batch_size):
+    expected = engines_texts(engine, model.tokenizer, QUESTIONS, Sampling(**SAMPLED))
+    prompts = [QUESTIONS[0], talk(QUESTIONS[1]), QUESTIONS[2]]
+    assert model.generate(prompts, 24, batch_size=batch_size, **SAMPLED) == expected
+    assert model.generate([]) == []
+
+
+def test_a_conversation_is_one_prompt(model):
+    expected = model.generate("Why?", 24)
+    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
+    for prompt in (
+        talk("Why?"),
+        talk("Why?")[0],  # a single message
+        tuple(talk("Why?")),
+        (message for message in talk("Why?")),
+        [{"role": "user", "content": parts}],
+    ):
+        assert model.generate(prompt, 24) == expected
+    assert model.generate([talk("Why?"), "Why?"], 24) == [expected] * 2
+    assert "".join(model.stream(talk("Why?")[0], 24)) == expected
+    turns = [*talk("Why?"), {"role": "assistant", "content": "So."}, *talk("Why?")]
+    assert model.generate(turns, 24) != expected
+
+
+def test_the_parts_by_hand_on_the_architecture_page_write_the_same(model, capsys):
+    page = (ROOT / "docs/architecture.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    code = code.replace("adapters/smollm2-135m", ADAPTER).replace("smollm2-135m", "tiny")
+    exec(compile(code, "architecture.md", "exec"), {})
+    expected = model.generate("Why is the sky blue?", 128, temperature=0.8, seed=1)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_stop_string_ends_both_and_is_not_taken_for_a_list_of_its_letters(model):
+    whole = model.generate("Why?", 48)
+    letter, absent = whole[10], whole[10] + "\N{KANGAROO}"
+    ended = whole[: whole.index(letter) + 1]
+    stops = {whole: (absent, [absent], (absent,), None, []), ended: (letter, {letter, absent})}
+    for expected, forms in stops.items():
+        for stop in forms:
+            assert model.generate("Why?", 48, stop=stop) == expected
+            assert "".join(model.stream("Why?", 48, stop=stop)) == expected
+    assert model.generate(["Why?"] * 2, 48, stop=iter([letter])) == [ended] * 2
+
+
+def test_no_seed_is_a_random_one(model, monkeypatch):
+    texts = {model.generate("Why?", 24, temperature=1.5, seed=None) for _ in range(5)}
+    assert len(texts) > 1
+    monkeypatch.setattr("kangaroo.api.secrets.randbits", lambda bits: 7)
+    expected = model.generate(["Why?"] * 2, 24, temperature=1.5, seed=7)
+    assert model.generate(["Why?"] * 2, 24, temperature=1.5, seed=None) == expected
+    assert "".join(model.stream("Why?", 24, temperature=1.5, seed=None)) == expected[0]
+
+
+def test_no_limit_is_the_room_of_the_context(model, monkeypatch):
+    monkeypatch.setattr(type(model.engine.lm), "context", 64)
+    room = 64 - len(prompt_ids(model.tokenizer, talk("Why?")))
+    assert 0 < room < 60
+    expected = model.generate("Why?", room)
+    assert model.generate("Why?", None) == "".join(model.stream("Why?", None)) == expected
+    with pytest.raises(PromptError, match="Shorten the prompt by"):
+        model.generate("Why?" * 20, None)
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    expected = model.generate("Why?", 24, temperature=0.5, top_k=5, seed=3)
+    numbers = {"temperature": np.float64(0.5), "top_k": np.int64(5), "seed": np.int32(3)}
+    assert model.generate("Why?", np.int64(24), **numbers) == expected
+
+
+def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text():
+    """As SentencePiece tokenizers do, Vicuna's and Llama 2's; special tokens leave no trace."""
+    words = {"<s>": 0, "▁Why": 1, "▁is": 2, "▁it": 3, "?": 4, "▁": 5}
+    inner = Tokenizer(WordLevel(words, unk_token="<s>"))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    ids = [5, 1, 0, 2, 5, 3, 4, 0]
+    shown = [text for text, _ in pieces((Token(i, False) for i in ids), tokenizer)]
+    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=True) == " Why is  it?"
+    assert len(shown) == 5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_name_stands_for_what_the_command_line_takes_it_for(name):
+    config = OmegaConf.to_object(composed("train", f"model={name}").model)
+    assert model_config(name) == config == model_config(config.path)
+
+
+def test_another_hub_id_or_a_folder_stands_for_itself(tmp_path, monkeypatch):
+    (tmp_path / "Some-7B").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("someone/Some-7B", "random:small:someone/Some-7B", "Some-7B"):
+        assert model_config(path) == ModelConfig(name="Some-7B", path=path)
+
+
+def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "vicuna-7b"):
+        with pytest.raises(AdapterNotFound, match=f"no adapter at 'adapters/{name}'"):
+            kangaroo.load(name)
+    lm, _ = load_target(model_config("tiny"))
+    adapter = adapter_for(lm)
+    about, folder = adapter_files.describe(lm, adapter, {}), "outputs/train/tiny/attention-exit2"
+    adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / folder)
+    drafter = kangaroo.load("tiny", steps=3, threshold=0.2).engine.drafter
+    assert (drafter.exit_layer, drafter.steps, drafter.threshold) == (2, 3, 0.2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": VanillaConfig()},
+        {"drafter": "vanilla"},
+        {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
+        {"drafter": "lookahead"},
+        {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
+        {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
+        {"drafter": "draft_verify", "skip": [1, 2]},
+    ],
+    ids=str,
+)
+def test_another_drafter_writes_the_same(model, settings):
+    other = kangaroo.load("tiny", **settings)
+    assert other.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)
+
+
+@pytest.mark.parametrize(
+    "name, target", [*((name, "smollm2-135m") for name in DRAFTERS), ("kangaroo_tree", "vicuna-7b")]
+)
+def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for(name, target):
+    command = composed("chat", f"model={target}", f"drafter={name}")
+    assert drafter_config(name, target, {}) == OmegaConf.to_object(command.drafter)
+
+
+def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(AdapterNotFound) as missing:
+        kangaroo.load("mine")
+    drafters = re.findall(r"'(\w+)'", str(missing.value).partition("drafter=")[2])
+    assert len(drafters) == 3
+    for drafter in drafters:
+        with pytest.raises(UnsupportedModel, match="/mine' cannot be a target"):
+            kangaroo.load(tmp_path / "mine", drafter=drafter)  # which is asked for
+        assert kangaroo.load("tiny", drafter=drafter).generate("Why?", 8)
+
+
+def test_a_chat_template_can_be_chosen():
+    usual, other = (
+        kangaroo.load("tiny", drafter="vanilla", chat_template=template)
+        for template in (None, "vicuna")
+    )
+    assert "USER:" in other.tokenizer.chat_template
+    assert usual.generate("Why?", 24) != other.generate("Why?", 24)
+
+
+VANILLA = VanillaConfig()
+REFUSED = [
+    ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
+    (None, {"drafter": "vanilla"}, "model=None is a NoneType; it takes str"),
+    ("./none", {"adapter": ADAPTER}, "no folder './none'"),
+    ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
+    ("tiny", {"adapter": ADAPTER, "threshold": 2}, "threshold=2 must be a number, 0 or more and b"),
+    ("tiny", {"drafter": VANILLA, "adapter": "x", "steps": 2}, "adapter, steps given beside draf"),
+    ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: cascade, .*hybrid"),
+    ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: cascade"),
+    ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: cascade"),
+    (
+        "tiny",
+        {"drafter": "prompt_lookup", "steps": 2},
+        "no setting 'steps'; PromptLookupConfig has name, max_matching_ngram_size",
+    ),
+    ("tiny", {"drafter": "prompt_lookup", "adapter": "x"}, "no setting 'adapter'"),
+    ("tiny", {"adapter": ADAPTER, "steps": "4"}, "steps='4' is a str; it takes int"),
+    ("tiny", {"drafter": "vanilla", "chat_template": "vikuna"}, "no chat template 'vikuna'"),
+]
+
+
+@pytest.mark.parametrize("name, settings, message", REFUSED)
+def test_loading_refuses(name, settings, message):
+    with pytest.raises(ModelNotFound if name == "./none" else ConfigError, match=message):
+        kangaroo.load(name, **settings)
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, message",
+    [
+        ("", {}, "the prompt is empty"),
+        (["Why?", " "], {}, "the prompt is empty"),
+        ([{"role": "user"}], {}, "{'role': 'user'} is no message"),
+        ([*talk("Why?"), "And?"], {}, "'And\\?' is no message"),
+        ("Why?", {"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
+        ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
+        ("Why?", {"temperature": -1}, "temperature=-1 must be a number, 0 or more"),
+        (None, {}, "None is no prompt"),
+        ([None], {}, "None is no prompt"),
+        ([1, 2], {}, "1 is no prompt"),
+        (b"Why?", {}, "is no prompt"),
+        ([{"role": "user", "content": None}], {}, "message of 'user' is no text.*null"),
+        ([{"role": None, "content": "Why?"}], {}, "is no message"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
+        ({"role": "user", "content": ["Why?"]}, {}, "has a part that is no text"),
+        ({"role": "user", "content": []}, {}, "the prompt is empty"),
+        ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
+        (talk("\ud83e?"), {}, "half of a surrogate pair"),
+        ("Why?", {"stop": ""}, "stop='': '' is no text"),
+        ("Why?", {"stop": ["a", ""]}, r"stop=\['a', ''\]: '' is"),
+        ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
+        ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
+        ("Why?", {"temperature": "0.5"}, "temperature='0.5' is a str; it takes float"),
+        ("Why?", {"temperature": None}, "temperature=None is a NoneType"),
+        ("Why?", {"temperature": True}, "temperature=True is a bool"),
+        ("Why?", {"top_k": 4.0}, "top_k=4.0 is a float; it takes int"),
+        ("Why?", {"seed": "3"}, "seed='3' is a str; it takes int"),
+        ("Why?", {"rule": "rejection"}, "rule='rejection' is a str; it takes Rule"),
+        ("Why?", {"max_new_tokens": "12"}, r"max_new_tokens='12' is.*takes int \| None"),
+        ("Why?", {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
+        ([], {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
+        ("Why?", {"batch_size": 1.5}, "batch_size=1.5 is a float"),
+    ],
+)
+def test_generating_refuses(model, prompt, settings, message):
+    with pytest.raises(KangarooError, match=message):
+        model.generate(prompt, **settings)
+
+
+def test_streaming_refuses_at_once(model):
+    with pytest.raises(PromptError, match="'Why' is no message"):
+        model.stream(["Why"])
+    with pytest.raises(ConfigError, match="'temprature'"):
+        model.stream("Why?", temprature=1)
+    with pytest.raises(ConfigError, match="stop=''"):
+        model.stream("Why?", stop="")
+    with pytest.raises(ConfigError, match="max_new_tokens='12'"):
+        model.stream("Why?", "12")

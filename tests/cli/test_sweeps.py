@@ -1,0 +1,418 @@
+"""W&B's sweeps: what `wandb sweep` is given is valid, its command lines compose and run, and the
+numbers that a search goes by are really there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from commands import ROOT
+from helpers import adapter_for
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from kangaroo import cli
+from kangaroo.cli import command, evaluating
+from kangaroo.evaluation.metrics import METRICS
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.tracking import WandbConfig, finished
+
+FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
+STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
+SWEEPS = (ROOT / "docs/sweeps.md").read_text()
+SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
+
+each_study = pytest.mark.parametrize("name", STUDIES)
+
+
+def corners(parameter: dict) -> list:
+    """All values of a parameter, or both ends of its range."""
+    return parameter.get("values") or [parameter["min"], parameter["max"]]
+
+
+def each_value(study: dict) -> Iterator[dict]:
+    """So many choices that every value of every parameter is in one, and every end of a range."""
+    values = [corners(parameter) for parameter in study["parameters"].values()]
+    for turn in range(max(map(len, values))):
+        chosen = (some[turn % len(some)] for some in values)
+        yield dict(zip(study["parameters"], chosen, strict=True))
+
+
+def every_choice(study: dict) -> Iterator[dict]:
+    """All choices of a grid; of a search the corners."""
+    for values in itertools.product(*map(corners, study["parameters"].values())):
+        yield dict(zip(study["parameters"], values, strict=True))
+
+
+def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
+    """The command line that W&B's own agent makes of a study and one choice of its parameters."""
+    pytest.importorskip("wandb")
+    from wandb.sdk.launch.sweeps import utils
+
+    monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
+    args = utils.create_sweep_command_args({"args": {k: {"value": v} for k, v in point.items()}})
+    args |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [study["program"]]}
+    command = []
+    for part in utils.create_sweep_command(list(study["command"])):
+        whole = part.startswith("${") and part.endswith("}")
+        command += args[part[2:-1]] if whole else [part]
+    return command
+
+
+def in_wandb(folder: Path) -> SimpleNamespace:
+    """What the only offline run below a folder tells: config, summary, artifacts, media, exit code.
+
+    The file is a log of leveldb's layout: blocks of 32 KB, each record or part of one after its
+    checksum, length and kind.
+    """
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    (file,) = folder.rglob("*.wandb")
+    data, at, whole = file.read_bytes(), 7, b""
+    told = SimpleNamespace(config={}, summary={}, artifacts={}, media=[], file=file)
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # all of a record, or its last part
+            record = proto.Record.FromString(whole)
+            told.config |= {x.key: json.loads(x.value_json) for x in record.run.config.update}
+            told.group = record.run.run_group or getattr(told, "group", "")
+            for item in record.summary.update:
+                told.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+            told.media += [one.path for one in record.files.files if "media/" in one.path]
+            if (kept := record.artifact).name:
+                files = [entry.path for entry in kept.manifest.contents]
+                told.artifacts[kept.name] = (kept.type, files)
+            if record.HasField("exit"):
+                told.exit_code = record.exit.exit_code
+            whole = b""
+    return told
+
+
+@each_study
+def test_a_study_holds_only_what_wandb_reads(name):
+    study = STUDIES[name]
+    known = "program project name method metric run_cap parameters command"
+    assert set(study) <= set(known.split()) and study["project"] == WandbConfig().project
+    assert (ROOT / study["program"]).is_file()
+    assert study["method"] in ("grid", "bayes") and set(study["metric"]) == {"name", "goal"}
+    assert study["metric"]["goal"] == "maximize"  # speed, and tokens a forward
+    assert ("run_cap" in study) == (study["method"] == "bayes")  # a search never ends by itself
+    for parameter in study["parameters"].values():
+        if "values" in parameter:
+            assert set(parameter) == {"values"}
+            values = parameter["values"]
+            assert len(set(values)) == len(values) > 1 and None not in values
+        else:
+            assert study["method"] == "bayes" and set(parameter) == {"distribution", "min", "max"}
+            kinds = {"uniform": float, "int_uniform": int, "log_uniform_values": float}
+            kind = kinds[parameter["distribution"]]
+            assert all(isinstance(parameter[end], kind) for end in ("min", "max"))
+            assert 0 < parameter["min"] < parameter["max"]
+
+
+@each_study
+def test_a_study_has_no_violation_of_wandbs_schema(name):
+    cfg = pytest.importorskip("sweeps.config.cfg", reason="the checks of W&B's server")
+    assert cfg.schema_violations_from_proposed_config(STUDIES[name]) == []
+
+
+@each_study
+def test_a_study_says_how_it_is_started(name):
+    comments = [line for line in (ROOT / f"configs/sweep/{name}.yaml").read_text().splitlines()]
+    assert f"#   wandb sweep configs/sweep/{name}.yaml" in comments
+
+
+def test_grids_and_searches_go_over_exit_threshold_steps_and_learning_rate():
+    wanted = {
+        ("grid", "evaluate.py"): {"drafter.adapter", "drafter.threshold", "drafter.steps"},
+        ("grid", "train.py"): {"adapter.exit_layers", "trainer.learning_rate"},
+        ("bayes", "evaluate.py"): {"drafter.adapter", "drafter.threshold", "drafter.steps"},
+        ("bayes", "train.py"): {"adapter.exit_layers", "trainer.learning_rate"},
+    }
+    for (method, program), names in wanted.items():
+        some = [s for s in STUDIES.values() if (s["method"], s["program"]) == (method, program)]
+        assert names <= {parameter for study in some for parameter in study["parameters"]}
+
+
+@pytest.mark.parametrize("points", [each_value, pytest.param(every_choice, marks=pytest.mark.slow)])
+@each_study
+def test_a_choice_composes_to_what_was_chosen(name, points, monkeypatch):
+    study = STUDIES[name]
+    monkeypatch.setenv("WANDB_RUN_ID", RUN)
+    # what a group of configs holds is not seen in the config: any choice of one is another recipe
+    groups = [p for p in study["parameters"] if (ROOT / f"configs/groups/{p}.yaml").is_file()]
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        for point in points(study):
+            env, interpreter, program, *options = typed_by_the_agent(study, point, monkeypatch)
+            assert [env, interpreter, program] == ["/usr/bin/env", "python", study["program"]]
+            config = compose(Path(program).stem, options, return_hydra_config=True)
+            for key, value in point.items():
+                if key not in groups:
+                    told = OmegaConf.select(config, key, throw_on_missing=True)
+                    text = isinstance(value, str) and value.startswith("[")
+                    assert told == (json.loads(value) if text else value)
+                    assert not isinstance(told, str) or told == value
+            assert config.logger.name == "wandb" and config.logger.group == f"{name}-{SWEEP}"
+            assert config.hydra.run.dir == f"outputs/sweep/{name}-{SWEEP}/{RUN}"
+            part = config.drafter if program == "evaluate.py" else config.trainer
+            OmegaConf.to_object(part)  # of the right types
+
+
+@each_study
+def test_the_options_of_a_study_are_plain_overrides(name, monkeypatch):
+    """No value of a parameter is taken for several, and none is deleted or added."""
+    *_, point = each_value(STUDIES[name])
+    _, _, _, *options = typed_by_the_agent(STUDIES[name], point, monkeypatch)
+    for override in OverridesParser.create().parse_overrides(options):
+        assert not override.is_sweep_override() and not override.is_delete()
+        assert not override.is_add() and not override.is_force_add()
+
+
+# Appended to the command line of a study, for seconds instead of hours.
+SHRUNK = {
+    "evaluate.py": "model=tiny question_every=33 max_new_tokens=6 warmup=1",
+    "train.py": "model=tiny data.shards=1 data.shard_size=12 data.max_question_tokens=8 "
+    "data.max_answer_tokens=16 data.keep_unfinished_questions=true data.filters.max_repetition=1 "
+    "data.filters.near_duplicate=1 trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 "
+    "trainer.decode_tokens=8 trainer.batch_tokens=256",
+}
+
+
+@pytest.mark.slow
+@each_study
+def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
+    """Offline, with the folder and the environment that the agent gives to its runs."""
+    pytest.importorskip("wandb")
+    from wandb.sdk.lib import config_util
+
+    study, point = STUDIES[name], next(each_value(STUDIES[name]))
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    for folder in ("adapters/tiny", "outputs/train/tiny/attention-exit1"):
+        adapter = adapter_for(lm)
+        about = adapter_files.describe(lm, adapter, {})
+        adapter_files.save(adapter, about, None, tmp_path / folder)
+    point = {
+        key: value.replace("smollm2-135m", "tiny") if isinstance(value, str) else value
+        for key, value in point.items()
+        if key != "drafter.vocabulary"  # that adapter knows no frequent tokens
+    }
+    command = typed_by_the_agent(study, point, monkeypatch)
+    parameters = tmp_path / f"wandb/sweep-{SWEEP}/config-{RUN}.yaml"
+    config_util.save_config_file_from_dict(
+        str(parameters), {key: {"value": value} for key, value in point.items()}
+    )
+    (tmp_path / study["program"]).symlink_to(ROOT / study["program"])
+    agents = {"WANDB_SWEEP_ID": SWEEP, "WANDB_RUN_ID": RUN, "WANDB_DIR": str(tmp_path)}
+    agents |= {"WANDB_SWEEP_PARAM_PATH": str(parameters), "WANDB_MODE": "offline"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*command, *SHRUNK[study["program"]].split()],
+        cwd=tmp_path,
+        env=os.environ | agents | {"PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "Ignoring" not in done.stderr  # W&B says so of what a sweep decides itself
+    told = in_wandb(tmp_path / f"outputs/sweep/{name}-{SWEEP}/{RUN}")
+    assert f"-{RUN}" in told.file.name and told.exit_code == 0
+    assert told.group == f"{name}-{SWEEP}"
+    assert told.summary[study["metric"]["name"]] > 0
+    assert {key: told.config[key] for key in point} == point
+    assert not [key for key, value in told.config.items() if isinstance(value, dict) and value]
+    if study["program"] == "evaluate.py":
+        assert told.config["drafter.exit_layer"] == 2 and told.config["model.name"] == "tiny"
+        (results,) = [files for kind, files in told.artifacts.values() if kind == "evaluation"]
+        assert {"summary.json", "report.md", "answers.jsonl", "speedup.png"} <= set(results)
+        assert not [file for file in results if "wandb" in file]
+        media = ["table/tables/tasks", "images/plots/speedup", "images/plots/ctar"]
+    else:
+        (kept,) = [files for kind, files in told.artifacts.values() if kind == "adapter"]
+        assert set(kept) == {"adapter.safetensors", "config.json", "vocabulary.safetensors"}
+        assert told.summary["exit_layer"] == 2
+        media = ["table/tables/adapters", "images/plots/curves"]
+    for part in media:
+        assert [path for path in told.media if part in path]
+
+
+@pytest.mark.slow
+def test_optuna_searches_for_what_a_command_returns(tmp_path):
+    """The line of docs/sweeps.md, on a tiny model."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
+    shown = re.findall(r"^python (.*search=optuna.*)$", SWEEPS, flags=re.M)
+    words = [word for line in shown for word in shlex.split(line)]
+    shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / words[0],
+            *words[1:],
+            *SHRUNK["evaluate.py"].split(),
+            *shrunk.split(),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.rglob("optimization_results.yaml")
+    best = yaml.safe_load(found.read_text())
+    summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
+    assert len(summaries) == 4
+    first = max(summaries, key=lambda summary: summary["overall"]["speedup"])
+    assert best["best_value"] == first["overall"]["speedup"]
+    assert best["best_params"] == {
+        name: first["settings"][name] for name in ("drafter.threshold", "drafter.steps")
+    }
+
+
+def test_the_page_lists_every_study_with_its_runs():
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (grid|Bayes), (\d+) runs", SWEEPS, flags=re.M)
+    told = {name: (program, method.lower(), int(runs)) for name, program, method, runs in rows}
+    assert told == {
+        name: (s["program"], s["method"], s.get("run_cap") or sum(1 for _ in every_choice(s)))
+        for name, s in STUDIES.items()
+    }
+
+
+def test_the_metrics_of_the_studies_are_those_that_commands_end_with():
+    """`test_a_choice_runs_as_the_agent_starts_it` sees them logged."""
+    evaluated = {metric.name for metric in METRICS}
+    for study in STUDIES.values():
+        known = evaluated if study["program"] == "evaluate.py" else {"compression_rate"}
+        assert study["metric"]["name"] in known
+
+
+class FakeWandb:
+    """Remembers what it is told."""
+
+    def __init__(self):
+        self.told, self.logged, self.kept, self.exits = {}, [], [], []
+
+    def init(self, **settings):
+        self.told = settings
+        summary = SimpleNamespace(update=lambda numbers: self.logged.append(("summary", numbers)))
+        return SimpleNamespace(
+            starting_step=0,
+            summary=summary,
+            log=lambda metrics, step=None: self.logged.append((step, metrics)),
+            log_artifact=self.kept.append,
+            finish=lambda exit_code: self.exits.append(exit_code),
+        )
+
+    Image = staticmethod(lambda path: f"image of {path}")
+    Table = staticmethod(lambda columns, data: (columns, data))
+
+    @staticmethod
+    def Artifact(name, kind, metadata):
+        files = {}
+        add_file = lambda path, name: files.update({name: path})  # noqa: E731
+        return SimpleNamespace(
+            name=name, kind=kind, metadata=metadata, files=files, add_file=add_file
+        )
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    return fake
+
+
+def test_a_runs_step_is_the_number_of_answered_questions():
+    """So that a run that goes on logs at the steps that come next."""
+    assert evaluating._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
+    assert evaluating._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
+
+
+def test_a_runs_config_is_flat(wandb, tmp_path):
+    nested = {"model": {"name": "tiny"}, "drafter": {"first": {"steps": 2}}, "seed": 3}
+    WandbConfig().start(nested | {"drafter.exit_layer": 2}, tmp_path)
+    assert wandb.told["config"] == {
+        "model.name": "tiny",
+        "drafter.first.steps": 2,
+        "seed": 3,
+        "drafter.exit_layer": 2,
+    }
+
+
+def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
+    WandbConfig(entity="me").start({}, tmp_path / "alone")
+    known = (tmp_path / "alone/wandb_id").read_text()
+    assert {k: wandb.told[k] for k in ("project", "entity", "id")} == {
+        "project": "kangaroo",
+        "entity": "me",
+        "id": known,
+    }
+    monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
+    WandbConfig(group="study").start({}, tmp_path / "swept")
+    assert not {"project", "entity", "id"} & set(wandb.told)
+    assert wandb.told["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
+
+
+def test_results_come_after_the_last_step_and_rows_may_lack_columns(wandb, tmp_path):
+    tracker = WandbConfig().start({}, tmp_path)
+    tracker.log({"speedup": 1.0}, 7)
+    rows = [{"task": "qa", "speedup": 1.1}, {"task": "math", "ctar1": 0.5}]
+    tracker.result({"speedup": 1.2}, {"tasks": rows, "none": []}, {"ctar": tmp_path / "ctar.png"})
+    table = (["task", "speedup", "ctar1"], [["qa", 1.1, None], ["math", None, 0.5]])
+    shown = {"plots/ctar": f"image of {tmp_path / 'ctar.png'}", "tables/tasks": table}
+    assert wandb.logged == [
+        (7, {"speedup": 1.0}),
+        (None, shown),
+        ("summary", {"speedup": 1.2}),
+    ]
+
+
+def test_files_are_kept_by_their_names_in_the_folder(wandb, tmp_path):
+    tracker = WandbConfig().start({}, tmp_path)
+    file = tmp_path / "kangaroo/summary.json"
+    tracker.save(tmp_path, [file], "a=b", "evaluation", {"speedup": 1.2})
+    (kept,) = wandb.kept
+    assert (kept.name, kept.kind) == ("a-b", "evaluation") and kept.metadata == {"speedup": 1.2}
+    assert kept.files == {"kangaroo/summary.json": str(file)}
+
+
+def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
+    with finished(WandbConfig().start({}, tmp_path)):
+        pass
+    with pytest.raises(ConfigError), finished(WandbConfig().start({}, tmp_path)):
+        raise ConfigError("no")
+    assert wandb.exits == [0, 1]
+
+
+def test_a_search_without_its_extra_names_it(monkeypatch):
+    def compose_search():
+        with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+            return compose("evaluate", ["+search=optuna"], return_hydra_config=True)
+
+    monkeypatch.setitem(sys.modules, "hydra_plugins", None)  # as if none were installed
+    with pytest.raises(SystemExit, match=r'\+search=optuna needs its extra: pip .*\[optuna\]"'):
+        compose_search()
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    sweeper = {"_target_": "a.Sweeper", "direction": "", "n_trials": 0, "n_jobs": 0}
+    ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=sweeper)
+    assert compose_search().hydra.sweeper.n_trials == 30

@@ -1,0 +1,190 @@
+"""Whole tiny models: what transformers' modules compute, and bits that depend on nothing beside a
+token.
+
+Shapes: B rows, N nodes or tokens of a row, S slots.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import VOCABULARY, tiny_model
+from kernel_cases import DEVICE
+from torch import Tensor
+
+from kangaroo.cuda.layers import Head, Stack
+from kangaroo.engine.cache import KVCache
+from kangaroo.engine.tree import Tree
+from kangaroo.models.layer_weights import layer_weights
+from kangaroo.models.target import TargetModel
+
+slow = pytest.mark.slow
+SLOTS = 200
+FAMILIES = {
+    "llama": {"num_key_value_heads": 4},
+    "llama-biased": {"attention_bias": True},
+    "llama-wide": {"head_dim": 96},
+    "qwen2": {"head_dim": 80},
+    "qwen3": {"head_dim": 40},
+    "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
+}
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:
+    fields = {"num_hidden_layers": 2} | FAMILIES[name] | options
+    return TargetModel(tiny_model(name.split("-")[0], dtype=dtype, **fields).to(DEVICE))
+
+
+def filled_cache(lm: TargetModel, rows: int) -> KVCache:
+    """A cache of which every slot has been written."""
+    cache = lm.new_cache(rows, SLOTS)
+    for i, cached in enumerate((*cache.keys, *cache.values)):
+        generator = torch.Generator().manual_seed(i)
+        one_row = torch.randn((SLOTS, *cached.shape[1:]), generator=generator)
+        cached.copy_(one_row.repeat(rows, 1, 1))
+    return cache
+
+
+def by_kernels(
+    lm: TargetModel, cache: KVCache, tree: Tree, starts: list[int], tokens_BN: Tensor
+) -> Tensor:
+    """Logits of a tree in each row."""
+    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
+    start_B = torch.tensor(starts, device=DEVICE)
+    meta = lm.forward_meta(tree, start_B, max(starts) + tree.size, SLOTS)
+    x_BND = stack(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
+    head = Head(lm.head.weight, lm.sizes())
+    logits = head(x_BND.flatten(0, 1), lm.hf.model.norm.weight)
+    return logits.unflatten(0, tokens_BN.shape)
+
+
+def random_tokens(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(VOCABULARY, shape, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str
+)
+@pytest.mark.parametrize(
+    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
+)
+def test_kernels_compute_what_the_modules_compute(name, dtype):
+    lm, starts, tokens_BN = model(name, dtype), [3, 62, 140], random_tokens(3, 3)
+    tree = Tree.chain(3, DEVICE)
+    eager_cache, cache = filled_cache(lm, 3), filled_cache(lm, 3)
+    meta = lm.forward_meta(tree, torch.tensor(starts, device=DEVICE), 143, SLOTS)
+    x_BND, _ = lm.run(lm.embed(tokens_BN), eager_cache, meta, range(lm.n_layers))
+    eager = lm.logits(x_BND).float()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.4
+    logits = by_kernels(lm, cache, tree, starts, tokens_BN)
+    torch.testing.assert_close(logits, eager, rtol=0, atol=tolerance)
+    for ours, theirs in zip(cache.values, eager_cache.values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_a_part_of_a_block_is_computed_as_a_block_is():
+    """A drafter narrows a block of all rows: what is left has gaps."""
+    lm, tokens_BN = model("llama", num_hidden_layers=1), random_tokens(2, 3)
+    stack, starts = Stack(list(map(layer_weights, lm.layers)), lm.sizes()), [3, 62]
+    x_BND, start_B = lm.embed(tokens_BN), torch.tensor(starts, device=DEVICE)
+    whole = lm.forward_meta(Tree.chain(3, DEVICE), start_B, 65, SLOTS)
+    part = lm.forward_meta(Tree.chain(1, DEVICE), start_B + 1, 65, SLOTS)
+    caches = filled_cache(lm, 2), filled_cache(lm, 2)
+    narrow, same = (
+        stack(x_BND[:, 1:2], cache, meta, range(1))
+        for cache, meta in zip(caches, (whole.narrow(1, 1), part), strict=True)
+    )
+    assert torch.equal(narrow, same)
+    assert torch.equal(caches[0].keys[0], caches[1].keys[0])
+
+
+def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
+    """A drafter computes a level of its tree at a time: a path has more nodes than the level, and
+    they do not lie side by side."""
+    lm, parents = model("llama", num_hidden_layers=1), [0, 0, 0, 2, 2, 4, 4, 6]
+    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
+    x_BND = lm.embed(random_tokens(1, len(parents)))
+    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=4)
+    start_B, cache = torch.tensor([62], device=DEVICE), filled_cache(lm, 1)
+    meta = lm.forward_meta(tree, start_B, 62 + tree.size, SLOTS)
+    together = stack(x_BND, cache, meta, range(1))
+    alone = stack(x_BND[:, -1:], cache, meta.narrow(tree.size - 1, 1), range(1))
+    assert torch.equal(alone[0, 0], together[0, -1])
+
+
+TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
+
+
+def path_to(node: int) -> list[int]:
+    """The nodes from the root on."""
+    return [node] if node == 0 else [*path_to(TREE[node]), node]
+
+
+# Name, options, format, starts, and the leaves that are decoded alone.
+BITS = [
+    ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}, torch.bfloat16, [3, 61], [7]),
+    ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], [4, 6, 7]),
+    ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], [4, 6, 7]),
+    ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], [4, 6, 7]),
+    ("mistral", {"num_attention_heads": 8}, torch.float16, [125, 190], [4, 6, 7]),
+]
+
+
+@pytest.mark.parametrize("case", [BITS[0], *(pytest.param(x, marks=slow) for x in BITS[1:])])
+def test_each_node_of_a_tree_in_a_batch_has_the_bits_of_its_token_alone(case):
+    """The same tokens decoded one by one, each path in the slots of its positions."""
+    name, options, dtype, starts, leaves = case
+    lm, tokens_BN = model(name, dtype, **options), random_tokens(2, len(TREE))
+    tree = Tree(torch.tensor([TREE], device=DEVICE), max_depth=4)
+    together = by_kernels(lm, filled_cache(lm, 2), tree, starts, tokens_BN)
+    alone = Tree.chain(1, DEVICE)
+    for row, start in enumerate(starts):
+        for leaf in leaves:
+            cache = filled_cache(lm, 1)
+            for depth, node in enumerate(path_to(leaf)):
+                token_11 = tokens_BN[row, node][None, None]
+                logits = by_kernels(lm, cache, alone, [start + depth], token_11)
+                assert torch.equal(logits[0, 0], together[row, node]), (row, node)
+
+
+@pytest.mark.parametrize(
+    "width", [pytest.param(x, marks=slow) for x in (2, 7, 16, 17, 33, 65, 121)] + [19]
+)
+def test_a_chain_of_any_width_has_the_bits_of_one_token(width):
+    """Wider ones fill further accumulators, and more programs; some tokens of a long one are
+    enough."""
+    fewer = {"num_key_value_heads": 1, "num_hidden_layers": 1}
+    lm, tokens_1N = model("llama", torch.bfloat16, **fewer), random_tokens(1, width)
+    cache = filled_cache(lm, 1)
+    together = by_kernels(lm, cache, Tree.chain(width, DEVICE), [60], tokens_1N)
+    alone = Tree.chain(1, DEVICE)
+    for n in {1, width - 1}:
+        logits = by_kernels(lm, cache, alone, [60 + n], tokens_1N[:, n : n + 1])
+        assert torch.equal(logits[0, 0], together[0, n])
+
+
+@slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_have_the_bits_of_their_paths(seed):
+    chance = random.Random(seed)
+    name = chance.choice(list(FAMILIES))
+    size = chance.choice([16, 24, 32, 48, 80, 96])
+    dtype = chance.choice([torch.float16, torch.bfloat16, torch.float32])
+    group = chance.choice([1, 2, 4, 8])
+    options = {"head_dim": size, "num_attention_heads": 8, "num_key_value_heads": 8 // group}
+    lm, nodes = model(name, dtype, **options), chance.randint(2, 12)
+    parents = [0] + [chance.randrange(node) for node in range(1, nodes)]
+    start, tokens_1N = chance.choice([0, 50, 63, 64, 65, 127, 150]), random_tokens(1, nodes)
+    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=nodes)
+    together = by_kernels(lm, filled_cache(lm, 1), tree, [start], tokens_1N)
+    node, path = nodes - 1, [nodes - 1]
+    while node:
+        node = parents[node]
+        path.insert(0, node)
+    chain_1N = tokens_1N[:, torch.tensor(path, device=DEVICE)]
+    chain = Tree.chain(len(path), DEVICE)
+    logits = by_kernels(lm, filled_cache(lm, 1), chain, [start], chain_1N)
+    assert torch.equal(logits[0], together[0, path])

@@ -1,0 +1,338 @@
+"""What a draft model and a target with skipped layers draft.
+
+Shapes: B rows, N draft nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
+from helpers import VOCABULARY, Sometimes, tiny, tiny_model, vanilla_texts
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kangaroo.cpu.buffers import DraftBuffers
+from kangaroo.cpu.drafting import DraftModelDrafting
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
+from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
+from kangaroo.drafters.layer_subset import runs
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.evaluation.speed.trials import timed_generate
+from kangaroo.heads.export import draft_model
+from kangaroo.models import loading as models
+from kangaroo.models.known_configs import SHAPES
+from kangaroo.models.loading import Dtype, ModelConfig
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    ConfigError,
+    CorruptFile,
+    ModelNotFound,
+)
+
+SAMPLED = SAMPLINGS["sampled"]
+Expected = Callable[[list[int], int, int], list[int]]  # text, seed, count
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return case_of("llama", "sampled")
+
+
+def drafts_are(
+    drafter: Drafter, whole: Drafter, case: Case, sampling: Sampling, expected: Expected
+) -> set[int]:
+    """Decode with `whole`, of which `drafter` is a part, and compare every draft of this with what
+    is expected after the text; how many were accepted."""
+    propose = drafter.propose
+
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            if not batch.done_B[row]:
+                drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
+                seed = int(batch.seeds_B[row])
+                assert drafted == expected(batch.texts[row], seed, len(drafted))
+        return draft
+
+    drafter.propose = check
+    engine = Engine(case.lm, whole, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    return {step.accepted for generation in done for step in generation.steps}
+
+
+def another_model() -> TargetModel:
+    """With positions of its own."""
+    rope = {"rope_type": "default", "rope_theta": 300.0}
+    return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
+
+
+def written_by(model: TargetModel, sampling: Sampling) -> Expected:
+    """What a model writes after a whole text, without a cache."""
+
+    @torch.no_grad()
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        drafted: list[int] = []
+        for _ in range(count):
+            tokens = [*text, *drafted]
+            meta = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
+            x_1TD, _ = model.run(
+                model.embed(torch.tensor([tokens])), None, meta, range(model.n_layers)
+            )
+            position = torch.tensor([[len(tokens)]])
+            token = pick(model.logits(x_1TD[:, -1:]), position, sampling, torch.tensor([seed]))
+            drafted.append(int(token))
+        return drafted
+
+    return expected
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
+    """Also after rounds in which another drafter had its way."""
+    model = draft_lm(case) if own else another_model()
+    expected = written_by(model, sampling)
+    drafter = DraftModel(case.lm, model, steps=3)
+    accepted = drafts_are(drafter, drafter, case, sampling, expected)
+    assert not own or {1, 3} <= accepted  # after rounds accepted whole and others
+    drafter = DraftModel(case.lm, model, steps=3)
+    cascade = Cascade(case.lm, Sometimes(case.texts), drafter)
+    drafts_are(drafter, cascade, case, sampling, expected)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
+def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own, idle, monkeypatch):
+    """Of each so many, after two in which it drafts."""
+    lm = TargetModel(case.lm.hf).compile_for_decoding()
+    model = TargetModel(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
+    drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
+    engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
+
+    def least(self: Budget, rows: int, nodes: int, drafting: float) -> list[float]:
+        return [float(next(rounds) % (2 + idle) >= 2)] * nodes
+
+    monkeypatch.setattr(Budget, "min_chain_chances", least)
+    fill = DraftModelDrafting.fill
+
+    def check(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+        fill(self, buffers, batch, rows)
+        for row in rows:
+            drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
+            text, seed = batch.texts[row], batch.seeds[row]
+            assert drafted == expected(text, seed, len(drafted))
+            counts.add(len(drafted))
+
+    monkeypatch.setattr(DraftModelDrafting, "fill", check)
+    done = engine.generate(PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
+    assert counts == ({0, 3} if idle else {3})
+    texts = vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("skip", [[1], [1, 3], [0, 1, 2]])
+def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, skip):
+    lm = case.lm
+
+    @torch.no_grad()
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        drafted: list[int] = []
+        known = len(text) - 1
+        cache = lm.new_cache(1, len(text) + count)
+        if known:  # the text's keys are those of all layers
+            meta = lm.chunk(0, known, row=0, n_slots=cache.n_slots)
+            lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
+        for i in range(count):
+            meta = lm.chunk(known + i, known + i + 1, row=0, n_slots=cache.n_slots)
+            x_11D = lm.embed(torch.tensor([[[text[-1], *drafted][i]]]))
+            for layer in range(lm.n_layers):
+                if layer not in skip:
+                    x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
+            position = torch.tensor([[len(text) + i]])
+            drafted.append(int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed]))))
+        return drafted
+
+    drafter = DraftVerify(lm, skip, steps=3, threshold=0)
+    accepted = drafts_are(drafter, drafter, case, sampling, expected)
+    assert skip == [0, 1, 2] or len(accepted) > 2
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rounds_are_those_of_transformers_assisted_generation(case, steps):
+    """Same drafts, same acceptance: an implementation that is not ours."""
+    model = assistant(draft_model(case.lm, case.adapter))
+    config = model.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = steps, "constant"
+    config.assistant_confidence_threshold = 0.0
+    for prompt in PROMPTS:
+        drafter = DraftModel(case.lm, draft_lm(case), steps)
+        (ours,) = Engine(case.lm, drafter).generate([prompt], NEW_TOKENS)
+        # theirs drafts before its prefill, ours after: so it begins after the token of ours
+        begun = [*prompt, ours.tokens[0]]
+        theirs = timed_generate(case.lm, assistant_model=model)(begun, NEW_TOKENS - 1)
+        assert ours.tokens[1:] == theirs.tokens
+        prefill, *rounds = [len(step.tokens) for step in ours.steps]
+        assert prefill == 1 and max(rounds) == steps + 1
+        assert rounds[1:] == [count for count, _ in theirs.rounds]  # it times its first one apart
+
+
+def test_rejection_sampling_has_the_draft_models_probabilities(case):
+    drafter = DraftModel(case.lm, draft_lm(case), steps=3)
+    sampling = Sampling(temperature=0.8, seed=3, rule=Rule.rejection)
+    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, sampling)
+    steps = [step for generation in done for step in generation.steps]
+    assert 0.3 < sum(s.accepted for s in steps) / sum(s.drafted for s in steps) < 1
+
+
+def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) -> str:
+    """A small checkpoint with a tokenizer; `tokens` by their ids, a byte each if not given."""
+    tiny_model("llama", **({"vocab_size": 259} | overrides)).save_pretrained(path)
+    tokenizer = models.byte_tokenizer()
+    if tokens is not None:
+        told = json.loads(tokenizer.backend_tokenizer.to_str())
+        ids = {token: i for i, token in enumerate(tokens)}
+        told["model"]["vocab"] = {t: ids[t] for t in told["model"]["vocab"]}
+        for added in told["added_tokens"]:
+            added["id"] = ids[added["content"]]
+        told["added_tokens"].sort(key=lambda added: added["id"])
+        backend = Tokenizer.from_str(json.dumps(told))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def byte_tokens() -> list[str]:
+    vocabulary = models.byte_tokenizer().get_vocab()
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def loaded(path: str) -> TargetModel:
+    config = ModelConfig("target", path, dtype=Dtype.float32, device="cpu")
+    return TargetModel(models.load(config)[0])
+
+
+def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tmp_path):
+    lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
+    DraftModelConfig(model=folder_of(tmp_path / "same", tokens)).build(lm)
+    tokens[7], tokens[9] = tokens[9], tokens[7]
+    permuted = folder_of(tmp_path / "permuted", tokens)
+    message = rf"permuted'.*target': its token 7 is {re.escape(repr(tokens[7]))}, the target's "
+    with pytest.raises(ConfigError, match=message + re.escape(repr(tokens[9]))):
+        DraftModelConfig(model=permuted).build(lm)
+
+
+def test_special_tokens_are_compared_too(tmp_path):
+    lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
+    tokens[256], tokens[258] = tokens[258], tokens[256]
+    permuted = folder_of(tmp_path / "permuted", tokens)
+    message = r"its token 256 is '<\|pad\|>', the target's '<\|im_start\|>'.*drafter\.model="
+    with pytest.raises(ConfigError, match=message):
+        DraftModelConfig(model=permuted).build(lm)
+
+
+def test_a_token_that_one_of_them_lacks_is_named(tmp_path):
+    lm = loaded(folder_of(tmp_path / "target"))
+    fewer = folder_of(tmp_path / "fewer", vocab_size=258)  # no room for the last
+    with pytest.raises(ConfigError, match=r"its token 258 is None, the target's '<\|pad\|>'"):
+        DraftModelConfig(model=fewer).build(lm)
+
+
+@pytest.mark.parametrize("sizes", [(259, 272), (272, 259), (264, 272)], ids=str)
+@pytest.mark.parametrize("rule", [*Rule, "native"])
+def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, sizes, rule):
+    """As those of one family are, such as Qwen2.5's; also where padding is written."""
+    lm = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0]))
+    rows = 2
+    if rule == "native":  # where one row alone drafts by its own rule
+        lm, rule, rows = lm.compile_for_decoding(), Rule.match, 1
+    draft = folder_of(tmp_path / "draft", vocab_size=sizes[1])
+    drafter = DraftModelConfig(model=draft, steps=3).build(lm)
+    sampling = Sampling(temperature=1.5, seed=2, rule=rule)
+    prompts = [[1, 5, 9], [7, sizes[0] - 1, 3]]
+    done = Engine(lm, drafter).generate(prompts, 40, sampling, batch_size=rows)
+    texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
+    assert rule is Rule.rejection or texts == vanilla_texts(lm, prompts, 40, sampling)
+    assert max(map(max, texts)) < sizes[0]
+    assert sum(step.accepted for one in done for step in one.steps)
+
+
+def test_without_a_tokenizer_sizes_are_compared(case, monkeypatch):
+    """Random weights of a known shape have none, nor has a model that was made in memory."""
+    message = rf"random:tiny'.*it has 259 of them, the target {VOCABULARY}\."
+    with pytest.raises(ConfigError, match=message):
+        DraftModelConfig(model=models.TINY).build(case.lm)
+    shape = SHAPES["lmsys/vicuna-7b-v1.3"] | {"hidden_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(SHAPES, "small", shape | {"intermediate_size": 8})
+    monkeypatch.setitem(SHAPES, "smaller", shape | {"intermediate_size": 8, "vocab_size": 99})
+    lm = loaded("random:small")
+    DraftModelConfig(model="random:small").build(lm)
+    with pytest.raises(ConfigError, match=r"random:smaller'.*it has 99 of them, the target 32000"):
+        DraftModelConfig(model="random:smaller").build(lm)
+
+
+def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
+    draft, target = folder_of(tmp_path / "draft"), folder_of(tmp_path / "target")
+    lm = loaded(target)
+    shutil.rmtree(target)
+    with pytest.raises(ModelNotFound, match=f"'{target}' has no tokenizer that can be read"):
+        DraftModelConfig(model=draft).build(lm)
+
+
+def test_any_model_of_the_same_vocabulary_drafts():
+    """By way of `model=`, as LLaMA-68M before Vicuna."""
+    hf, _ = models.load(ModelConfig("tiny", models.TINY, dtype=Dtype.float32, device="cpu"))
+    lm = TargetModel(hf)
+    prompts = [[1, 5, 9], [7]]
+    drafter = DraftModelConfig(model=models.TINY, steps=3).build(lm)
+    done = Engine(lm, drafter).generate(prompts, 13)
+    assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == vanilla_texts(
+        lm, prompts, 13
+    )
+    # the very same model: nothing is refused
+    assert [[step.accepted for step in g.steps] for g in done] == [[0, 3, 3, 3]] * 2
+
+
+def test_one_of_model_and_adapter_is_needed(case):
+    with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
+        DraftModelConfig().build(case.lm)
+    assert DraftModelConfig(model="a", adapter="b") == DraftModelConfig(model="a")
+
+
+def test_layers_that_are_left_form_ranges():
+    assert runs([1, 4, 5], 8) == [range(0, 1), range(2, 4), range(6, 8)]
+    assert runs([0, 3], 4) == [range(1, 3)]
+    assert runs([], 3) == [range(0, 3)]
+
+
+def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
+    for skip in ([4], [-1], [0, 1, 2, 3]):
+        with pytest.raises(ConfigError, match=r"skip=.*0 to 3"):
+            DraftVerify(case.lm, skip)
+    with pytest.raises(ConfigError, match=r"prepare\.py layers"):
+        DraftVerifyConfig().build(case.lm)
+    file = tmp_path / "subset.json"
+    with pytest.raises(AdapterNotFound, match=r"prepare\.py layers"):
+        DraftVerifyConfig(subset=str(file)).build(case.lm)
+    file.write_text("{")
+    with pytest.raises(CorruptFile, match="search one again"):
+        DraftVerifyConfig(subset=str(file)).build(case.lm)
+    file.write_text('{"skip": [1], "target": "another", "target_hash": "0"}')
+    with pytest.raises(AdapterMismatch, match="another"):
+        DraftVerifyConfig(subset=str(file)).build(case.lm)

@@ -1,0 +1,346 @@
+"""Every drafter writes what vanilla decoding writes, whatever the sampling, batch or model.
+
+The fast tests have every pair of these once or more, the slow ones all together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from cases import (
+    BATCHES,
+    CHUNK,
+    DRAFTERS,
+    FAMILIES,
+    HOW,
+    MIXED,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    SCRIPTED,
+    Case,
+    case_of,
+    datastore_of,
+    kangaroo,
+    lm_of,
+    samplings,
+)
+from helpers import (
+    adapter_for,
+    graphed,
+    random_prompts,
+    tiny,
+    tiny_model,
+    vanilla_texts,
+)
+
+from kangaroo.cpu.stepper import CpuStepper
+from kangaroo.cuda.graphs import Graphs
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.engine.budget import VerifyCosts
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.stepper import TensorStepper
+from kangaroo.evaluation.lossless import fork
+from kangaroo.models.target import TargetModel
+
+LONGER = random_prompts(5, 55, 1, 120)
+
+
+# Every drafter on every family; over them the batches take turns, the cheapest most often, and so
+# do the samplings. As 7 and 5 have no common divisor, every sampling meets every batch.
+TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
+
+
+def setting(number: int) -> tuple[str, str]:
+    """Sampling and batch."""
+    return HOW[number % len(HOW)], TURNS[number % len(TURNS)]
+
+
+COVERING = [
+    (drafter, family, *setting(i + j))
+    for i, drafter in enumerate(DRAFTERS)
+    for j, family in enumerate(FAMILIES)
+]
+
+
+def test_the_covering_has_every_pair():
+    everything = (DRAFTERS, FAMILIES, HOW, BATCHES)
+    for one, other in itertools.combinations(range(len(everything)), 2):
+        pairs = set(itertools.product(everything[one], everything[other]))
+        assert {(case[one], case[other]) for case in COVERING} == pairs
+
+
+def check(drafter: str, family: str, sampling: str, batch: str) -> None:
+    case = case_of(family, sampling)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    requests = [
+        Request(prompt, NEW_TOKENS, own.seed, sampling=own if sampling == MIXED else None)
+        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
+    ]
+    of_all = SAMPLINGS.get(sampling, Sampling())
+    done = dict(engine.completions(requests, of_all, BATCHES[batch]))
+    assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
+
+
+@pytest.mark.parametrize("drafter, family, sampling, batch", COVERING)
+def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
+    check(drafter, family, sampling, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_so_it_does_in_every_sampling_and_batch(drafter, family):
+    for sampling, batch in itertools.product(HOW, BATCHES):
+        check(drafter, family, sampling, batch)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-compiled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_steps_without_drafts_in_between_change_no_text(drafter, family):
+    """A server asks for them while prompts enter."""
+    case = case_of(family, "sampled")
+    engine = Engine(case.lm, DRAFTERS[drafter](case))
+    batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
+    for row, (prompt, own) in enumerate(zip(PROMPTS, samplings("sampled"), strict=True)):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, own.seed))
+    for number in itertools.count():
+        records = engine.step(batch, drafts=number % 4 > 1)
+        assert number % 4 > 1 or not any(record.drafted for record in records)
+        if all(batch.done):
+            break
+    assert batch.texts == case.texts
+
+
+@cache
+def bfloat16_case(sampling: str) -> Case:
+    lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
+
+
+@pytest.mark.parametrize(
+    "drafter, sampling",
+    [
+        pytest.param(drafter, how, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, drafter in enumerate(DRAFTERS)
+        for j, how in enumerate(["greedy", "sampled"])
+    ],
+)
+def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
+    """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
+    are longer than a chunk of attention, whose border their trees cross."""
+    case = bfloat16_case(sampling)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    done = engine.generate(LONGER, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+    assert [p + g.tokens for p, g in zip(LONGER, done, strict=True)] == case.texts
+
+
+NATIVE = {
+    name: DRAFTERS[name]
+    for name in (
+        *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
+        *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
+        *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
+        *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
+        *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
+    )
+}
+LOOKUP_OR_CHAIN = "cascade of what native rounds know"
+LOOKUP_OR_TREE = "cascade of the lookup and a tree"
+NATIVE[LOOKUP_OR_TREE] = lambda case: Cascade(
+    case.lm,
+    PromptLookup(2, 4, datastore_of(case)),
+    KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01),
+)
+NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
+    case.lm, PromptLookup(2, 4, datastore_of(case)), kangaroo(case.lm)
+)
+
+
+# Each drafter has two of these in turn; the slow tests have all.
+ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
+
+
+@pytest.mark.parametrize(
+    "name, family, sampling",
+    [
+        pytest.param(name, *how, marks=() if (i + j) % 4 == 0 else pytest.mark.slow)
+        for i, name in enumerate(NATIVE)
+        for j, how in enumerate(ROUNDS)
+    ],
+    ids=str,
+)
+def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
+    """Round by round, in every row."""
+    of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
+    native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
+    assert native == tensors
+
+
+def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
+    """Tokens, accepted and drafted ones of each round of each text: native, and by tensors."""
+    rounds = []
+    for lm, stepper in (
+        (TargetModel(hf).compile_for_decoding(), CpuStepper),
+        (TargetModel(hf), TensorStepper),
+    ):
+        drafter = NATIVE[name](Case(lm, adapter_for(lm), case_of("llama", sampling).texts))
+        if draft_cost is not None:
+            drafter.draft_cost = draft_cost
+        engine = Engine(lm, drafter)
+        done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
+        assert isinstance(engine.stepper, stepper)
+        rounds.append([[(s.tokens, s.accepted, s.drafted) for s in g.steps] for g in done])
+    return rounds
+
+
+@pytest.mark.parametrize(
+    "name, slope",
+    [
+        ("kangaroo", 0.02),
+        ("kangaroo-tree", 0.02),
+        ("draft-model", 0.02),
+        ("prompt-lookup-reference", 0.1),
+    ],
+)
+def test_both_keep_to_the_budget_of_a_batch_alike(name, slope, measured_budget, monkeypatch):
+    hf, drafted = tiny_model("llama"), []
+    for step in (0.0, slope, 1.0):
+        costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
+        monkeypatch.setattr("kangaroo.engine.engine.measured", lambda lm, costs=costs: costs)
+        native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
+        assert native == tensors
+        drafted.append(sum(count for text in native for _, _, count in text))
+    assert drafted[0] > drafted[1] > drafted[2]
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("temperature", [0, 2.0])
+def test_native_rounds_reach_the_end_of_the_context(name, temperature):
+    lm, sampling = lm_of("llama-compiled"), Sampling(temperature=temperature, seed=9)
+    prompts = random_prompts(lm.context - 1, lm.context - 9)
+    for prompt, room in zip(prompts, (1, 9), strict=True):
+        texts = vanilla_texts(lm, [prompt], room, sampling)
+        drafter = NATIVE[name](Case(lm, adapter_for(lm), texts))
+        (done,) = Engine(lm, drafter).generate([prompt], room, sampling)
+        assert prompt + done.tokens == texts[0]
+
+
+def test_native_rounds_leave_rejection_to_the_tensors():
+    lm = tiny().compile_for_decoding()
+    engine = Engine(lm, kangaroo(lm))
+    engine.open(1, 20, Sampling(temperature=1.0, rule=Rule.rejection))
+    assert isinstance(engine.stepper, TensorStepper)
+
+
+HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
+
+
+@cache
+def graph_case(device: str, dtype: torch.dtype, sampling: str) -> Case:
+    """A model that decodes by graphs: CUDA's, or on the CPU their strict stand-in."""
+
+    def on_device() -> TargetModel:
+        return TargetModel(tiny_model("llama", dtype=dtype).to(device))
+
+    texts = vanilla_texts(on_device(), PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
+    lm = on_device()
+    lm = graphed(lm) if device == "cpu" else lm.compile_for_decoding()
+    return Case(lm, adapter_for(lm), texts)
+
+
+# On the CPU each drafter has one of these in turn; drafters of the tests alone draft on the CPU.
+ON_CPU = [(HALF, "greedy"), (HALF16, "sampled"), (HALF, "top-p"), (HALF16, "greedy")]
+ON_CUDA = [(WHOLE, "greedy"), (WHOLE, "top-p"), (HALF, "sampled"), (HALF16, "sampled")]
+GRAPHS = [
+    pytest.param(drafter, "cpu", *how, marks=() if i % len(ON_CPU) == j else pytest.mark.slow)
+    for i, drafter in enumerate(DRAFTERS)
+    for j, how in enumerate(ON_CPU)
+] + [
+    pytest.param(drafter, "cuda", *how, marks=pytest.mark.gpu)
+    for drafter in DRAFTERS
+    for how in ON_CUDA
+    if drafter not in SCRIPTED
+]
+
+
+@pytest.mark.parametrize("drafter, device, dtype, sampling", GRAPHS, ids=str)
+def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
+    drafter, device, dtype, sampling
+):
+    """A pass over several tokens rounds otherwise than a pass over one, so near-ties may swap."""
+    case = graph_case(device, dtype, sampling)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    how, recorded = SAMPLINGS[sampling], Graphs.seconds
+    done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=BATCHES["ragged"])
+    assert Graphs.seconds > recorded
+    for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
+        vanilla = text[len(prompt) :]
+        left = fork(case.lm, prompt, said.tokens, vanilla, how, how.seed + row)
+        assert left is None or (left.label == "near-tie" and dtype != WHOLE), left
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
+    case = case_of(family, "greedy")
+    hf = case.lm.hf
+    hf.set_attn_implementation("sdpa")
+    try:
+        for prompt, text in zip(PROMPTS, case.texts, strict=True):
+            tokens = torch.tensor([prompt])
+            mask = torch.ones_like(tokens)
+            written = hf.generate(
+                tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            assert written[0].tolist() == text
+    finally:
+        hf.set_attn_implementation("kangaroo")
+
+
+def steps_of(drafter: Drafter, case: Case) -> list[StepRecord]:
+    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLINGS["sampled"])
+    return [step for generation in done for step in generation.steps[1:]]  # without the prefill
+
+
+def accepted_share(steps: list[StepRecord]) -> float:
+    return sum(step.accepted for step in steps) / sum(step.drafted for step in steps)
+
+
+def test_the_drafters_above_are_right_wrong_and_in_between():
+    """Otherwise the equalities above would say little."""
+    case = case_of("llama", "sampled")
+    in_between = (
+        "kangaroo",
+        "kangaroo-vocabulary",
+        "kangaroo-stops",
+        "kangaroo-stops-early",
+        "kangaroo-layer",
+        "kangaroo-own-head",
+        "kangaroo-two-layers",
+        "kangaroo-fused",
+        "kangaroo-fused-layer",
+        "kangaroo-fused-two-layers",
+        "sometimes",
+        "prompt-lookup-reference",
+        "rest-tree",
+    )
+    steps = {
+        name: steps_of(DRAFTERS[name](case), case) for name in ("oracle", "adversary", *in_between)
+    }
+    assert accepted_share(steps["oracle"]) > 0.9  # a limit cuts the last draft
+    assert accepted_share(steps["adversary"]) == 0
+    for name in in_between:
+        assert 0.2 < accepted_share(steps[name]) < 0.9, name
+    assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}
+    assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}
+    tree = DRAFTERS["tree"](case)
+    assert 0.05 < accepted_share(steps_of(tree, case)) < 0.9
+    assert tree.moved > 10  # accepted on branches that are not the first

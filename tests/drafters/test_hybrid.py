@@ -1,0 +1,224 @@
+"""What the hybrid drafts, in every round, from the text alone; and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_without_cache
+from helpers import adapter_for, admit_text, longest_earlier_match, tiny
+from syncs import Syncs
+
+from kangaroo.cpu.drafting import HybridDrafting
+from kangaroo.cpu.stepper import CpuStepper
+from kangaroo.drafters.acceptance import assumed
+from kangaroo.drafters.datastore import index, save
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
+from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.utils.errors import ConfigError, DataError
+
+NODES, STEPS = 6, 3
+ODDS = assumed()
+SURE = replace(ODDS, adds=[0.45, *[0.0] * 7])  # where the text matches, nothing is drafted
+COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+SAMPLED = SAMPLINGS["sampled"]
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return case_of("llama", "sampled")
+
+
+def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, seed) -> Sources:
+    length, _ = longest_earlier_match(text)
+    lookup = Lookup(text).automaton.continuation(NODES)
+    sources = Sources(length, lookup)
+    while len(sources.chain) < STEPS and drafting_pays(drafter.acceptance, COSTS, sources, NODES):
+        best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
+        sources.further.append(further)
+        sources.chain.append(best[0])
+        sources.confidence.append(best[1])
+        if best[1] <= drafter.threshold:
+            break
+    return sources
+
+
+@pytest.mark.parametrize("acceptance", [ODDS, SURE], ids=["drafts", "drafts where nothing matches"])
+@pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
+    monkeypatch, sampling, rows, threshold, acceptance
+):
+    """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
+    case = case_of("llama", "sampled" if sampling is SAMPLED else "greedy")
+    drafter = Hybrid(
+        case.lm, case.adapter, STEPS, threshold, acceptance=acceptance, costs=COSTS, nodes=NODES
+    )
+    propose, drafted = drafter.propose, []
+
+    def check(batch):
+        draft = propose(batch)
+        parents_BN = draft.tree.parents_BN.expand_as(draft.tokens_BN)
+        for row in range(batch.size):
+            valid_N = draft.valid_BN[row]
+            if batch.done_B[row]:
+                assert valid_N.sum() == 1
+                continue
+            seed = int(batch.seeds_B[row])
+            sources = expected_sources(case, drafter, batch.texts[row], sampling, seed)
+            tokens, parents = best_tree(acceptance, COSTS, sources, NODES)
+            assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
+            assert parents_BN[row, valid_N][1:].tolist() == parents
+            drafted.append(len(sources.chain))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    # rounds with and without drafting lie behind later drafts, and accepted paths of all lengths
+    assert len(set(drafted)) > 2 and (0 in drafted) == (acceptance is SURE)
+    assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
+
+
+def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
+    drafter = Hybrid(case.lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
+    engine = Engine(case.lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
+
+    def fail(*_):
+        raise AssertionError("it drafted")
+
+    monkeypatch.setattr(drafter, "tokens", fail)
+    (record,) = engine.step(batch)
+    assert record.drafted == NODES
+
+
+def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pending_token():
+    """So that a chain that says what the lookup says passes the shallow layers once."""
+    lm = tiny().compile_for_decoding()
+    drafter = Hybrid(lm, adapter_for(lm), 1, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
+    assert isinstance(engine.stepper, CpuStepper)
+    rounds = engine.stepper.buffers
+    engine.stepper._begin([0])
+    engine.stepper.drafting.fill(rounds, batch, [0])
+    lookup = drafter.looked_up(batch, 0).lookup
+    parents, tokens = rounds.parent[0].tolist(), rounds.token[0].tolist()
+    node, found = 0, 0
+    for wanted in lookup:
+        below = [i for i in range(1, rounds.count[0]) if (parents[i], tokens[i]) == (node, wanted)]
+        if not below:
+            break
+        (node,) = below
+        assert rounds.has_state[0, node]
+        found += 1
+    assert found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
+    monkeypatch, rows
+):
+    lm = tiny()
+    drafter = Hybrid(lm, adapter_for(lm), STEPS, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, SAMPLED)
+    for row in range(rows):
+        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            draft = drafter.propose(batch)
+        monkeypatch.undo()
+        drafted = syncs.total - 1
+        assert 1 <= drafted <= STEPS and syncs.seen["tolist"] == syncs.total
+        monkeypatch.setattr(drafter, "propose", lambda batch, draft=draft: draft)
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1
+
+
+def test_a_draft_ends_with_what_ends_the_text():
+    lm = tiny("llama", eos_token_id=5)
+    case = Case(lm, case_of("llama", "greedy").adapter, [])
+    drafter = Hybrid(lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
+    engine = Engine(lm, drafter)
+    for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
+        batch = engine.open(1, 60, Sampling())
+        admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
+        assert drafter.looked_up(batch, 0).lookup == expected
+
+
+def test_a_chain_stays_a_chain():
+    """Whose slots need no moving, and which is exact in bfloat16 too."""
+    case = case_of("llama", "greedy")
+    sure = replace(ODDS, lookup=[0.9] * 7, adds=[0.0] * 8)
+    engine = Engine(
+        case.lm, Hybrid(case.lm, case.adapter, acceptance=sure, costs=COSTS, nodes=NODES)
+    )
+    batch = engine.open(2, 60, Sampling())
+    admit_text(engine, batch, 0, [1, 2, 3, 1])
+    admit_text(engine, batch, 1, [1, 2, 3, 4])
+    draft = engine.drafter.propose(batch)
+    assert draft.tree.is_chain and draft.valid_BN.sum(1).tolist() == [1 + NODES, 1]
+
+
+def test_a_reference_is_asked_for_longer_matches_alone():
+    store = index([[7, 1, 2, 3, 50, 51], [9, 3, 60], [8, 1, 2, 3, 50, 52]], 64)
+    text = [3, 40, 1, 2, 3]
+    lookup = Lookup(text, store)
+    length, tokens = lookup.find(3)
+    assert length == 3 and tokens[0] == 50 and len(tokens) == 2  # to the end of the document
+    text += [40, 1, 2, 3]
+    assert lookup.find(3) == (5, [40, 1, 2])  # the text itself has a longer one
+    assert Lookup([3, 40, 1, 2, 3]).find(3) == (1, [40, 1, 2])
+
+
+def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
+    drafter = Hybrid(case.lm, case.adapter, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    sampling = Sampling(temperature=0.8, rule=Rule.rejection)
+    with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
+        Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
+
+
+def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
+    config = HybridConfig(adapter="untrained:2")
+    assert config.build(case.lm).max_nodes == 15
+    assert config.settings()["odds"] is None
+    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\] must be a list of 2 or more"):
+        replace(config, verify_costs=[1.0])
+    with pytest.raises(DataError, match="no datastore"):
+        replace(config, reference=str(tmp_path)).build(case.lm)
+
+
+def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(case, tmp_path):
+    configs = []
+    for name, token in ("a", 4), ("b", 5):
+        save(index([[1, 2, 3, token]], 64), case.lm, tmp_path / name, {})
+        configs.append(HybridConfig(adapter="untrained:2", reference=str(tmp_path / name)))
+    drafter = configs[0].build(case.lm)
+    assert Lookup([7, 2, 3], drafter.reference).find(2) == (2, [4])
+    first, second = (config.settings()["fingerprint"] for config in configs)
+    assert first != second
+
+
+@pytest.mark.parametrize("nodes, steps", [(15, 6), (2, 6)])
+def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, steps):
+    """Lookup, chain and further choices together take more of them than the tree has nodes."""
+    lm = tiny().compile_for_decoding()
+    drafter = Hybrid(lm, adapter_for(lm), steps, acceptance=ODDS, nodes=nodes)
+    engine = Engine(lm, drafter)
+    longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
+    batch = engine.open(2, longest, Sampling())
+    assert batch.n_slots == 2 * BUCKET
+    assert (
+        longest - 2 + HybridDrafting(drafter).nodes < batch.n_slots
+    )  # from the last pending token on

@@ -1,0 +1,169 @@
+"""What lookahead drafts, round by round, against the algorithm in lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
+from helpers import random_prompts, tiny
+
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig, remember, topology
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.tree import Draft
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
+
+
+class Reference:
+    """One row, written as the paper tells it: lists, and a pool as a list with the newest first."""
+
+    def __init__(self, prompt: list[int], options: LookaheadConfig):
+        self.options, n = options, options.ngram
+        reach = options.window + n - 2
+        tail = [prompt[i % len(prompt)] for i in range(len(prompt) - reach, len(prompt))]
+        self.levels = [tail[j : j + options.window] for j in range(n - 1)]
+        self.pool: list[tuple[int, ...]] = []
+        if options.pool_from_prompt:
+            for i in range(len(prompt) - n + 1):
+                self.insert(tuple(prompt[i : i + n]))
+
+    def insert(self, gram: tuple[int, ...]) -> None:
+        if gram in self.pool:
+            self.pool.remove(gram)
+        self.pool = [gram, *self.pool][: self.options.pool]
+
+    def paths(self, pending: int) -> list[tuple[int, ...]]:
+        """The tokens from the root to every node, in the order of the nodes."""
+        paths = [()]
+        for j, level in enumerate(self.levels):
+            for column in range(self.options.window):
+                across = self.levels[0][: column + 1]
+                down = [self.levels[i][column] for i in range(1, j)]
+                paths.append((*across, *down, *([level[column]] if j else [])))
+        guesses = [gram[1:] for gram in self.pool if gram[0] == pending][: self.options.guesses]
+        return paths + [gram[: i + 1] for gram in guesses for i in range(len(gram))]
+
+    def observe(self, choices: list[int]) -> None:
+        """Args: choices: what the target writes after every node."""
+        window = self.options.window
+        first = 1 + (len(self.levels) - 1) * window
+        new = choices[first : first + window]
+        for column in range(window):
+            self.insert((*(level[column] for level in self.levels), new[column]))
+        self.levels = [*self.levels[1:], new]
+
+
+def paths_of(draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """The tokens from the root to every valid node."""
+    parents = draft.tree.parents_BN[0].tolist()
+    tokens, valid = draft.tokens_BN[row].tolist(), draft.valid_BN[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        paths.append((*paths[parents[node]], tokens[node]))
+    return [path for path, is_valid in zip(paths, valid, strict=True) if is_valid]
+
+
+OPTIONS = [
+    LookaheadConfig(window=4, ngram=4, guesses=3),
+    LookaheadConfig(window=3, ngram=3, guesses=2, pool=7),  # the pool overflows
+    LookaheadConfig(window=5, ngram=2, guesses=4, pool_from_prompt=False),
+    LookaheadConfig(window=1, ngram=5, guesses=1, pool=1),
+    LookaheadConfig(),
+]
+
+
+def again_four_later(lm: TargetModel, sampling: Sampling, seed: int) -> list[int]:
+    """A prompt whose first new token stands four places before it: of the n-grams of five that the
+    text has then, the newest begins with the pending token."""
+
+    def first_tokens(prompts: list[list[int]]) -> list[int]:
+        done = Engine(lm, Vanilla()).generate(prompts, 1, sampling, seeds=[seed] * len(prompts))
+        return [generation.tokens[0] for generation in done]
+
+    prompts = random_prompts(*[12] * 64, seed=1)
+    for prompt, token in zip(prompts, first_tokens(prompts), strict=True):
+        prompt[-4] = token  # most go on as before
+    return next(
+        p for p, token in zip(prompts, first_tokens(prompts), strict=True) if p[-4] == token
+    )
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampling):
+    """In every round of every row, rows admitted later included."""
+    lm, drafter = case_of("llama", sampling).lm, Lookahead(options)
+    propose, observe = drafter.propose, drafter.observe
+    references: dict[int, tuple[list[int], Reference]] = {}
+    rounds, guessed = 0, 0
+
+    def checked_propose(batch):
+        nonlocal rounds, guessed
+        draft = propose(batch)
+        for row, text in enumerate(batch.texts):
+            if row not in references or references[row][0] is not text:
+                references[row] = text, Reference(text, options)
+            expected = references[row][1].paths(text[-1])
+            assert paths_of(draft, row) == expected
+            rounds += 1
+            guessed += len(expected) > 1 + options.window * (options.ngram - 1)
+        return draft
+
+    def checked_observe(batch, draft, verdict, taps):
+        observe(batch, draft, verdict, taps)
+        for row in range(batch.size):
+            references[row][1].observe(verdict.choice_BN[row].tolist())
+
+    monkeypatch.setattr(drafter, "propose", checked_propose)
+    monkeypatch.setattr(drafter, "observe", checked_observe)
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    prompts, settings = [*PROMPTS, [3] * 12], SAMPLINGS[sampling]
+    prompts.append(again_four_later(lm, settings, settings.seed + len(prompts)))
+    engine.generate(prompts, NEW_TOKENS, settings, batch_size=2)
+    assert rounds > 40 and guessed > 0
+
+
+def test_a_text_that_repeats_is_drafted_from_the_pool():
+    lm = tiny()
+    prompt = random_prompts(12)[0]
+    (plain,) = Engine(lm, Lookahead(LookaheadConfig(pool_from_prompt=False))).generate([prompt], 30)
+    again = [*prompt, *plain.tokens, *prompt]
+    drafter = Lookahead(LookaheadConfig())
+    (written,) = Engine(lm, drafter).generate([again], 60)
+    assert sum(step.accepted for step in written.steps) > 10
+
+
+def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
+    """Another drafter's was; the window's next levels are then unknown."""
+    lm, drafter = tiny(), Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2))
+    engine = Engine(lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    engine.admit(batch, 0, Request(random_prompts(9)[0], 20))
+    first = drafter.propose(batch)
+    window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
+    other = Draft.listed(batch.last(1), [[1, 2]])
+    drafter.observe(batch, other, None, {})
+    assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
+    assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)
+
+
+def test_the_pool_keeps_the_newest_and_none_twice():
+    pool_BPN = torch.tensor([[[1, 1], [2, 2], [3, 3], [-1, -1]], [[1, 1], [4, 4], [5, 5], [6, 6]]])
+    new_BWN = torch.tensor([[[2, 2], [7, 7]], [[8, 8], [8, 8]]])
+    assert remember(pool_BPN, new_BWN).tolist() == [
+        [[7, 7], [2, 2], [1, 1], [3, 3]],
+        [[8, 8], [1, 1], [4, 4], [5, 5]],
+    ]
+
+
+def test_the_topology_is_made_once_a_device():
+    assert topology(4, 3, 2, torch.device("cpu")) is topology(4, 3, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name, value", [("pool", 14), ("window", 300)])
+def test_settings_that_cannot_work_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name}.*{value}"):
+        LookaheadConfig(**{name: value})

@@ -1,0 +1,191 @@
+"""Medusa: what its heads are taught, the tree of their guesses, and what is drafted.
+
+Shapes: B rows, T tokens, N draft nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
+from helpers import VOCABULARY, forward_logits, random_prompts, tiny, vanilla_texts
+from training_cases import run, sample
+
+from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.heads import adapter_files
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
+from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.utils.errors import ConfigError
+
+HEADS = MedusaHeadsConfig(heads=3)
+
+
+def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> MedusaHeads:
+    """Heads that say something of their own."""
+    heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    generator = torch.Generator().manual_seed(5)
+    for block in heads.blocks:
+        block.weight.data.normal_(std=0.3, generator=generator)
+    return heads.requires_grad_(False)
+
+
+def test_head_k_learns_from_the_state_k_tokens_before():
+    """At every position of packed texts; zeros where the text has not begun."""
+    lm = tiny("llama")
+    heads = heads_for(lm)
+    states_BTD = torch.randn(1, 9, 32)
+    meta = lm.chunk(0, 9, row=0, n_slots=9)
+    meta.positions_RT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])  # two texts in a row
+    for k, learnt_BTD in enumerate(heads.states({}, states_BTD, meta, 3), start=1):
+        for t, position in enumerate(meta.positions_RT[0].tolist()):
+            before_D = states_BTD[0, t - k] if position >= k else torch.zeros(32)
+            torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
+
+
+def test_heads_begin_as_the_targets_own():
+    lm = tiny("llama")
+    heads = MedusaHeads(lm, HEADS).start_from(lm)
+    x_BND = torch.randn(2, 3, 32)
+    for index, head in enumerate(heads.draft_heads(lm, None)):
+        assert torch.equal(head(heads(x_BND, index).flatten(0, 1)), lm.head(x_BND.flatten(0, 1)))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS["sampled"]], ids=["greedy", "sampled"])
+def test_drafts_are_guesses_from_the_last_state_in_the_cache(monkeypatch, sampling):
+    case = case_of("llama", "sampled")
+    lm = case.lm
+    choices = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
+    drafter = medusa(lm, choices)
+    propose, checked = drafter.propose, []
+
+    @torch.no_grad()
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            text = batch.texts[row]
+            if batch.done_B[row]:
+                continue
+            h_1TD = final_states(lm, text[:-1])
+            guesses = []
+            for index, head in enumerate(drafter.draft_heads):
+                logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
+                position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
+                found = candidates(logits_1V[:, None], position, sampling, seed, 3)
+                guesses.append(found[0, 0].tolist())
+            expected = [guesses[len(path) - 1][path[-1]] for path in choices]
+            assert draft.tokens_BN[row, 1:].tolist() == expected
+            checked.append(row)
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    assert len(checked) > 20
+    assert {step.accepted for g in done for step in g.steps} >= {0, 1}
+
+
+def test_the_sparse_tree_is_the_best_of_its_size():
+    """Against all trees, on two heads of three guesses."""
+    guesses = [[0.5, 0.2, 0.25], [0.4, 0.3, 0.1]]
+    nodes = [(i,) for i in range(3)] + list(itertools.product(range(3), repeat=2))
+
+    def worth(paths):
+        return sum(math.prod(guesses[d][r] for d, r in enumerate(path)) for path in paths)
+
+    for size in (1, 3, 5, 8):
+        trees = [
+            tree
+            for tree in itertools.combinations(nodes, size)
+            if all(len(path) == 1 or path[:-1] in tree for path in tree)
+        ]
+        found = sparse_tree(guesses, size)
+        assert len(found) == size and tuple(found) in {
+            tuple(sorted(t, key=lambda p: (len(p), p))) for t in trees
+        }
+        assert worth(found) == pytest.approx(max(map(worth, trees)))
+    assert sparse_tree(guesses, 99) == sorted(nodes, key=lambda path: (len(path), path))
+    assert sparse_tree([right[:1] for right in guesses], 9) == [(0,), (0, 0)]
+
+
+def saved(lm, tmp_path, guesses=((0.5, 0.2), (0.4, 0.1), (0.2, 0.1))) -> str:
+    heads = heads_for(lm)
+    frequent_K = torch.arange(VOCABULARY)
+    facts = {"guesses": [list(row) for row in guesses]}
+    described = adapter_files.describe(lm, heads, {}, None, facts)
+    return str(adapter_files.save(heads, described, frequent_K, tmp_path / "heads"))
+
+
+def test_heads_are_saved_and_loaded_with_how_often_their_guesses_are_right(tmp_path):
+    lm = tiny("llama")
+    path = saved(lm, tmp_path)
+    loaded, heads = adapter_files.load(path, lm, Trainable)
+    assert isinstance(loaded, MedusaHeads) and len(heads) == 3
+    for name, weight in heads_for(lm).state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    config = adapter_files.read_config(path)
+    assert config.parameters == 3 * (32 * 32 + 32 * VOCABULARY)
+    drafter = MedusaConfig(adapter=path, nodes=4).build(lm)
+    assert drafter.tree.size == 5 and not drafter.tree.is_chain
+    chain = MedusaConfig(adapter=path, nodes=9, top_k=1).build(lm)
+    assert chain.tree.size == 4 and chain.tree.is_chain
+
+
+def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
+    lm = tiny("llama")
+    with pytest.raises(ConfigError, match="train them again"):
+        MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
+    with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
+        _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps
+
+
+def test_training_saves_heads_that_decode_as_told(tmp_path):
+    """Loss falls, and how often each guess is right is what counting by hand gives."""
+    lm = tiny("llama", deep_scale=0.5)
+    prompts = random_prompts(*[6] * 14)
+    texts = vanilla_texts(lm, prompts, 40)
+    data = [sample(text, 6) for text in texts]
+    recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
+    folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
+    assert folder.name == "medusa"
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    losses = [row["train/medusa/loss"] for row in rows]
+    assert losses[-1] < losses[0]
+    assert {"train/medusa/step2/loss", "held_out/medusa/ctar2"} <= rows[-1].keys()
+    assert rows[-1]["held_out/medusa/ctar3"] == 0  # there are but two heads
+
+    heads, draft_heads = adapter_files.load(str(folder), lm, MedusaHeads)
+    right = [[0] * GUESSES for _ in range(2)]
+    counts = [0, 0]
+    for text in texts[-3:]:
+        states_1TD = final_states(lm, text)
+        logits = forward_logits(lm, text)
+        for k, head in enumerate(draft_heads):
+            # the pending token and those of the draft before this one are the assistant's
+            for t in range(5 + k, len(text) - 1):
+                guessed = head(heads(states_1TD[:, t - 1 - k][:, None], k)[:, 0]).topk(GUESSES)
+                tokens = head.token_of(guessed.indices)[0].tolist()
+                choice = int(logits[t].argmax())
+                counts[k] += 1
+                if choice in tokens:
+                    right[k][tokens.index(choice)] += 1
+    told = adapter_files.read_config(str(folder)).facts["guesses"]
+    for k in range(2):
+        expected = [hits / counts[k] for hits in right[k]]
+        assert told[k] == pytest.approx(expected)
+    assert sum(told[0]) > 0.2
+
+
+@torch.no_grad()
+def final_states(lm, text):
+    lm.hf.set_attn_implementation("sdpa")
+    states_1TD = lm.hf.model(torch.tensor([text])).last_hidden_state
+    lm.hf.set_attn_implementation("kangaroo")
+    return states_1TD

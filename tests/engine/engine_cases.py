@@ -1,0 +1,52 @@
+"""What the engine's tests decode."""
+
+from __future__ import annotations
+
+from cases import Case
+from helpers import (
+    adapter_for,
+    random_prompts,
+    tiny,
+    vanilla_texts,
+)
+
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.target import TargetModel
+
+NEW_TOKENS = 16
+PROMPTS = random_prompts(6, 1, 21)
+HOT = Sampling(temperature=2.0, seed=11)
+
+
+def case_for(lm: TargetModel) -> Case:
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, HOT))
+
+
+def native_case() -> Case:
+    """By native code, which takes a third of the time."""
+    return case_for(tiny().compile_for_decoding())
+
+
+def eager_case() -> Case:
+    """By PyTorch's operators alone, so that each of them can be seen."""
+    return case_for(tiny())
+
+
+def continuations(case: Case) -> list[list[int]]:
+    return [text[len(prompt) :] for prompt, text in zip(PROMPTS, case.texts, strict=True)]
+
+
+def fresh_place(tokens: list[int]) -> int:
+    """A place from 2 on whose token did not occur before."""
+    return next(i for i in range(2, len(tokens)) if tokens[i] not in tokens[:i])
+
+
+class Letters:
+    """Writes each token as `<number>`, and the tokens in `raw` as bytes of their own."""
+
+    def __init__(self, raw: dict[int, bytes] | None = None):
+        self.raw = raw or {}
+
+    def decode(self, tokens: list[int]) -> str:
+        parts = [self.raw.get(token, f"<{token}>".encode()) for token in tokens]
+        return b"".join(parts).decode(errors="replace")

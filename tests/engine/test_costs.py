@@ -1,0 +1,214 @@
+"""What a verification costs is measured once, and batches draft no more than pays."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from cases import case_of, choices_without_cache
+from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from safetensors.torch import load_file, save_file
+
+from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
+from kangaroo.drafters.draft_model import DraftModel
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.engine import costs
+from kangaroo.engine.budget import Budget, VerifyCosts
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.export import draft_model
+from kangaroo.models.target import TargetModel
+
+pytestmark = pytest.mark.usefixtures("measured_budget")
+
+STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
+FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
+PROMPTS = random_prompts(9, 20, 14)
+
+
+def test_costs_between_and_beyond_the_measured_widths_lie_on_lines():
+    found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])
+    assert [found.at(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.5, 3.5, 5.5]
+
+
+def test_half_of_the_arithmetic_that_memory_hid_is_expected_to_show():
+    found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])  # unhidden 1, 2, 3, ...
+    assert [found.expected(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.75, 2.75, 3.75, 5.75]
+    assert found.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
+    assert [STEEP.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0, 2.0, 3.0, 6.0]
+    assert [FLAT.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0] * 4
+    slow_at_first = VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1])  # never less than was measured
+    assert slow_at_first.expected(2) == 1.9
+
+
+def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    lm = tiny().compile_for_decoding()
+    found = costs.measured(lm)
+    assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
+    (file,) = (tmp_path / "costs").iterdir()
+    assert VerifyCosts(**json.loads(file.read_text())) == found
+
+    def fail(lm):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(costs, "measure", fail)
+    assert costs.measured(lm) is found
+    assert costs.measured(tiny().compile_for_decoding()) == found
+    file.write_text("{")
+    with pytest.raises(AssertionError, match="measured again"):
+        costs.measured(tiny().compile_for_decoding())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
+    lm = graphed(tiny())
+    monkeypatch.setitem(costs._known, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
+    drafter = Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
+    share, measured = drafter.draft_cost, costs.drafting(lm, drafter)
+    assert measured == costs.drafting(lm, drafter) > share  # which a millionth of a second is not
+    batch = Engine(lm, drafter).open(2, 60, Sampling())
+    assert drafter.draft_cost == share  # it is no GPU
+    batch.budget.drafting = functools.partial(costs.drafting, lm)
+    drafter.begin(batch)
+    assert drafter.draft_cost == measured
+
+
+def drafted(lm: TargetModel, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
+    monkeypatch.setitem(costs._known, lm, known)
+    done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
+    texts = vanilla_texts(lm, PROMPTS, 12)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == texts
+    return [step.drafted for generation in done for step in generation.steps[1:]]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo_tree", "prompt_lookup", "draft_model"])
+def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
+    monkeypatch, name, compiled
+):
+    lm = tiny().compile_for_decoding() if compiled else tiny()
+    kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
+    tree = KangarooTree(lm, adapter_for(lm), 4, 0, None, 3, 6, 0.0)
+    kangaroo.draft_cost = tree.draft_cost = 0.05  # half a step in a model this small
+    small = TargetModel(draft_model(lm, adapter_for(lm))).compile_for_decoding()
+    pair = DraftModel(lm, small, 4)
+    pair.draft_cost = 0.05
+    chains = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}
+    drafter = (chains | {"kangaroo_tree": tree})[name]
+    assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
+    assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
+    assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
+
+
+def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
+    """Although all are drafted."""
+    monkeypatch.setattr(Budget, "min_chain_chances", lambda self, rows, nodes, *_: [0.0] * nodes)
+    lm = tiny().compile_for_decoding()
+    tree = KangarooTree(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
+    assert not any(drafted(lm, tree, STEEP, 3, monkeypatch))
+    assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
+def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(
+    monkeypatch, compiled
+):
+    case = case_of("llama", "greedy")
+    lm = TargetModel(case.lm.hf).compile_for_decoding() if compiled else case.lm
+    drafter = Kangaroo(lm, adapter_for(lm), 3, 0)
+    engine = Engine(lm, drafter)
+    batch = engine.open(2, 160, Sampling())
+    for row, prompt in enumerate(random_prompts(9, 30)):
+        engine.admit(batch, row, Request(prompt, 120))
+    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [1.0] * nodes)
+    for _ in range(80):
+        assert not any(record.drafted for record in engine.step(batch))
+    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [0.0] * nodes)
+    before = [list(text) for text in batch.texts]
+    if compiled:
+        engine.step(batch)
+        tokens = engine.stepper.buffers.token
+    else:
+        tokens = drafter.propose(batch).tokens_BN
+    for row, text in enumerate(before):
+        for drafted in tokens[row, 1:4].tolist():
+            assert choices_without_cache(case, text, Sampling(), 0)[0][0] == drafted
+            text.append(drafted)
+
+
+def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
+    tensors = [torch.nn.Parameter(torch.randn(n, 7)) for n in (3, 100, 1)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    move_to_huge_pages([*tensors, tensors[0]])
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    places = [tensor.data_ptr() for tensor in tensors]
+    assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
+    assert [b - a for a, b in pairwise(places)] == [128, 2816]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(tmp_path):
+    size = 2**23  # floats, 32 MiB
+    whole = {name: torch.randn(size + 3) for name in "abc"}
+    save_file(whole, tmp_path / "weights.safetensors")
+    mapped = load_file(tmp_path / "weights.safetensors")
+    kept = mapped["b"]
+    assert all(torch.equal(mapped[name], whole[name]) for name in "abc")  # all pages are read
+    before = file_pages()
+    move_to_huge_pages([mapped["a"], mapped["c"]])
+    assert before - file_pages() > 7 * size  # of 8 * size bytes
+    assert all(torch.equal(mapped[name], whole[name]) for name in "ac")
+    assert torch.equal(kept, whole["b"])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_was_written_to_a_mapped_checkpoint_is_not_lost(tmp_path):
+    save_file({"a": torch.zeros(2**20)}, tmp_path / "weights.safetensors")
+    tensor = load_file(tmp_path / "weights.safetensors")["a"]
+    alias = tensor.detach()
+    tensor += 1
+    move_to_huge_pages([tensor])
+    assert tensor.data_ptr() != alias.data_ptr() and bool((alias == 1).all())
+
+
+def file_pages() -> int:
+    """Bytes of files that are in this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssFile:")[2].split()[0])
+
+
+def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
+    tensor = torch.zeros(3)
+    place = tensor.data_ptr()
+    with caplog.at_level(logging.WARNING):
+        move_to_huge_pages([tensor])
+    assert tensor.data_ptr() == place and not caplog.text
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the system has no huge pages"
+)
+def test_weights_are_on_huge_pages():
+    def on_huge_pages():
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHuge"))
+
+    tensor = torch.ones(8 * PAGE // 4)
+    before = on_huge_pages()
+    move_to_huge_pages([tensor])
+    assert on_huge_pages() - before >= 6 * PAGE and torch.equal(tensor, torch.ones_like(tensor))

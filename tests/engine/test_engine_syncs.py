@@ -1,0 +1,127 @@
+"""A step waits for the device but once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import engine_cases
+import pytest
+import torch
+from cases import DRAFTERS
+from engine_cases import HOT, NEW_TOKENS, PROMPTS
+from helpers import adapter_for, graphed, random_prompts, tiny
+from syncs import Syncs
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+
+eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: x[0].item(),
+        lambda x: bool(x.any()),
+        lambda x: int(x[0]),
+        lambda x: float(x[0]),
+        lambda x: [1, 2, 3][x[1]],
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 1],
+        lambda x: x.masked_select(x > 1),
+        lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
+        lambda x: torch.where(x > 1),
+    ],
+)
+def test_the_counter_of_syncs_sees_them(monkeypatch, code):
+    x = torch.arange(3)
+    with Syncs(monkeypatch) as syncs:
+        code(x)
+    assert syncs.total >= 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+def test_no_host_sync_in_a_step_beyond_those_the_design_names(
+    eager_case, monkeypatch, recorded, name, threshold, rows, sampling
+):
+    """One copy of the new tokens, and one read of the confidences a drafted token, the last aside,
+    for a threshold."""
+    steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
+    drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, sampling)
+    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
+        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    for _ in range(5):
+        with Syncs(monkeypatch) as syncs:
+            records = engine.step(batch)
+        monkeypatch.undo()
+        drafted = max(record.drafted for record in records)
+        asked = min(drafted, steps - 1) if threshold else 0
+        assert syncs.seen["tolist"] == syncs.total == 1 + asked, syncs.seen
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("threshold", [0, 0.3])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_the_last(
+    monkeypatch, recorded, threshold, rows
+):
+    steps, levels = 3, []
+    lm = graphed(tiny()) if recorded else tiny()
+    drafter = KangarooTree(lm, adapter_for(lm), steps, threshold, None, 3, 8)
+    grown = drafter._level
+    monkeypatch.setattr(drafter, "_level", lambda *args: levels.append(1) or grown(*args))
+    engine = Engine(lm, drafter)
+    batch = engine.open(rows, 60, HOT)
+    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
+        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    with monkeypatch.context() as patched:
+        for _ in range(5):
+            levels.clear()
+            with Syncs(patched) as syncs:
+                engine.step(batch)
+            patched.undo()
+            asked = min(len(levels), steps - 1) if threshold else 0
+            assert syncs.seen["tolist"] == 1 + asked and syncs.total == 2 + asked, syncs.seen
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
+)
+def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
+    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
+    batch = engine.open(3, 90, HOT)
+    for row, prompt in enumerate(PROMPTS):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    for _ in range(4):
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1, syncs.seen
+
+
+def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
+    """The drafter aside: the engine moves accepted paths without asking how long they are."""
+    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
+    batch = engine.open(3, 60, HOT)
+    for row, prompt in enumerate(PROMPTS):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    for _ in range(3):
+        draft = engine.drafter.propose(batch)
+        monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
+        monkeypatch.setattr(engine.drafter, "observe", lambda *args: None)
+        with Syncs(monkeypatch) as syncs:
+            engine.step(batch)
+        monkeypatch.undo()
+        assert syncs.total == 1, syncs.seen

@@ -1,0 +1,273 @@
+"""The paper's experiments: they compose for every model, and each is one command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from commands import ROOT, python, questions, talks
+from evaluation_records import record, run, vanilla_run
+from helpers import adapter_for
+from hydra import compose, initialize_config_dir
+from hydra.types import RunMode
+from paper_cases import EMBEDDED, FILES, NAMES, VICUNA, composed, jobs, methods_of
+
+from kangaroo import cli
+from kangaroo.cli.command import varied
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.config import EvaluateConfig, questions_of
+from kangaroo.evaluation.metrics import pairs
+from kangaroo.evaluation.study.report import STUDY
+from kangaroo.evaluation.study.study import published
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
+
+# --- what is declared
+
+
+def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
+    assert {*NAMES, "base", "adapters"} == FILES
+    shown = STUDY.findall((ROOT / "docs/paper.md").read_text())
+    assert sorted(name for _, name, _ in shown) == sorted(NAMES)
+    makefile = (ROOT / "Makefile").read_text()
+    (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
+    assert sorted(listed.removeprefix("PAPER = ").split()) == sorted(NAMES)
+
+
+def test_make_paper_evaluates_each_experiment_once_and_first_one_that_needs_no_training():
+    told = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
+    order = (
+        r"evaluate.py experiment=paper/(\w+).*train.py experiment=paper/adapters.*name in ([^;]+);"
+    )
+    first, others = re.search(order, told.stdout, re.DOTALL).groups()
+    assert sorted([first, *others.split()]) == sorted(NAMES)
+    config = composed(first)
+    trained = [vars(each).get("adapter") for each in (config.drafter, *config.more.values())]
+    assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
+
+
+@pytest.mark.parametrize("model", [EMBEDDED, VICUNA, "tiny"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_composes_for_every_model(name, model):
+    config = composed(name, f"model={model}")
+    assert config.study.name == name and config.bench.name == "spec_bench"
+    (baseline,) = config.baselines
+    assert baseline.value == "vanilla"
+    drafters = [
+        config.drafter,
+        *(each for key, each in config.more.items() if key != "kangaroo_all"),
+    ]
+    chains = [each for each in drafters if isinstance(each, KangarooConfig)]
+    assert all(chain.threshold == 0.6 for chain in chains)  # the paper's, whatever the hardware
+    for hardware, longest in {"cpu": 64, "gpu": 1024}.items():
+        sized = composed(name, f"model={model}", f"hardware={hardware}")
+        assert sized.max_new_tokens == longest
+
+
+def test_a_models_results_have_a_folder_and_its_experiments_have_folders_there():
+    home = "outputs/paper/vicuna-7b"
+    assert jobs("tree", "model=vicuna-7b").run.dir == f"{home}/tree"
+    sweep = jobs("temperature", "model=vicuna-7b")
+    assert sweep.mode is RunMode.MULTIRUN and sweep.sweep.dir == f"{home}/temperature"
+    assert sweep.sweep.subdir == "temperature=0.0,Rule.match"  # of the job's own settings
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_claims_and_labels_name_methods_that_the_experiment_measures(name):
+    config, names = composed(name), methods_of(name)
+    known = {*names, "match", "rejection"}
+    assert set(config.study.labels) <= known
+    for claim in config.study.claims:
+        assert {claim.more, claim.less} <= set(names) and claim.more != claim.less
+        pairs([record(1, (run([3], [2], [4], [1.0]), vanilla_run(3)))], claim.metric)
+
+
+def test_the_papers_draft_model_is_vicunas_and_other_models_have_their_own_layers():
+    of_vicuna, of_embedded = (
+        composed("table1", f"model={model}").more["draft_model"] for model in (VICUNA, EMBEDDED)
+    )
+    assert (of_vicuna.model, of_vicuna.adapter) == ("double7/vicuna-68m", None)
+    assert (of_embedded.model, of_embedded.adapter) == (None, "adapters/smollm2-135m")
+
+
+def test_evaluation_takes_the_adapters_that_training_saves():
+    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
+        train = compose("train", ["experiment=paper/adapters"], return_hydra_config=True)
+    recipes = [train.adapter, *train.more.values()]
+    saved = {"medusa"} | {f"{r.name}-exit{layer}" for r in recipes for layer in r.exit_layers}
+    home = "outputs/paper/smollm2-135m/adapters"
+    assert train.hydra.run.dir == home
+    for name in ("adapter_ablation", "parameters", "exit_layer"):
+        config = composed(name)
+        for drafter in (config.drafter, *config.more.values()):
+            folder, _, adapter = drafter.adapter.rpartition("/")
+            assert folder == home and adapter in saved
+
+
+def test_two_experiments_on_the_same_methods_share_their_answers():
+    ablation, parameters = composed("adapter_ablation"), composed("parameters")
+    assert ablation.more == parameters.more and ablation.drafter == parameters.drafter
+    assert jobs("adapter_ablation").run.dir == jobs("parameters").run.dir
+
+
+# --- the published values
+
+
+@pytest.mark.parametrize("name", [x for x in NAMES if x not in ("position", "temperature")])
+def test_published_values_lie_where_the_study_has_places_for_them(name):
+    config, names = composed(name), methods_of(name)
+    study = config.study
+    points = published(study)
+    assert points and all(point.values and point.source for point in points)
+    assert {m for point in points for m in point.values} <= set(study.metrics)
+    by_label = {study.label(x) for x in names}
+    if study.curve == "method":
+        assert {point.curve for point in points} <= by_label
+    if study.x == "method":
+        assert {point.x for point in points} == by_label
+    if name in ("threshold", "steps", "tree"):
+        settings = {point.curve for point in points if isinstance(point.curve, float)}
+        assert settings <= set(map(float, config.variants[study.curve.removeprefix("drafter.")]))
+
+
+@pytest.mark.parametrize(
+    "name, curve, x, model, values",
+    [
+        (
+            "table1",
+            "Kangaroo, no tree",
+            "math_reasoning",
+            "Vicuna-7B",
+            {"compression_rate": 2.14, "speedup": 1.61},
+        ),
+        ("table1", "Kangaroo, tree", "overall", "Vicuna-13B", {"speedup": 1.65}),
+        ("adapter_ablation", "", "MLP alone", "Vicuna-7B", {"speedup": 1.22}),
+        ("exit_layer", "", 8.0, "Vicuna-7B", {"compression_rate": 2.61, "speedup": 1.275}),
+        ("threshold", 6.0, 0.6, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
+        ("steps", 0.6, 6.0, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
+        ("parameters", "Medusa, no tree", 591e6, "Vicuna-7B", {"speedup": 1.41}),
+        ("tree", "chain", None, "Vicuna-7B", {"speedup": 1.50}),
+    ],
+)
+def test_published_values_are_the_papers(name, curve, x, model, values):
+    points = published(composed(name).study)
+    (point,) = [p for p in points if (p.curve, p.x, p.model) == (curve, x, model)]
+    assert {metric: value.value for metric, value in point.values.items()} == values
+
+
+# --- what the experiments are made from
+
+
+def test_variants_are_all_combinations_named_by_their_options():
+    found = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
+    assert list(found) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
+    last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
+    assert list(found.values())[-1] == last
+    assert varied(last, {}) == {"kangaroo": last}
+
+
+@pytest.mark.parametrize("options", [{"step": [1]}, {"steps": ["many"]}])
+def test_variants_of_an_option_that_is_not_there_are_refused(options):
+    with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
+        varied(KangarooConfig(adapter="a"), options)
+
+
+def test_the_questions_of_one_task_are_counted_among_themselves():
+    config = EvaluateConfig("out", BenchConfig(), task="math_reasoning", question_every=3)
+    questions, _ = questions_of(config)
+    assert {x.category for x in questions} == {"math_reasoning"} and len(questions) == 4
+    with pytest.raises(ConfigError, match="demo has no task 'maths'; it has mt_bench, "):
+        questions_of(dataclasses.replace(config, task="maths"))
+
+
+# --- the commands
+
+
+FEW = ("bench.path=questions.jsonl", "max_new_tokens=6", "question_every=1")
+
+
+def saved(lm, here):
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
+    adapter_files.save(adapter, about, torch.tensor([3]), here)
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    (tmp_path / "ShareGPT.json").write_text(json.dumps(talks()))
+    return tmp_path
+
+
+def typed(script, *options, cwd):
+    done = python(script, *options, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
+    saved(
+        TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0]),
+        here / "adapters/tiny",
+    )
+    line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
+    told = typed(*line, cwd=here)
+    assert "Length of a draft" in told
+    folder = here / "outputs/paper/tiny/steps"
+    assert (folder / "steps.png").is_file()
+    found = json.loads((folder / "steps.json").read_text())
+    methods = [point["method"] for point in found["points"]]
+    assert len(methods) == 11 and "vanilla again" in methods and len(found["checked"]) == 3
+    records = sorted(folder.glob("*/records-0.jsonl"))
+    assert len(records) == 11
+    cut = records[3].read_bytes().splitlines(keepends=True)
+    records[3].write_bytes(b"".join(cut[:3]) + cut[3][:9])  # as a kill leaves it
+    before = [x.read_bytes() for x in records]
+    (folder / "steps.json").unlink()
+    typed(*line, cwd=here)
+    after = [x.read_bytes() for x in records]
+    pairs = list(zip(before, after, strict=True))
+    del pairs[3]
+    assert all(b.startswith(a) and b.count(b"\n") == 7 for a, b in pairs)  # two more answers
+    assert json.loads((folder / "steps.json").read_text())["questions"] == 5
+    shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
+    typed("evaluate.py", "results=outputs/paper/tiny", "page=paper.md", cwd=here)
+    assert "tiny on spec_bench: 5 questions" in (here / "paper.md").read_text()
+
+
+@pytest.mark.slow
+def test_every_experiment_runs_unchanged_for_vicuna(here):
+    """On random weights of its architecture, which has six layers here."""
+    weights = "random:small:lmsys/vicuna-7b-v1.3"
+    vicuna = ["model=vicuna-7b", f"model.path={weights}", "model.dtype=float32"]
+    brief = "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=0 trainer.batch_tokens=256"
+    exits = "adapter.exit_layers=[1,2,3,4]"
+    data = "data.source=ShareGPT.json"
+    typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), exits, data, cwd=here)
+    trained = here / "outputs/paper/vicuna-7b/adapters"
+    shutil.copytree(trained / "attention-exit2", here / "adapters/vicuna-7b")
+    shutil.copytree(trained / "medusa", here / "adapters/vicuna-7b-medusa")
+    (here / "notes.txt").write_text("What is 2 and 2? It is 4. " * 9)
+    typed("scripts/prepare.py datastore", *vicuna, "~data", "texts=[notes.txt]", cwd=here)
+    for name in NAMES:
+        own = {
+            "table1": [f"more.draft_model.model={weights}"],
+            "position": [f"more.draft_model.model={weights}", "task=qa"],
+            "exit_layer": ["~drafter@more.exit8", "~drafter@more.exit16"],
+        }
+        line = [f"experiment=paper/{name}", *vicuna, *FEW, *own.get(name, [])]
+        typed("evaluate.py", *line, cwd=here)
+        folder = "adapter_ablation" if name == "parameters" else name
+        found = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
+        assert found["points"] and found["questions"] == 5
+    shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
+    typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
+    assert "Not measured yet" not in (here / "paper.md").read_text()

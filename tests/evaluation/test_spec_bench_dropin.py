@@ -1,0 +1,173 @@
+"""The file for Spec-Bench keeps its contract, with every kind of draft, and writes vanilla's text.
+
+The contract is that of `spec_bench_eval.py`, which checks each turn as it comes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from commands import ROOT, python
+from helpers import adapter_for
+
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import KangarooError, PromptError
+
+FOLDER = ROOT / "integrations/spec_bench"
+QUESTIONS = [
+    {"question_id": 82, "category": "writing", "turns": ["Count: one two one two", "Go on"]},
+    {"question_id": 81, "category": "qa", "turns": ["Why is the sky blue?"]},
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A Spec-Bench with the file in it, as its users have it, and an adapter."""
+    here = tmp_path_factory.mktemp("Spec-Bench")
+    (here / "evaluation").mkdir()
+    shutil.copy(FOLDER / "inference_kangaroo.py", here / "evaluation")
+    shutil.copy(ROOT / "tests/evaluation/spec_bench_eval.py", here / "evaluation/eval.py")
+    (here / "data/spec_bench").mkdir(parents=True)
+    lines = [json.dumps(question) + "\n" for question in QUESTIONS]
+    (here / "data/spec_bench/question.jsonl").write_text("".join(lines))
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {})
+    adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")
+    return here
+
+
+@pytest.fixture(scope="module")
+def method(checkout):
+    """The copied file, imported where `evaluation` is Spec-Bench's package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(checkout)
+        yield importlib.import_module("evaluation.inference_kangaroo")
+        for name in [name for name in sys.modules if name.split(".")[0] == "evaluation"]:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def answers(checkout, method, monkeypatch):
+    """Runs the file with these words on the command line; the choices by question."""
+
+    def run(*words):
+        monkeypatch.chdir(checkout)
+        words = ["--bench-name", "spec_bench", "--max-new-tokens", "24", "model=tiny", *words]
+        monkeypatch.setattr(sys, "argv", ["inference_kangaroo.py", "--model-id", "x", *words])
+        file = checkout / "data/spec_bench/model_answer/x.jsonl"
+        file.unlink(missing_ok=True)
+        method.main()
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        return {line["question_id"]: line["choices"] for line in found}
+
+    return run
+
+
+def texts(found):
+    return {number: [c["turns"] for c in choices] for number, choices in found.items()}
+
+
+# costs that do not depend on the machine
+HYBRID = ["drafter=hybrid", "drafter.verify_costs=[1,1]", "drafter.draft_cost=0"]
+CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree"]
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [["drafter=kangaroo"], HYBRID, ["drafter=prompt_lookup"], CASCADE],
+    ids=lambda drafter: drafter[0].partition("=")[2],
+)
+@pytest.mark.parametrize("sampled", [[], ["--temperature", "0.8", "--num-choices", "2"]], ids=len)
+def test_texts_are_vanillas_and_every_turn_keeps_the_contract(answers, drafter, sampled):
+    vanilla = answers("drafter=vanilla", *sampled)
+    found = answers(*drafter, *sampled)
+    assert list(found) == [81, 82] and texts(found) == texts(vanilla)
+    for number, choices in found.items():
+        for choice, plain in zip(choices, vanilla[number], strict=True):
+            assert choice["new_tokens"] == plain["new_tokens"]
+            assert plain["accept_lengths"] == [1] * sum(plain["new_tokens"])
+            assert plain["decoding_steps"] == plain["new_tokens"]
+    lengths = [n for choices in found.values() for c in choices for n in c["accept_lengths"]]
+    # a random model does not repeat itself
+    assert max(lengths) > 1 or drafter == ["drafter=prompt_lookup"]
+    if sampled:
+        assert vanilla[81][0]["turns"] != vanilla[81][1]["turns"]
+
+
+def test_questions_adapters_settings_and_files_are_the_asked_ones(answers, checkout):
+    (checkout / "elsewhere").mkdir(exist_ok=True)
+    shutil.copytree(checkout / "adapters/tiny", checkout / "elsewhere/mine", dirs_exist_ok=True)
+    adapter = ["drafter=kangaroo", "drafter.adapter=elsewhere/mine"]
+    path = ["--model-path", "random:tiny", "--dtype", "float32"]
+    found = answers(*adapter, *path, "--question-begin", "1", "drafter.steps=1")
+    assert list(found) == [81] and max(found[81][0]["accept_lengths"]) == 2
+    with pytest.raises(KangarooError, match="no adapter at 'nowhere'"):
+        answers("drafter=kangaroo", "drafter.adapter=nowhere")
+
+
+def test_the_answer_of_a_long_prompt_ends_with_the_context(method):
+    engine, tokenizer = method.loaded(["model=tiny", "drafter=prompt_lookup"])
+    long = "a" * (engine.lm.context - 3)
+    inputs = tokenizer([long], return_tensors="pt", add_special_tokens=False)
+    output_ids, new_token, _, _ = method.kangaroo_forward(inputs, None, None, 24, engine)
+    assert new_token <= 3 and output_ids.shape[1] <= engine.lm.context
+    inputs = tokenizer([long + "bbb"], return_tensors="pt", add_special_tokens=False)
+    with pytest.raises(PromptError, match="context"):
+        method.kangaroo_forward(inputs, None, None, 24, engine)
+
+
+def test_what_torch_raises_does_not_become_an_answer(method, monkeypatch):
+    engine, tokenizer = method.loaded(["model=tiny", "drafter=vanilla"])
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(engine, "generate", fails)
+    with pytest.raises(KangarooError, match="decoding failed: no memory is left"):
+        method.kangaroo_forward(tokenizer(["a"], return_tensors="pt"), None, None, 8, engine)
+
+
+def test_the_contract_is_checked(method):
+    """The stand-in refuses what a method might get wrong."""
+    checked = sys.modules["evaluation.eval"].checked
+    engine, tokenizer = method.loaded(["model=tiny", "drafter=vanilla"])
+    inputs = tokenizer(["Why?"], return_tensors="pt")
+    ids, new, idx, lengths = method.kangaroo_forward(inputs, None, tokenizer, 4, engine)
+    checked((ids, new, idx, lengths), inputs, 4)
+    for wrong in (
+        (ids, new, idx),
+        (ids[0], new, idx, lengths),
+        (ids.int(), new, idx, lengths),
+        (ids[:, 1:], new, idx, lengths),
+        (ids, new + 1, idx, lengths),
+        (ids, torch.tensor(new), idx, lengths),
+        (ids, new, idx - 1, lengths),
+        (ids, new, idx, [0, *lengths[1:]]),
+        (ids, new, idx, [3, *lengths[1:]]),
+        (ids, new, idx, torch.tensor(lengths)),
+    ):
+        with pytest.raises(AssertionError):
+            checked(wrong, inputs, 4)
+
+
+@pytest.mark.slow
+def test_the_lines_of_its_page_run(checkout):
+    """`python -m evaluation.inference_kangaroo ...`, from the root of Spec-Bench."""
+    page = (FOLDER / "README.md").read_text()
+    lines = re.findall(r"^python -m (evaluation\.inference_kangaroo) (.*)$", page, flags=re.M)
+    assert len(lines) == 2
+    for module, words in lines:
+        start = f"import runpy; runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+        (checkout / "as_module.py").write_text(start)  # what `python -m` does
+        words = words.replace("vicuna-7b", "tiny").split()
+        done = python(str(checkout / "as_module.py"), *words, "--max-new-tokens", "8", cwd=checkout)
+        assert done.returncode == 0, done.stderr
+        assert (checkout / f"data/spec_bench/model_answer/{words[1]}.jsonl").is_file()

@@ -1,0 +1,316 @@
+"""An adapter as a transformers model, in memory and on disk; and for the plugin of vLLM."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from commands import ROOT
+from helpers import EXIT, adapter_for, eagle_for, random_prompts, tiny, tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from kangaroo.drafters.draft_model import DraftModelConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.heads import adapter_files, for_vllm
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.export import draft_model, save, truncated
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import AdapterMismatch, ConfigError
+
+LAYERS = [
+    {},
+    {"feed_forward": True},
+    {"own_head": True},
+    {"attention": False, "feed_forward": True},
+    {"attention_layers": 2},
+    {"attention_layers": 3, "feed_forward": True},  # as deep as the target, or deeper
+]
+
+
+@pytest.mark.parametrize("parts", LAYERS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_exported_model_says_what_the_adapter_says(family, parts):
+    lm = tiny(family, tie_word_embeddings=family == "qwen3")
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
+    tokens_1T = torch.tensor(random_prompts(12))
+    theirs = draft_model(lm, adapter)(tokens_1T).logits[0]
+    torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def logits(lm, adapter, tokens_1T):
+    """Of the adapter after the target's first layers, `[T, V]`."""
+    width = tokens_1T.shape[1]
+    meta = lm.chunk(0, width, 0, width)
+    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
+    return DraftHead(lm, adapter.head)(adapter(f_1TD, None, meta, None)[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_shares_the_targets_weights(tied):
+    lm = tiny(tie_word_embeddings=tied)
+    state, own = draft_model(lm, adapter_for(lm)).state_dict(), lm.hf.state_dict()
+    for name in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    ):
+        assert state[name].data_ptr() == own[name].data_ptr()
+
+
+def test_a_truncated_target_is_its_first_layers():
+    lm, tokens_1T = tiny(), torch.tensor(random_prompts(9))
+    with torch.no_grad():
+        x_1TD, _ = lm.run(lm.embed(tokens_1T), None, lm.chunk(0, 9, 0, 9), range(EXIT))
+        expected = lm.logits(x_1TD)
+        found = truncated(lm, EXIT)(tokens_1T).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def target(folder, family="llama", **overrides):
+    """A checkpoint on disk, as a `model=` names it."""
+    fields = {"vocab_size": 259, "eos_token_id": 257} | overrides
+    tiny_model(family, **fields).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return ModelConfig("mine", str(folder), dtype=Dtype.float32, device="cpu", compiled=False)
+
+
+def saved(lm, adapter, folder, vocabulary=None):
+    """The adapter on disk, with tokens to draft from."""
+    about = adapter_files.describe(lm, adapter, {}, vocabulary)
+    return str(adapter_files.save(adapter, about, torch.tensor([7, 3, 5]), folder))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parts", LAYERS, ids=str)
+def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
+    model = target(tmp_path / "target", tie_word_embeddings=tied)
+    lm = TargetModel(load(model)[0])
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
+    path = saved(lm, adapter, tmp_path / "adapter")
+    save(path, model, tmp_path / "draft")
+    found, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "draft", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert found.config.tie_word_embeddings == (tied and "own_head" not in parts)
+    tokens_1T = torch.tensor([[5, 250, 17, 99, 100, 3]])
+    with torch.no_grad():
+        theirs = found(tokens_1T).logits[0]
+        assert torch.equal(theirs, draft_model(lm, adapter)(tokens_1T).logits[0])
+    torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
+    talk = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(talk) == byte_tokenizer().apply_chat_template(talk)
+    assert tokenizer.get_vocab() == byte_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("qwen3", 1)]
+)
+def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers):
+    """For transformers, and here for `drafter=draft_model`."""
+    model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
+    lm = TargetModel(load(model)[0])
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_layers=layers))
+    path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
+    save(path, model, tmp_path / "draft")
+    ours = []
+    for option in ({"model": str(tmp_path / "draft")}, {"adapter": path}):
+        drafter = DraftModelConfig(**option, steps=3).build(lm)
+        (done,) = Engine(lm, drafter).generate(random_prompts(9), 24)
+        ours.append([(step.tokens, step.accepted, step.drafted) for step in done.steps])
+    assert ours[0] == ours[1] and sum(accepted for _, accepted, _ in ours[0]) > 6
+    draft = assistant(AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=lm.dtype))
+    tokens_1T = torch.tensor(random_prompts(9))
+    with transformers_attention(lm):
+        asked = {"max_new_tokens": 24, "attention_mask": torch.ones_like(tokens_1T)}
+        alone = lm.hf.generate(tokens_1T, **asked)
+        assert torch.equal(lm.hf.generate(tokens_1T, assistant_model=draft, **asked), alone)
+    assert alone[0, 9:].tolist() == [token for tokens, _, _ in ours[0] for token in tokens]
+
+
+def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
+    model = target(tmp_path / "TARGET", max_position_embeddings=128)
+    lm = TargetModel(load(model)[0])
+    save(saved(lm, adapter_for(lm), tmp_path / "adapter"), model, tmp_path / "smollm2-draft")
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "assistant" in c)
+    monkeypatch.chdir(tmp_path)
+    told: dict = {}
+    exec(compile(code, "serving.md", "exec"), told)
+    alone = told["target"].generate(**told["inputs"], max_new_tokens=64)
+    assert torch.equal(told["output"], alone)
+
+
+def test_a_target_whose_sampling_transformers_would_not_save_is_exported(tmp_path):
+    """Vicuna's generation config has a temperature, and does not sample."""
+    lm = tiny(eos_token_id=7)
+    lm.hf.generation_config = GenerationConfig(temperature=0.9, top_p=0.6, eos_token_id=[7, 9])
+    with pytest.raises(ValueError, match="temperature"):
+        lm.hf.generation_config.save_pretrained(tmp_path)
+    draft_model(lm, adapter_for(lm)).save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [7, 9]
+
+
+def others(lm):
+    """Everything that is trained, and no layer on the target's first ones."""
+    return {
+        "fused": adapter_for(lm, architecture=AdapterHeadConfig(fused=True)),
+        "medusa_heads": MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
+        "eagle_head": eagle_for(lm),
+    }
+
+
+@pytest.mark.parametrize("kind", ["fused", "medusa_heads", "eagle_head"])
+def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
+    lm = tiny()
+    path = saved(lm, others(lm)[kind], tmp_path / "adapter")
+    nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
+        save(path, nowhere, tmp_path / "draft")
+
+
+def test_an_own_head_over_some_tokens_is_refused(tmp_path):
+    lm, parts = tiny(), AdapterHeadConfig(own_head=True)
+    adapter = parts.build(lm, EXIT, torch.tensor([3, 5, 7]))
+    path = saved(lm, adapter, tmp_path / "adapter", vocabulary=3)
+    with pytest.raises(ConfigError, match=r"knows 3 tokens.*trainer\.vocabulary=null"):
+        save(path, ModelConfig("mine", str(tmp_path)), tmp_path / "draft")
+    with pytest.raises(ConfigError, match="knows 3 tokens"):
+        draft_model(lm, adapter)
+
+
+def test_an_adapter_of_another_target_is_refused(tmp_path):
+    lm, other = tiny(), target(tmp_path / "other", num_hidden_layers=3)
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    with pytest.raises(AdapterMismatch, match="was trained for"):
+        save(path, other, tmp_path / "draft")
+
+
+def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
+    model = target(tmp_path / "target")
+    lm = TargetModel(load(model)[0])
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    (tmp_path / "there").mkdir()
+    for write in (
+        lambda folder: save(path, model, folder),
+        lambda folder: for_vllm.write(path, lm, folder, 0.6),
+    ):
+        with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
+            write(tmp_path / "there")
+        assert not any((tmp_path / "there").iterdir())
+    assert {file.name for file in tmp_path.iterdir()} == {"target", "adapter", "there"}
+
+
+@pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"own_head": True}], ids=str)
+def test_the_plugin_is_told_what_it_needs(tmp_path, parts):
+    lm, architecture = tiny(), AdapterHeadConfig(**parts)
+    adapter = architecture.build(lm, EXIT, torch.tensor([3, 7])).start_from(
+        lm, torch.tensor([3, 7])
+    )
+    path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
+    for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    state = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(state.pop("vocabulary"), torch.tensor([3, 7]))  # of 7, 3, 5
+    own = adapter.state_dict()
+    assert state.keys() == own.keys()
+    assert all(torch.equal(state[name], own[name]) for name in own)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["kangaroo"] == {
+        "format": 1,
+        "exit_layer": EXIT,
+        "target_layers": 4,
+        "architecture": {
+            "kind": "adapter",
+            "attention": True,
+            "attention_layers": 1,
+            "feed_forward": "feed_forward" in parts,
+            "own_head": "own_head" in parts,
+            "fused": False,
+        },
+        "draft_vocabulary": 2,
+        "threshold": 0.6,
+    }
+    assert config["architectures"] == ["KangarooDraft"] and config["num_hidden_layers"] == 1
+    kept = (
+        "model_type",
+        "hidden_size",
+        "rms_norm_eps",
+        "vocab_size",
+        "rope_parameters",
+        "head_dim",
+    )
+    assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
+
+
+def test_the_plugin_drafts_from_all_tokens_where_the_adapter_does(tmp_path):
+    lm = tiny()
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    for_vllm.write(path, lm, tmp_path / "out", threshold=0.3)
+    assert "vocabulary" not in load_file(tmp_path / "out/model.safetensors")
+    own = json.loads((tmp_path / "out/config.json").read_text())["kangaroo"]
+    assert own["draft_vocabulary"] is None and own["threshold"] == 0.3
+
+
+def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path):
+    model = target(tmp_path / "target")
+    lm = TargetModel(load(model)[0])
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    (tmp_path / "target/model.safetensors").unlink()
+    for_vllm.write(path, meta_model(model), tmp_path / "out", threshold=0.6)
+    for_vllm.write(path, lm, tmp_path / "with", threshold=0.6)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "kind", ["fused", "2 attention layers", "medusa_heads", "eagle_head", "mlp"]
+)
+def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
+    lm = tiny()
+    layers = {
+        "2 attention layers": AdapterHeadConfig(attention_layers=2),
+        "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
+    }
+    made = {name: adapter_for(lm, architecture=parts) for name, parts in layers.items()}
+    adapter = (others(lm) | made)[kind]
+    path = saved(lm, adapter, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
+        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plugin_is_for_llama_alone(tmp_path):
+    lm = tiny("qwen2")
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"is a qwen2 model.*to=draft_model"):
+        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    lm = tiny()
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    monkeypatch.setattr(for_vllm, "_config", lambda *parts: {"not": json})
+    with pytest.raises(TypeError):
+        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
+    monkeypatch.undo()
+    left = tmp_path / ".out.partial"  # by a process that was killed
+    shutil.copytree(tmp_path / "adapter", left / "more")
+    for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }

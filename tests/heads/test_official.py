@@ -1,0 +1,422 @@
+"""Checkpoints of the authors' code draft here what they draft there, and come back as they were.
+
+Shapes: T tokens of a text, D hidden size, H heads, C their size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import python as run
+from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.heads import adapter_files, medusa_heads, official
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.meta_model import meta_model
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+
+FILES = (official.WEIGHTS, official.SAFETENSORS)
+ATTENTION = "layers.0.self_attn."
+HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8  # of `tiny`
+THRESHOLD, STEPS = 0.6, 6
+
+
+@pytest.fixture(scope="module")
+def lm() -> TargetModel:
+    lm = tiny()
+    lm.config.name_or_path = "tiny/llama"
+    return lm
+
+
+def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights around those of the layer above the exit: often right, and never the target's own."""
+    own = adapter_for(lm).state_dict()
+    own["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
+    own["attention.o_proj.weight"] *= 3  # so that what it attends to matters
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: (own[ours] + 0.02 * torch.randn(own[ours].shape, generator=generator)).to(dtype)
+        for name, ours in official.NAMES.items()
+    }
+
+
+def config_of(lm: TargetModel, **changes: object) -> dict[str, object]:
+    """As data/vicuna_7B_config.json of the authors' repository."""
+    fields = {
+        "model_type": "llama",
+        "hidden_size": lm.config.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": lm.config.num_attention_heads,
+        "pad_token_id": 0,
+        "num_key_value_heads": lm.config.num_key_value_heads,
+        "vocab_size": lm.config.vocab_size,
+        "rms_norm_eps": lm.config.rms_norm_eps,
+        "torch_dtype": "float16",
+    }
+    return fields | changes
+
+
+def checkpoint(folder: Path, state: object, config: object, file: str = official.WEIGHTS) -> str:
+    folder.mkdir(exist_ok=True)
+    if file == official.WEIGHTS:
+        torch.save(state, folder / file)
+    else:
+        assert isinstance(state, dict)
+        save_file(state, folder / file)
+    (folder / official.CONFIG).write_text(json.dumps(config))
+    return str(folder)
+
+
+def imported(source: str, lm: TargetModel, folder: Path) -> str:
+    read = official.read(source)
+    adapter = official.to_adapter(read, lm, EXIT)
+    about = adapter_files.describe(lm, adapter, {"imported": read.origin})
+    return str(adapter_files.save(adapter, about, None, folder))
+
+
+# ---- what it drafts ----------------------------------------------------------------------------
+
+
+def normed(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    return weight_D * x_TD / (x_TD.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def rotated(x_THC: Tensor) -> Tensor:
+    """Each token at its own position in the text, counted from 0, with base 10000."""
+    half = x_THC.shape[-1] // 2
+    angle_T1C = torch.arange(len(x_THC))[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos_T1C, sin_T1C = angle_T1C[:, None].cos(), angle_T1C[:, None].sin()
+    a_THC, b_THC = x_THC.split(half, -1)
+    return torch.cat([a_THC * cos_T1C - b_THC * sin_T1C, b_THC * cos_T1C + a_THC * sin_T1C], -1)
+
+
+@torch.no_grad()
+def plain_logits(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> Tensor:
+    """`f' = f + MHA(LN(f))`, then `W LN(f')`, after the last token of a text: section 3.2."""
+    lm.hf.set_attn_implementation("sdpa")
+    f_TD = lm.hf(torch.tensor([text]), output_hidden_states=True).hidden_states[EXIT][0]
+    lm.hf.set_attn_implementation("kangaroo")
+    epsilon, weights = lm.config.rms_norm_eps, {name: x.float() for name, x in state.items()}
+    in_TD = normed(f_TD, weights["layers.0.input_layernorm.weight"], epsilon)
+
+    def projected(name: str, heads: int) -> Tensor:
+        x_THC = (in_TD @ weights[f"{ATTENTION}{name}_proj.weight"].T).view(-1, heads, HEAD_SIZE)
+        return x_THC.repeat_interleave(HEADS // heads, 1)
+
+    q_HC, k_THC = rotated(projected("q", HEADS))[-1], rotated(projected("k", KEY_HEADS))
+    shares_HT = (torch.einsum("hc,thc->ht", q_HC, k_THC) / HEAD_SIZE**0.5).softmax(-1)
+    mixed_D = torch.einsum("ht,thc->hc", shares_HT, projected("v", KEY_HEADS)).flatten()
+    adapted_D = f_TD[-1] + weights[f"{ATTENTION}o_proj.weight"] @ mixed_D
+    return lm.head.weight @ normed(adapted_D, weights["norm.weight"], epsilon)
+
+
+def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> list[int]:
+    """What the official loop drafts after a text, its last token the pending one: at most six
+    tokens, none after one whose probability is below the threshold."""
+    drafted: list[int] = []
+    for _ in range(STEPS):
+        logits_V = plain_logits(lm, state, text + drafted)
+        drafted.append(int(logits_V.argmax()))
+        if logits_V.softmax(-1).max() < THRESHOLD:
+            break
+    return drafted
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file, dtype):
+    state = random_state(lm, dtype)
+    source = checkpoint(tmp_path / "official", state, config_of(lm), file)
+    path = imported(source, lm, tmp_path / "ours")
+    drafter = KangarooConfig(adapter=path, steps=STEPS, threshold=THRESHOLD).build(lm)
+    propose, lengths = drafter.propose, set()
+
+    def check(batch):
+        draft = propose(batch)
+        for row in (row for row in range(batch.size) if not batch.done_B[row]):
+            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
+            assert drafted == plain_draft(lm, state, batch.texts[row])
+            lengths.add(len(drafted))
+        return draft
+
+    drafter.propose = check
+    engine = Engine(lm, drafter, prefill_chunk=8)
+    done = engine.generate(random_prompts(1, 2, 7, 19, 30), 24, batch_size=2)
+    steps = [step for generation in done for step in generation.steps]
+    assert {1, STEPS} <= lengths and len(lengths) > 3  # stopped by doubt, at once and later, or not
+    # after rounds that were accepted whole, in part and not at all
+    assert any(step.accepted == step.drafted for step in steps)
+    assert any(0 < step.accepted < step.drafted for step in steps)
+    assert any(step.accepted == 0 for step in steps)
+
+
+# ---- there and back ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_there_and_back_every_bit_is_the_same(lm, tmp_path, file, dtype):
+    state = random_state(lm, dtype)
+    source = checkpoint(tmp_path / "official", state, config_of(lm), file)
+    path = imported(source, lm, tmp_path / "ours")
+    adapter = official.write(path, lm, tmp_path / "back")
+    assert adapter.exit_layer == EXIT
+    back = torch.load(tmp_path / "back" / official.WEIGHTS, weights_only=True)
+    assert back.keys() == state.keys()
+    for name, tensor in state.items():
+        assert back[name].dtype == dtype and torch.equal(back[name], tensor)
+    config = json.loads((tmp_path / "back" / official.CONFIG).read_text())
+    same = config_of(lm)
+    assert {name: config[name] for name in same if name in config} == {
+        name: same[name] for name in same if name in config
+    }
+    assert config.keys() >= {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps"}
+    again = official.read(str(tmp_path / "back"))  # what was written can be read
+    assert all(torch.equal(again.state[name], state[name]) for name in state)
+
+
+def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_path):
+    """`module.` of several processes, and the frequencies of an older transformers."""
+    state = random_state(lm)
+    saved = state | {f"{ATTENTION}rotary_emb.inv_freq": torch.ones(4)}
+    wrapped = {f"module.{name}": tensor for name, tensor in saved.items()}
+    for i, kind in enumerate((saved, wrapped)):
+        read = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)))
+        assert read.state.keys() == state.keys()
+        assert all(torch.equal(read.state[name], state[name]) for name in state)
+
+
+def test_an_import_says_where_it_came_from(lm, tmp_path):
+    source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
+    config = adapter_files.read_config(imported(source, lm, tmp_path / "ours"))
+    assert (config.target, config.exit_layer, config.vocabulary) == ("tiny/llama", EXIT, None)
+    origin = config.training["imported"]
+    assert origin["source"] == source and origin["file"] == official.WEIGHTS
+    assert len(origin["sha256"]) == 16
+
+
+def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
+    """Without a weight of it, and at the exit layers that the authors' code names for them."""
+    for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):
+        vicuna = meta_model(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
+        heads = {"num_attention_heads": size // 128, "hidden_size": size}
+        config = official.LlamaConfig(vocab_size=32000, num_hidden_layers=1, **heads)
+        shapes = {name: (size, size) if "proj" in name else (size,) for name in official.NAMES}
+        state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        released = official.Official(tmp_path, state, config, {})
+        assert official.exit_layer(None, vicuna) == layer
+        adapter = official.to_adapter(released, vicuna, layer)
+        assert sum(p.numel() for p in adapter.parameters()) == 4 * size**2 + 2 * size
+        assert official.exit_layer(5, vicuna) == 5
+
+
+@pytest.mark.slow
+def test_the_commands_import_and_export(tmp_path):
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    state = random_state(lm, torch.float16)
+    checkpoint(tmp_path / "official", state, config_of(lm))
+    asked = ("scripts/convert.py import", "model=tiny", "source=official")
+    refused = run(*asked, cwd=tmp_path)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "ConfigError" in refused.stderr and "Pass exit_layer=" in refused.stderr
+    done = run(*asked, "exit_layer=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "exit layer 2 of random:tiny" in done.stdout and "evaluate.py model=tiny" in done.stdout
+    made = str(tmp_path / "adapters/tiny")  # where evaluate.py looks
+    adapter, _ = adapter_files.load(made, lm, Adapter)
+    assert adapter.exit_layer == 2
+    again = run(*asked, "exit_layer=2", cwd=tmp_path)
+    assert again.returncode == 1 and "already holds an adapter" in again.stderr
+    back = run("scripts/convert.py export", "to=official", "model=tiny", cwd=tmp_path)
+    assert back.returncode == 0 and "--exitlayer 2" in back.stdout, back.stderr
+    written = torch.load(
+        tmp_path / "outputs/export/tiny-official" / official.WEIGHTS, weights_only=True
+    )
+    assert all(torch.equal(written[name], state[name]) for name in state)
+
+
+def test_a_command_without_what_it_needs_says_so_in_short(tmp_path):
+    result = run("scripts/convert.py import", cwd=tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "missing mandatory value: source" in result.stderr
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def test_what_is_no_official_checkpoint_is_refused_by_what_it_lacks(lm, tmp_path):
+    with pytest.raises(AdapterNotFound, match=r"no adapter at 'nobody/nothing'.*source="):
+        official.read("nobody/nothing")
+    with pytest.raises(AdapterNotFound, match=r"neither pytorch_model\.bin nor model\.safetensors"):
+        official.read(str(tmp_path))
+    source = checkpoint(tmp_path, random_state(lm), config_of(lm))
+    (tmp_path / official.CONFIG).unlink()
+    with pytest.raises(AdapterNotFound, match=r"no config\.json.*vicuna_7B_config\.json"):
+        official.read(source)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 100, 1000, -1000, -1])
+@pytest.mark.parametrize("kind", ["bin", "old bin", "safetensors"])
+def test_truncated_weights_are_reported_as_such(lm, tmp_path, kind, length):
+    state, file = random_state(lm), FILES[kind == "safetensors"]
+    source = checkpoint(tmp_path, state, config_of(lm), file)
+    if kind == "old bin":  # as torch saved it before version 1.6
+        torch.save(state, tmp_path / file, _use_new_zipfile_serialization=False)
+        official.read(source)
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:length])
+    with pytest.raises(CorruptFile, match=rf"{file}' cannot be read .* Fetch it again"):
+        official.read(source)
+
+
+@pytest.mark.parametrize(
+    "held", [[1, 2], {"model": {"a": torch.ones(1)}}, {1: torch.ones(1)}, {"a": print}], ids=str
+)
+def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
+    """A function would be code to run: it is not even loaded."""
+    source = checkpoint(tmp_path, held, config_of(lm))
+    with pytest.raises(CorruptFile, match=official.WEIGHTS):
+        official.read(source)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", b"\xff\xfe", '{"hidden_size": "large"}', '{"rms_norm_eps": null}']
+)
+def test_a_config_that_cannot_be_read_is_reported_as_such(lm, tmp_path, text):
+    source = checkpoint(tmp_path, random_state(lm), {})
+    (tmp_path / official.CONFIG).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CorruptFile, match=official.CONFIG):
+        official.read(source)
+
+
+OTHER_ADAPTERS = {
+    "two layers": ({"layers.1.input_layernorm.weight": (32,)}, "several layers"),
+    "a head": ({"lm_head.weight": (VOCABULARY, 32)}, r"head of its own, lm_head\.weight"),
+    "the head's other name": ({"head_model.weight": (VOCABULARY, 32)}, r"own, head_model\.weight"),
+    "feed-forward": (
+        {"layers.0.mlp.up_proj.weight": (64, 32)},
+        r"also holds layers\.0\.mlp\.up_proj\.weight",
+    ),
+    "embeddings": ({"embed_tokens.weight": (VOCABULARY, 32)}, r"holds embed_tokens\.weight"),
+    "biases": ({f"{ATTENTION}q_proj.bias": (32,)}, r"holds layers\.0\.self_attn\.q_proj\.bias"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_ADAPTERS)
+def test_anything_but_the_papers_adapter_is_refused_by_name(lm, tmp_path, what):
+    more, message = OTHER_ADAPTERS[what]
+    state = random_state(lm) | {name: torch.zeros(shape) for name, shape in more.items()}
+    with pytest.raises(AdapterMismatch, match=message):
+        official.read(checkpoint(tmp_path, state, config_of(lm)))
+
+
+def test_a_checkpoint_of_several_layers_or_of_missing_or_whole_numbers_is_refused(lm, tmp_path):
+    state = random_state(lm)
+    with pytest.raises(AdapterMismatch, match=r"several layers \(config\.json: 2\)"):
+        official.read(checkpoint(tmp_path, state, config_of(lm, num_hidden_layers=2)))
+    for name in official.NAMES:
+        rest = {other: tensor for other, tensor in state.items() if other != name}
+        with pytest.raises(AdapterMismatch, match=f"lacks {name}; the paper's adapter"):
+            official.read(checkpoint(tmp_path, rest, config_of(lm)))
+    whole = state | {"norm.weight": torch.ones(32, dtype=torch.int8)}
+    with pytest.raises(AdapterMismatch, match=r"norm\.weight holds torch\.int8"):
+        official.read(checkpoint(tmp_path, whole, config_of(lm)))
+
+
+def test_weights_that_are_not_finite_are_refused(lm, tmp_path):
+    state = random_state(lm)
+    name = next(iter(official.NAMES))
+    state[name].view(-1)[0] = torch.nan
+    with pytest.raises(CorruptFile, match=f"{name} holds numbers that are not finite"):
+        official.read(checkpoint(tmp_path / "x", state, config_of(lm)))
+
+
+@pytest.mark.parametrize("name", official.NAMES)
+def test_a_shape_that_does_not_fit_the_target_is_named_with_the_one_that_would(lm, tmp_path, name):
+    state = random_state(lm)
+    wanted = list(state[name].shape)
+    state[name] = torch.zeros(wanted[0] + 8, *wanted[1:])
+    read = official.read(checkpoint(tmp_path, state, config_of(lm)))
+    message = rf"{name} has shape \[{wanted[0] + 8}.*tiny/llama needs \[{wanted[0]}.*Pass model="
+    with pytest.raises(AdapterMismatch, match=message):
+        official.to_adapter(read, lm, EXIT)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("num_attention_heads", 8), ("rms_norm_eps", 1e-5), ("vocab_size", 65)],
+)
+def test_a_setting_that_no_shape_shows_has_to_be_the_targets(lm, tmp_path, field, value):
+    read = official.read(checkpoint(tmp_path, random_state(lm), config_of(lm, **{field: value})))
+    own = getattr(lm.config, field)
+    with pytest.raises(AdapterMismatch, match=f"{field}={value}; tiny/llama has {own}.*model="):
+        official.to_adapter(read, lm, EXIT)
+
+
+def test_a_config_without_key_heads_has_as_many_as_query_heads(tmp_path):
+    """As Vicuna's, which has no such field."""
+    lm = tiny(num_key_value_heads=4)
+    config = config_of(lm)
+    del config["num_key_value_heads"]
+    official.to_adapter(official.read(checkpoint(tmp_path, random_state(lm), config)), lm, EXIT)
+
+
+OTHER_TARGETS = {
+    "rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "rope scaling": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "biases": {"attention_bias": True},
+    "wider heads": {"head_dim": 16},
+    "qwen2": {"architecture": "qwen2"},
+    "mistral": {"architecture": "mistral"},
+}
+
+
+@pytest.mark.parametrize("what", OTHER_TARGETS)
+def test_a_target_that_the_official_code_does_not_know_is_refused_both_ways(lm, tmp_path, what):
+    other = tiny(**OTHER_TARGETS[what])
+    other.config.name_or_path = "some/other"
+    read = official.read(checkpoint(tmp_path / "official", random_state(lm), config_of(lm)))
+    with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
+        official.to_adapter(read, other, EXIT)
+    with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
+        official.write(str(tmp_path / "nothing"), other, tmp_path / "back")
+
+
+def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
+    with pytest.raises(ConfigError, match=r"tiny/llama.*2 for lmsys/vicuna-7b.*exit_layer="):
+        official.exit_layer(None, lm)
+    assert official.exit_layer(3, lm) == 3
+    read = official.read(checkpoint(tmp_path, random_state(lm), config_of(lm)))
+    with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 1 to 3"):
+        official.to_adapter(read, lm, 4)
+
+
+@pytest.mark.parametrize("parts", [{"feed_forward": True}, {"own_head": True}, {"fused": True}])
+def test_an_adapter_with_more_parts_is_not_exported(lm, tmp_path, parts):
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
+    about = adapter_files.describe(lm, adapter, {})
+    path = adapter_files.save(adapter, about, None, tmp_path / "ours")
+    with pytest.raises(ConfigError, match=f"is not the paper's.*{next(iter(parts))}=True"):
+        official.write(str(path), lm, tmp_path / "official")
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
+    about = adapter_files.describe(lm, heads, {})
+    path = adapter_files.save(heads, about, None, tmp_path / "heads")
+    with pytest.raises(ConfigError, match="heads=2"):
+        official.write(str(path), lm, tmp_path / "official")
+    assert not (tmp_path / "official").exists()
+
+
+def test_a_folder_that_holds_a_checkpoint_is_not_written_over(lm, tmp_path):
+    source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
+    path = imported(source, lm, tmp_path / "ours")
+    with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
+        official.write(path, lm, tmp_path / "official")

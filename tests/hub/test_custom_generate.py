@@ -1,0 +1,372 @@
+"""transformers' `generate`, drafted by an adapter: the same tokens, and the model as it was.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT
+from helpers import adapter_for, eagle_for, random_prompts, tiny_model
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from kangaroo.cpu.stepper import CpuStepper
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.hub.transfer import PushConfig, prepare
+from kangaroo.models.loading import byte_tokenizer
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    ConfigError,
+    PromptError,
+    UnsupportedModel,
+)
+
+EOS, PAD = [7, 14, 25, 31, 38, 47], 0
+PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD
+NEW_TOKENS = 24
+NAMED = "outputs/push/USER/NAME"
+
+
+@pytest.fixture(autouse=True)
+def fetched_code(tmp_path, monkeypatch):
+    """transformers copies code to a folder of its own before it runs it."""
+    place = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", place)
+    monkeypatch.syspath_prepend(place)
+
+
+def target(family: str = "llama", attention: str = "sdpa", **overrides: object):
+    """Somebody's model, whose texts end now and then."""
+    hf = tiny_model(family, **({"eos_token_id": EOS, "pad_token_id": PAD} | overrides))
+    hf.set_attn_implementation(attention)
+    return hf
+
+
+def pushed(hf, path, kind: str = "attention") -> str:
+    """The folder that would be uploaded."""
+    lm = TargetModel(copy.deepcopy(hf))
+    vocabulary = None
+    if kind == "medusa":
+        made = MedusaHeads(lm, MedusaHeadsConfig(heads=2, own_head=False)).start_from(lm)
+        about = adapter_files.describe(lm, made, {}, facts={"guesses": [[0.5, 0.2]] * 2})
+    elif kind == "eagle":
+        made = eagle_for(lm)
+        about = adapter_files.describe(lm, made, {})
+    else:
+        vocabulary = 40 if kind == "attention" else None
+        made = adapter_for(lm, architecture=AdapterHeadConfig(fused=kind == "fused"))
+        about = adapter_files.describe(lm, made, {}, vocabulary)
+    source = adapter_files.save(made, about, torch.arange(63, 0, -1), path / "made")
+    return str(prepare(PushConfig(str(source), "someone/an-adapter", str(path / "pushed"))))
+
+
+def padded(prompts=PROMPTS) -> dict[str, torch.Tensor]:
+    """`[B, T]`, on the left."""
+    longest = max(map(len, prompts))
+    rows = [[PAD] * (longest - len(p)) + p for p in prompts]
+    masks = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+
+
+def ours(hf, folder: str, **asked):
+    return hf.generate(**asked, custom_generate=folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_tokens_are_generates_own(tmp_path, family, attention):
+    hf = target(family, attention)
+    folder = pushed(hf, tmp_path)
+    asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = hf.generate(**asked)
+    assert (expected[:, -1] == PAD).any() and (expected[:, -1] != PAD).any()
+    assert torch.equal(ours(hf, folder, **asked), expected)
+
+
+@pytest.mark.parametrize("kind", ["fused", "medusa", "eagle"])
+def test_whatever_was_trained_may_draft(tmp_path, kind):
+    hf = target()
+    asked = padded() | {"max_new_tokens": NEW_TOKENS}
+    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **asked), hf.generate(**asked))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_length": 20, "use_cache": True},
+        {"max_new_tokens": 5, "eos_token_id": None},
+        {"max_new_tokens": NEW_TOKENS, "eos_token_id": [7, 11, 23]},
+        {"max_new_tokens": NEW_TOKENS, "pad_token_id": 33},
+        {"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=23, pad_token_id=1)},
+        {},  # transformers' default length
+    ],
+    ids=str,
+)
+def test_lengths_and_ends_are_generates_own(tmp_path, changes):
+    hf = target()
+    folder, asked = pushed(hf, tmp_path), padded() | changes
+    assert torch.equal(ours(hf, folder, **asked), hf.generate(**asked))
+
+
+def test_padding_is_known_without_a_mask_and_one_prompt_needs_none(tmp_path):
+    hf = target()
+    folder = pushed(hf, tmp_path)
+    ids = padded()["input_ids"]
+    for asked in ({"input_ids": ids}, {"inputs": torch.tensor(PROMPTS[:1])}):
+        asked = asked | {"max_new_tokens": NEW_TOKENS}
+        assert torch.equal(ours(hf, folder, **asked), hf.generate(**asked))
+
+
+def test_a_result_with_names(tmp_path):
+    hf = target()
+    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": NEW_TOKENS}
+    found = ours(hf, folder, return_dict_in_generate=True, **asked)
+    assert torch.equal(found.sequences, hf.generate(**asked))
+
+
+def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(tmp_path):
+    hf = target()
+    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": NEW_TOKENS}
+    asked |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
+    torch.manual_seed(5)
+    found = ours(hf, folder, **asked)
+    torch.manual_seed(5)
+    assert torch.equal(ours(hf, folder, **asked), found)
+    torch.manual_seed(5)
+    seeds = torch.randint(2**62, (3,)).tolist()
+    engine = Engine(TargetModel(hf), Vanilla())
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, seeds=seeds)
+    for row, generation in zip(found[:, 9:].tolist(), done, strict=True):
+        assert row[: len(generation.tokens)] == generation.tokens
+        assert set(row[len(generation.tokens) :]) <= {PAD}
+    many = ours(
+        hf,
+        folder,
+        input_ids=torch.tensor([PROMPTS[0]]),
+        num_return_sequences=3,
+        **{name: value for name, value in asked.items() if name not in padded()},
+    )
+    assert len({tuple(row) for row in many.tolist()}) == 3
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.parts, self.ended = [], False
+
+    def put(self, value):
+        assert value.device.type == "cpu"
+        self.parts.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_hears_what_generates_own_says(tmp_path):
+    hf, told = target(), (Heard(), Heard())
+    folder = pushed(hf, tmp_path)
+    asked = {"input_ids": torch.tensor(PROMPTS[1:2]), "max_new_tokens": NEW_TOKENS}
+    expected = hf.generate(streamer=told[0], **asked)
+    assert torch.equal(ours(hf, folder, streamer=told[1], **asked), expected)
+    assert told[0].parts == told[1].parts and told[1].ended
+
+
+def state_of(hf) -> dict:
+    """All that a caller could see of a model."""
+    return {
+        "attention": hf.config._attn_implementation,
+        "config": hf.config.to_dict(),
+        "generation_config": hf.generation_config.to_dict(),
+        "training": [module.training for module in hf.modules()],
+        "hooks": [dict(module._forward_hooks) for module in hf.modules()],
+        "members": [sorted(vars(module)) for module in hf.modules()],
+        "parameters": [
+            (n, p.requires_grad, p.dtype, p.data_ptr()) for n, p in hf.named_parameters()
+        ],
+        "weights": [p.detach().clone().tolist() for p in hf.parameters()],
+        "buffers": [b.tolist() for b in hf.buffers()],
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
+    hf = target(attention=attention).train()
+    hf.model.layers[1].eval()
+    hf.model.layers[2].requires_grad_(False)
+    hf.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
+    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
+    before = state_of(hf)
+    if fails:
+        monkeypatch.setattr(Engine, "step", lambda engine, batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ours(hf, folder, **asked)
+    else:
+        ours(hf, folder, **asked)
+    assert state_of(hf) == before
+    hf(padded()["input_ids"]).logits.sum().backward()  # it can be trained on
+    assert hf.model.layers[0].mlp.up_proj.weight.grad is not None
+
+
+class Low(nn.Module):
+    """What PEFT puts in place of a linear map."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer = base
+        self.a, self.b = (nn.Linear(n, m, bias=False) for n, m in ((32, 2), (2, base.out_features)))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x_BTD) + 3 * self.b(self.a(x_BTD))
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "lora"])
+def test_what_was_added_to_a_layer_counts(tmp_path, change, monkeypatch):
+    """Native code would not know of it."""
+    hf = target()
+    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": NEW_TOKENS}
+    plain = hf.generate(**asked)
+    layer = hf.model.layers[3]
+    if change == "hook":
+        layer.mlp.register_forward_hook(lambda module, inputs, output: -4 * output)
+    elif change == "forward":
+        forward = layer.mlp.forward
+        monkeypatch.setattr(layer.mlp, "forward", lambda x_BTD: -4 * forward(x_BTD), raising=False)
+    else:
+        torch.manual_seed(0)
+        layer.self_attn.q_proj = Low(layer.self_attn.q_proj)
+        layer.mlp.gate_proj = Low(layer.mlp.gate_proj)
+    expected = hf.generate(**asked)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(ours(hf, folder, **asked), expected)
+
+
+def test_a_plain_model_decodes_in_native_code(tmp_path, monkeypatch):
+    hf, steps = target(), []
+    step = CpuStepper.step
+    monkeypatch.setattr(CpuStepper, "step", lambda *args: steps.append(1) or step(*args))
+    ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=NEW_TOKENS)
+    assert steps
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"repetition_penalty": 1.1}, "RepetitionPenaltyLogitsProcessor"),
+        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
+        ({"max_time": 3.0}, "MaxTimeCriteria"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+        ({"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(3, 7)])}, "logits_pro"),
+        ({"inputs_embeds": torch.zeros(3, 9, 32)}, "inputs_embeds="),
+        ({"position_ids": torch.zeros(3, 9, dtype=torch.long)}, "position_ids="),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_what_is_not_done_is_refused_by_name(tmp_path, changes, told):
+    hf = target()
+    folder, before = pushed(hf, tmp_path), state_of(hf)
+    with pytest.raises(ConfigError, match=f"{told}.* is not supported when Kangaroo decodes"):
+        ours(hf, folder, **padded() | {"max_new_tokens": 5} | changes)
+    assert state_of(hf) == before
+
+
+def test_a_hook_on_the_whole_model_is_refused(tmp_path):
+    hf = target()
+    folder = pushed(hf, tmp_path)
+    hf.register_forward_hook(lambda module, inputs, output: None)
+    with pytest.raises(ConfigError, match="a forward hook on the whole LlamaForCausalLM"):
+        ours(hf, folder, **padded(), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
+def test_padding_elsewhere_is_refused(tmp_path, mask):
+    hf = target()
+    asked = {
+        "input_ids": torch.ones(1, 5, dtype=torch.long),
+        "attention_mask": torch.tensor([mask]),
+    }
+    with pytest.raises(PromptError, match="pad on the left"):
+        ours(hf, pushed(hf, tmp_path), **asked, max_new_tokens=5)
+
+
+def test_a_text_beyond_the_context_is_refused(tmp_path):
+    hf = target(max_position_embeddings=32)
+    with pytest.raises(PromptError, match="the model's context is 32"):
+        ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=40)
+
+
+def test_another_architecture_is_refused(tmp_path):
+    folder = pushed(target(), tmp_path)
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(UnsupportedModel, match="is a gpt2 model"):
+        ours(hf, folder, **padded(), max_new_tokens=5)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    folder = pushed(target(), tmp_path)
+    with pytest.raises(AdapterMismatch, match="was trained for"):
+        ours(target(num_hidden_layers=3), folder, **padded(), max_new_tokens=5)
+
+
+def test_another_adapter_may_be_named(tmp_path):
+    hf = target()
+    (tmp_path / "other").mkdir()
+    folder, other = pushed(hf, tmp_path), pushed(hf, tmp_path / "other", "fused")
+    asked = padded() | {"max_new_tokens": NEW_TOKENS}
+    assert torch.equal(ours(hf, folder, adapter=other, **asked), hf.generate(**asked))
+    with pytest.raises(AdapterNotFound, match=r"no adapter at 'no/where'.*Pass adapter= its"):
+        ours(hf, folder, adapter="no/where", **asked)
+
+
+def test_without_transformers_the_adapter_has_to_be_named():
+    from kangaroo.hub.custom_generate import generate
+
+    with pytest.raises(ConfigError, match="Pass adapter="):
+        generate(target(), **padded())
+
+
+def test_the_pages_example_writes_what_the_model_would(tmp_path, monkeypatch):
+    hf = target(vocab_size=259, max_position_embeddings=256)
+    hf.save_pretrained(tmp_path / "TARGET")
+    byte_tokenizer().save_pretrained(tmp_path / "TARGET")
+    (tmp_path / NAMED).parent.mkdir(parents=True)
+    Path(pushed(hf, tmp_path)).rename(tmp_path / NAMED)  # it may lie anywhere
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if NAMED in c)
+    monkeypatch.chdir(tmp_path)
+    told: dict = {}
+    exec(compile(code, "serving.md", "exec"), told)
+    alone = told["model"].generate(**told["inputs"], max_new_tokens=64)
+    assert torch.equal(told["output"], alone)

@@ -1,0 +1,383 @@
+"""Adapters to the hub and back: the client is huggingface_hub's own, the hub is `local_hub.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from commands import ROOT, python
+from helpers import adapter_for
+from huggingface_hub import ModelCard, constants
+from local_hub import TOKEN, Hub, serving
+
+import kangaroo
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.hub.card import card, is_hub_id, short_name
+from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+
+SHIPPED = sorted(path.parent for path in ROOT.glob(f"adapters/*/{WEIGHTS}"))
+REPO = "someone/an-adapter"
+SUMS = {WEIGHTS: "0" * 64}
+TRAINING = {
+    "command": "train.py model=tiny",
+    "progress": {"assistant_tokens": 7, "held_out": {"agreement": 0.5, "step2/loss": 1.0}},
+    "hardware": {"cpu": "x86_64", "cuda": None},
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Where the client looks, with the token of one who may write."""
+    hub = Hub()
+    with serving(hub) as address:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        huggingface_hub.close_session()
+        monkeypatch.chdir(tmp_path)
+        yield hub
+    huggingface_hub.close_session()
+    assert hub.unknown == []
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+
+
+@pytest.fixture
+def adapter(lm, tmp_path):
+    """A folder such as training leaves, and a file that does not belong to it."""
+    made = adapter_for(lm)
+    about = adapter_files.describe(lm, made, TRAINING, vocabulary=2)
+    folder = adapter_files.save(made, about, torch.tensor([5, 9, 3]), tmp_path / "made")
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def pushing(adapter, **changes):
+    return replace(PushConfig(str(adapter), REPO, "out"), **changes)
+
+
+def pulling(**changes):
+    return replace(PullConfig(REPO, "adapters/theirs"), **changes)
+
+
+def test_what_is_pulled_is_what_was_pushed(hub, adapter):
+    address = push(pushing(adapter))
+    repo = hub.repos[REPO]
+    assert address.endswith(f"/{REPO}/commit/{repo.branches['main']}") and not repo.private
+    assert repo.summaries == ["initial commit", "Upload an adapter with Kangaroo"]  # all in one
+    found = pull(pulling())
+    theirs = Path("adapters/theirs")
+    there = {file.name for file in theirs.iterdir()}
+    assert there == {*FILES[:3], "README.md", "SHA256SUMS", "hub.json"}  # not notes.txt
+    for name in FILES[:3]:
+        assert (theirs / name).read_bytes() == (adapter / name).read_bytes()
+    assert found == adapter_files.read_config(str(adapter))
+    origin = {"repo": REPO, "revision": None, "commit": repo.branches["main"]}
+    assert json.loads((theirs / "hub.json").read_text()) == origin
+    assert [file.name for file in Path("adapters").iterdir()] == ["theirs"]  # nothing is left
+
+
+def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapter, capsys):
+    push(pushing(adapter))
+    text = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]["README.md"].decode()
+    code, in_transformers = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    code = code.replace("max_new_tokens=128", "max_new_tokens=24")
+    told: dict = {}
+    exec(compile(code, "README.md", "exec"), told)
+    assert told["model"].engine.drafter.exit_layer == 2
+    own = kangaroo.load("tiny", adapter=str(adapter))
+    expected = own.generate("Why is the sky blue?", max_new_tokens=24)
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert in_transformers == (
+        f'model.generate(**inputs, custom_generate="{REPO}", trust_remote_code=True)\n'
+    )
+
+
+@pytest.mark.parametrize("revision", [None, "trial"])
+def test_transformers_decodes_with_the_adapter_of_a_repository(hub, adapter, monkeypatch, revision):
+    cache = str(Path.cwd() / "modules")  # where transformers keeps code that it runs
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+    push(pushing(adapter, revision=revision))
+    asked = {"input_ids": torch.tensor([[72, 105, 33]]), "max_new_tokens": 12, "eos_token_id": None}
+    hf, _ = load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
+    expected = hf.generate(**asked)
+    if revision is not None:
+        asked["revision"] = revision
+    found = hf.generate(**asked, custom_generate=REPO, trust_remote_code=True)
+    assert torch.equal(found, expected)
+    assert hub.sent[WEIGHTS] == (adapter / WEIGHTS).stat().st_size
+
+
+def test_a_branch_and_a_private_repository(hub, adapter, monkeypatch):
+    push(pushing(adapter, revision="trial", private=True))
+    repo = hub.repos[REPO]
+    assert repo.private and set(repo.commits[repo.branches["main"]]) == {".gitattributes"}
+    with pytest.raises(AdapterNotFound, match=r"holds no adapter\.safetensors; it is no adapter"):
+        pull(pulling())
+    pull(pulling(revision="trial"))
+    pull(pulling(revision=repo.branches["trial"], output="by-commit"))
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(AdapterNotFound, match=r"no such repository, or you may not.*auth login"):
+        pull(pulling(output="other"))
+    assert not Path("other").exists()
+
+
+def test_pushing_again_adds_a_commit_and_pulling_takes_the_asked_one(hub, adapter, lm):
+    push(pushing(adapter))
+    first = hub.repos[REPO].branches["main"]
+    weights = (adapter / WEIGHTS).read_bytes()
+    made = adapter_for(lm)
+    made.norm.weight.data *= 2
+    about = adapter_files.describe(lm, made, TRAINING, vocabulary=2)
+    adapter_files.save(made, about, torch.tensor([5, 9, 3]), adapter)
+    push(pushing(adapter, message="better"))
+    assert hub.repos[REPO].summaries[-1] == "better"
+    pull(pulling(output="new"))
+    pull(pulling(output="old", revision=first))
+    assert Path("old", WEIGHTS).read_bytes() == weights != Path("new", WEIGHTS).read_bytes()
+
+
+def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(hub, adapter):
+    assert push(pushing(adapter, dry_run=True)) is None
+    assert {file.name for file in Path("out").iterdir()} == {
+        *FILES[:3],
+        "README.md",
+        "SHA256SUMS",
+        "custom_generate",
+    }
+    assert hub.asked == []
+    push(pushing(adapter))  # over what the dry run left
+    assert set(hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]) == {
+        *(file.name for file in Path("out").iterdir() if file.is_file()),
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
+        ".gitattributes",
+    }
+
+
+def test_a_folder_with_other_files_is_not_cleared(hub, adapter):
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"output='out' holds thesis\.tex"):
+        push(pushing(adapter))
+    (adapter / "notes.txt").unlink()
+    with pytest.raises(ConfigError, match="is the adapter's own folder"):
+        push(pushing(adapter, output=str(adapter)))
+    assert Path("out/thesis.tex").exists() and (adapter / WEIGHTS).exists()
+
+
+def test_nothing_that_is_there_is_pulled_over(hub, adapter):
+    push(pushing(adapter))
+    Path("adapters/theirs").mkdir(parents=True)
+    asked = len(hub.asked)
+    with pytest.raises(ConfigError, match="'adapters/theirs' is there already"):
+        pull(pulling())
+    assert len(hub.asked) == asked and list(Path("adapters/theirs").iterdir()) == []
+
+
+def test_a_pull_that_broke_off_goes_on_and_its_folder_appears_whole(hub, adapter, monkeypatch):
+    push(pushing(adapter))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.cut.add(WEIGHTS)
+    with pytest.raises(HubError, match="not fetched whole: the hub cannot be reached"):
+        pull(pulling())
+    assert not Path("adapters/theirs").exists() and Path("adapters/.theirs.partial").is_dir()
+    hub.cut.clear()
+    sent = dict(hub.sent)
+    pull(pulling())
+    assert check(Path("adapters/theirs")).exit_layer == 2
+    again = {name for name, count in hub.sent.items() if count > sent.get(name, 0)}
+    assert WEIGHTS in again and CONFIG not in again  # what was whole is not sent twice
+    assert [file.name for file in Path("adapters").iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        (WEIGHTS, b"x" * 50, f"'{WEIGHTS}' is not the file that SHA256SUMS was made of"),
+        ("vocabulary.safetensors", b"", "'vocabulary.safetensors' is not the file that"),
+        (CONFIG, b"{}", f"'{CONFIG}' is not the file that SHA256SUMS was made of"),
+        ("SHA256SUMS", b"nonsense", "'' is not the file that SHA256SUMS was made of"),
+        ("SHA256SUMS", None, None),
+    ],
+)
+def test_a_file_that_is_not_the_one_pushed_is_refused(hub, adapter, name, content, told):
+    push(pushing(adapter))
+    repo = hub.repos[REPO]
+    files = dict(repo.commits[repo.branches["main"]])
+    files.pop(name)
+    repo.commits[repo.branches["main"]] = files | ({name: content} if content is not None else {})
+    if told is None:  # of other software
+        assert pull(pulling()).exit_layer == 2
+        return
+    with pytest.raises(CorruptFile, match=re.escape(told)):
+        pull(pulling())
+    assert list(Path("adapters").iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["truncated", "another's", "few tokens"])
+def test_an_adapter_that_cannot_be_used_is_not_sent(hub, adapter, lm, broken):
+    if broken == "truncated":
+        weights = (adapter / WEIGHTS).read_bytes()
+        (adapter / WEIGHTS).write_bytes(weights[:-4])
+        told = (CorruptFile, "cannot be read")
+    elif broken == "another's":
+        larger = EagleHead(lm)
+        adapter_files.save(larger, adapter_files.describe(lm, larger, {}), None, Path("larger"))
+        shutil.copy(f"larger/{WEIGHTS}", adapter)
+        told = (CorruptFile, r"holds \d+ weights, and config.json says \d+")
+    else:
+        about = json.loads((adapter / CONFIG).read_text()) | {"vocabulary": 4}
+        (adapter / CONFIG).write_text(json.dumps(about))
+        told = (ConfigError, "must lie in 1 to 3")
+    with pytest.raises(told[0], match=told[1]):
+        push(pushing(adapter))
+    assert hub.asked == [] and not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["mine", "a/b/c", "someone/..", "some one/x", "someone/x.git", ""])
+def test_a_name_that_the_hub_would_refuse_is_refused_before_anything_is_done(hub, adapter, name):
+    for act in (lambda: push(pushing(adapter, repo=name)), lambda: pull(pulling(repo=name))):
+        with pytest.raises(ConfigError, match=f"repo='{re.escape(name)}' is no name of a repo"):
+            act()
+    with pytest.raises(ConfigError, match="base_model="):
+        push(pushing(adapter, base_model=name))
+    assert hub.asked == [] and not Path("out").exists()
+
+
+def test_what_the_hub_says_of_a_failure_is_told(hub, adapter, monkeypatch):
+    with pytest.raises(AdapterNotFound, match="the hub has no such repository"):
+        pull(pulling())
+    with pytest.raises(HubError, match=r"refused what was sent.*\"license\" must be one of"):
+        push(pushing(adapter, license="mine"))
+    assert set(hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]) == {".gitattributes"}
+    with pytest.raises(AdapterNotFound, match=r"no such revision.*Invalid rev id: nowhere"):
+        pull(pulling(revision="nowhere"))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    with pytest.raises(HubError, match=r"was not uploaded: the hub refused.*hf auth login"):
+        push(pushing(adapter))
+
+
+def test_without_a_hub_both_say_so(adapter, tmp_path, monkeypatch):
+    """Offline as in all tests; the folder to upload is there for later."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError, match=r"not uploaded: the hub cannot be reached\. Go online"):
+        push(pushing(adapter))
+    assert Path("out/README.md").exists()
+    with pytest.raises(HubError, match="was not fetched: the hub cannot be reached"):
+        pull(pulling())
+    assert not Path("adapters").exists()
+
+
+def test_a_machine_that_does_not_answer_is_told_too(hub, adapter, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with pytest.raises(HubError, match="the hub cannot be reached"):
+        push(pushing(adapter))
+    with pytest.raises(HubError, match="the hub cannot be reached"):
+        pull(pulling())
+
+
+def test_the_commands_offline(adapter, tmp_path):
+    done = python(
+        "scripts/convert.py push", "source=made", f"repo={REPO}", "dry_run=true", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"outputs/push/{REPO} holds what would be uploaded to {REPO}: README.md" in done.stdout
+    done = python("scripts/convert.py push", "source=made", f"repo={REPO}", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("HubError: 'someone/an-adapter' was not")
+    assert "Traceback" not in done.stderr
+    done = python("scripts/convert.py pull", f"repo={REPO}", "output=adapters/x", cwd=tmp_path)
+    assert done.returncode == 1 and "HubError" in done.stderr and "Traceback" not in done.stderr
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
+def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
+    config = check(folder)
+    text = card(config, "someone/x", SUMS, "user/target", "apache-2.0")
+    drafter = config.architecture.drafter
+    assert (
+        ModelCard(text).data.to_dict()
+        == front_matter(text)
+        == {
+            "library_name": "kangaroo",
+            "tags": list(
+                dict.fromkeys(["kangaroo", "speculative-decoding", "custom_generate", drafter])
+            ),
+            "base_model": "user/target",
+            "base_model_relation": "adapter",
+            "license": "apache-2.0",
+        }
+    )
+    progress = config.training["progress"]
+    for part in (
+        f"{config.parameters:,}",
+        f"after {config.exit_layer} of {config.n_layers} layers",
+        config.training["command"],
+        f"| conversations | {config.training['data']['conversations']} |",
+        f"| optimizer steps | {progress['step']} |",
+        f"{progress['held_out']['agreement']:.3f}",
+        config.training["data"]["fingerprint"],
+        config.training["git_revision"],
+        f"`{'0' * 64}`",
+    ):
+        assert part in text
+    assert 'kangaroo.load("smollm2-135m", ' in text and "model=smollm2-135m" in text
+    assert "None" not in text and "step2/loss" not in text
+
+
+def test_a_card_claims_nothing_that_the_config_does_not_say(lm):
+    made = adapter_for(lm)
+    text = card(adapter_files.describe(lm, made, {}), REPO, SUMS)
+    assert set(front_matter(text)) == {"library_name", "tags"}
+    for heading in ("## Results", "## How it was trained", "None", "| loss"):
+        assert heading not in text
+    imported = card(adapter_files.describe(lm, made, {"imported": {"source": "x"}}), REPO, SUMS)
+    assert "## Where it comes from" in imported and "| imported from | source=x |" in imported
+
+
+def test_a_card_names_a_hub_target_and_keeps_a_local_path_to_itself(lm):
+    about = adapter_files.describe(lm, adapter_for(lm), {})
+    on_hub = card(replace(about, target="lmsys/vicuna-7b-v1.3"), REPO, SUMS)
+    assert front_matter(on_hub)["base_model"] == "lmsys/vicuna-7b-v1.3"
+    assert 'kangaroo.load("vicuna-7b", ' in on_hub and "model=vicuna-7b" in on_hub
+    other = card(replace(about, target="org/model"), REPO, SUMS)
+    assert 'kangaroo.load("org/model", ' in other and "model.path=org/model" in other
+    local = card(replace(about, target="/home/me/secret/llama"), REPO, SUMS)
+    assert "secret" not in local and "base_model" not in local and "`llama`" in local
+    given = card(replace(about, target="/home/me/llama"), REPO, SUMS, base_model="org/model")
+    assert 'kangaroo.load("org/model", ' in given
+
+
+def test_which_targets_have_a_name_or_a_place_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {"embedded:smollm2-135m": "smollm2-135m", "lmsys/vicuna-7b-v1.3": "vicuna-7b"}
+    known |= {TINY: "tiny", "org/model": None, "/x/vicuna-7b": None, "what": None}
+    assert {target: short_name(target) for target in known} == known
+    (tmp_path / "org/here").mkdir(parents=True)
+    names = ["org/model", "org/here", "gpt2", "/x/y", "embedded:smollm2-135m", "../x"]
+    assert [name for name in names if is_hub_id(name)] == ["org/model"]

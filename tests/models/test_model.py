@@ -1,0 +1,289 @@
+"""A target driven by layer ranges computes what transformers computes.
+
+Shapes as in `kangaroo/models/target.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import FAMILIES
+from helpers import forward_logits, random_parents, random_prompts, tiny, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.tree import Tree
+from kangaroo.models.supported import check_supported
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import UnsupportedModel
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+# float32, four layers: what regrouping sums leaves of logits of size 10
+TOLERANCE = 5e-5
+
+MODELS = {
+    **FAMILIES,
+    **{f"rope-{n}": lambda r=r: tiny(rope_parameters=r) for n, r in ROPES.items()},
+}
+
+
+@torch.no_grad()
+def logits_in_pieces(lm: TargetModel, tokens: list[int], chunk: int, tail: int) -> torch.Tensor:
+    """Prefill in chunks, then the last `tail` tokens as chains of three, like drafts."""
+    n_slots = len(tokens) + 8
+    cache = lm.new_cache(2, n_slots)
+    layers = range(lm.n_layers)
+    tokens_1T = torch.tensor([tokens])
+    end = len(tokens) - tail
+    logits = []
+    for start in range(0, end, chunk):
+        stop = min(start + chunk, end)
+        meta = lm.chunk(start, stop, row=1, n_slots=n_slots)
+        logits.append(lm.logits(lm.run(lm.embed(tokens_1T[:, start:stop]), cache, meta, layers)[0]))
+    for start in range(end, len(tokens), 3):
+        part_1N = tokens_1T[:, start : start + 3]
+        tree = Tree.chain(part_1N.shape[1], part_1N.device)
+        # row 0 decodes something else from its start on
+        start_2 = torch.tensor([0, start])
+        meta = lm.forward_meta(tree, start_2, start + tree.size, n_slots)
+        x_2ND = lm.embed(torch.cat([part_1N.flip(1), part_1N]))
+        logits.append(lm.logits(lm.run(x_2ND, cache, meta, layers)[0])[1:])
+    return torch.cat(logits, 1)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
+    lm = MODELS[name]()
+    (tokens,) = random_prompts(BUCKET + 20)
+    expected = forward_logits(lm, tokens)
+    for chunk, tail in ((1000, 0), (16, 9), (1, BUCKET + 19), (BUCKET, 19)):
+        found = logits_in_pieces(lm, tokens, chunk, tail)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_scaled_ropes_differ_from_the_default_one():
+    """Otherwise the cases above would say nothing about scaling."""
+    (tokens,) = random_prompts(50)
+    plain = forward_logits(tiny(), tokens)
+    for rope in ROPES.values():
+        assert (forward_logits(tiny(rope_parameters=rope), tokens) - plain).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
+def test_layer_ranges_compose(cut):
+    lm = tiny()
+    tokens_1T = torch.tensor(random_prompts(9))
+    meta = lm.chunk(0, 9, row=0, n_slots=16)
+    whole, split = lm.new_cache(1, 16), lm.new_cache(1, 16)
+    expected, _ = lm.run(lm.embed(tokens_1T), whole, meta, range(4))
+    x_1TD, _ = lm.run(lm.embed(tokens_1T), split, meta, range(cut))
+    x_1TD, _ = lm.run(x_1TD, split, meta, range(cut, 4))
+    assert torch.equal(x_1TD, expected)
+    for a, b in zip((*whole.keys, *whole.values), (*split.keys, *split.values), strict=True):
+        assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_taps_are_the_states_between_layers():
+    lm = tiny()
+    tokens_1T = torch.tensor(random_prompts(9))
+    hidden = lm.hf(tokens_1T, output_hidden_states=True).hidden_states
+    meta = lm.chunk(0, 9, row=0, n_slots=16)
+    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, meta, range(4), taps=(0, 1, 3, 4))
+    assert sorted(taps) == [0, 1, 3, 4]
+    for tap in (0, 1, 3):
+        torch.testing.assert_close(taps[tap], hidden[tap], atol=TOLERANCE, rtol=0)
+    assert torch.equal(
+        taps[4], x_1TD
+    )  # before the final norm, which transformers' last one is after
+    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(2,))[1].keys() == {2}
+    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(1,))[1] == {}
+
+
+@torch.no_grad()
+def test_every_node_of_a_tree_sees_the_prefix_and_its_own_ancestors():
+    lm = tiny()
+    prefixes = random_prompts(5, 12, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    parents_BN = random_parents(2, 8, generator)
+    tree = Tree(parents_BN, max_depth=7)
+    tokens_BN = torch.randint(64, (2, 8), generator=generator)
+    n_slots = 40
+    cache = lm.new_cache(2, n_slots)
+    for cached in (*cache.keys, *cache.values):
+        cached.fill_(50.0)  # what lies in slots that nothing has written must not matter
+    for row, prefix in enumerate(prefixes):
+        meta = lm.chunk(0, len(prefix), row, n_slots)
+        lm.run(lm.embed(torch.tensor([prefix])), cache, meta, range(4))
+    meta = lm.forward_meta(tree, torch.tensor([5, 12]), 12 + 8, n_slots)
+    logits_BNV = lm.logits(lm.run(lm.embed(tokens_BN), cache, meta, range(4))[0])
+    for row, prefix in enumerate(prefixes):
+        for node in range(8):
+            path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
+            text = prefix + tokens_BN[row, path].tolist()
+            expected = forward_logits(lm, text)[-1]
+            torch.testing.assert_close(logits_BNV[row, node], expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
+    """A one-token prompt has no token before the pending one, yet blocks keep their shape."""
+    lm = tiny()
+    tokens_1N = torch.tensor(random_prompts(4))
+    cache = lm.new_cache(1, 10)
+    tree = Tree.chain(4, tokens_1N.device)
+    meta = lm.forward_meta(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
+    assert meta.positions_RT.tolist() == [[0, 0, 1, 2]]
+    slots = meta.slots_RT[0].tolist()
+    assert slots[1:] == [0, 1, 2] and slots[0] >= 4
+    logits_1NV = lm.logits(lm.run(lm.embed(tokens_1N), cache, meta, range(4))[0])
+    assert torch.isfinite(logits_1NV).all()
+    expected = forward_logits(lm, tokens_1N[0, 1:].tolist())
+    torch.testing.assert_close(logits_1NV[0, 1:], expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("used", [1, BUCKET - 1, BUCKET, BUCKET + 1])
+def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
+    lm = tiny()
+    # at the least, `used` slots and a free one for each place before the text
+    for start, roomy in itertools.product((-5, -1, 0), (False, True)):
+        n_slots = 1000 if roomy else used - start
+        tree = Tree.chain(used - start, lm.device)
+        meta = lm.forward_meta(tree, torch.tensor([start]), used, n_slots, below=-start)
+        slots = meta.slots_RT[0].tolist()
+        assert len(set(slots)) == len(slots)
+        assert slots[-used:] == list(range(used))
+        assert max(slots) < n_slots
+
+
+def test_a_target_is_frozen_and_in_eval_mode():
+    lm = TargetModel(tiny_model().train())
+    assert not lm.hf.training
+    assert not any(parameter.requires_grad for parameter in lm.parameters())
+
+
+def test_a_target_reads_out_strided_states_too():
+    lm = tiny()
+    states = torch.randn(2, 5, 32)
+    expected = states[:, 1:2] @ lm.head.weight.T
+    torch.testing.assert_close(lm.read_out(states[:, 1:2]), expected, atol=TOLERANCE, rtol=0)
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def test_an_architecture_that_is_not_llama_like_is_refused_by_name():
+    with pytest.raises(UnsupportedModel, match=r"google/gemma-2b.*gemma.*llama, mistral, qwen2"):
+        check_supported(GemmaConfig(name_or_path="google/gemma-2b"))
+    with pytest.raises(UnsupportedModel, match="gemma"):
+        tiny("gemma")
+
+
+def test_sliding_windows_are_refused_with_their_width():
+    with pytest.raises(UnsupportedModel, match=r"sliding-window.*4096"):
+        check_supported(MistralConfig(name_or_path="mistralai/Mistral-7B-v0.1"))
+    with pytest.raises(UnsupportedModel, match=r"sliding-window.*100"):
+        tiny("mistral", sliding_window=100)
+    windowed = {"use_sliding_window": True, "sliding_window": 128}
+    with pytest.raises(UnsupportedModel, match=r"sliding-window.*128"):
+        check_supported(Qwen2Config(num_hidden_layers=4, max_window_layers=2, **windowed))
+    check_supported(Qwen2Config(num_hidden_layers=4, max_window_layers=4, **windowed))  # no layer
+    check_supported(Qwen2Config())
+    check_supported(MistralConfig(sliding_window=None))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "short_factor": [1.0] * 64,
+            "long_factor": [1.0] * 64,
+            "original_max_position_embeddings": 1024,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_ropes_that_change_with_length_are_refused_by_name(rope):
+    with pytest.raises(UnsupportedModel, match=f"'some/model' uses '{rope['rope_type']}' RoPE"):
+        check_supported(LlamaConfig(rope_parameters=rope, name_or_path="some/model"))
+
+
+# ---- end of text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "by_generation_config, by_config, expected",
+    [(None, None, []), (None, 5, [5]), (7, 5, [7]), ([7, 8, 9], 5, [7, 8, 9]), (0, 5, [0])],
+)
+def test_every_eos_id_is_known(by_generation_config, by_config, expected):
+    lm = tiny()
+    lm.hf.generation_config.eos_token_id = by_generation_config
+    lm.config.eos_token_id = by_config
+    assert lm.eos_ids() == expected
+    assert Engine(lm, Vanilla()).eos_ids == set(expected)
+
+
+# ---- several devices ---------------------------------------------------------------------------
+
+
+class Moves(TorchDispatchMode):
+    """Sees every tensor that is copied to the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_to_copy" and out.device.type == "meta":
+            self.count += 1
+        return out
+
+
+@torch.no_grad()
+def test_layers_on_a_second_device_get_their_inputs_there():
+    """The meta device stands for a second GPU: it takes shapes, and refuses to mix with the CPU."""
+    lm = tiny()
+    lm.layers[2:].to("meta")
+    lm.layer_devices[2:] = [torch.device("meta")] * 2
+    cache = lm.new_cache(1, 20)
+    assert [k.device.type for k in cache.keys] == ["cpu", "cpu", "meta", "meta"]
+    with Moves() as moves:
+        meta = lm.forward_meta(Tree.chain(3, lm.device), torch.tensor([0]), 3, 20)
+        x_1ND, taps = lm.run(lm.embed(torch.tensor([[1, 2, 3]])), cache, meta, range(4), (1, 2, 4))
+    assert x_1ND.device.type == "meta" and x_1ND.shape == (1, 3, 32)
+    assert {tap: state.device.type for tap, state in taps.items()} == {
+        1: "cpu",
+        2: "cpu",
+        4: "meta",
+    }
+    assert moves.count == 6  # state, slots, positions, bias, cosine, sine: once, not once a layer
+    cache.move(torch.tensor([[1]]), torch.tensor([[0]]))

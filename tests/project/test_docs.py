@@ -1,0 +1,137 @@
+"""What the documentation shows does what it says, and every public name has a docstring."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+from cases import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
+from commands import ROOT
+from helpers import adapter_for
+from modules import NAMES
+
+from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine.engine import Engine
+from kangaroo.heads import adapter_files
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.models.target import TargetModel
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
+(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+
+
+@pytest.fixture(scope="module")
+def bigram(tmp_path_factory):
+    """The shown file, as a module."""
+    folder = tmp_path_factory.mktemp("shown")
+    (folder / "bigram.py").write_text(CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("bigram")
+
+
+def test_the_shown_drafter_has_at_most_50_lines():
+    assert len(CODE.splitlines()) <= 50
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling, batch):
+    case = case_of("llama", sampling)
+    drafter = bigram.BigramConfig().build(case.lm)
+    for engine in (
+        Engine(case.lm, drafter, prefill_chunk=CHUNK),
+        Engine(case.lm, Cascade(case.lm, drafter, Kangaroo(case.lm, case.adapter, 4, 0.3), True)),
+    ):
+        done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], BATCHES[batch])
+        assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+
+
+def test_the_shown_drafter_finds_what_repeats(bigram):
+    drafter = bigram.Bigram(steps=3)
+    assert drafter.continuation(0, [1, 2, 3, 1]) == [2, 3, 1]
+    assert drafter.continuation(0, [1, 2, 1, 3, 1]) == [3, 1, 3]
+    assert drafter.continuation(0, [1, 2]) == []
+
+
+# Files that a reader of a page is told to write.
+TO_WRITE = {"bigram", "mine", "X"}
+
+
+@pytest.mark.slow
+def test_the_shown_files_are_all_that_the_shown_commands_need(tmp_path):
+    """In a copy of the project, to which a reader adds them."""
+    for folder in ("kangaroo", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "evaluate.py", tmp_path)
+    (tmp_path / "kangaroo/drafters/bigram.py").write_text(CODE)
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
+    (tmp_path / "configs/drafter/bigram.yaml").write_text(yaml)
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    adapter = adapter_for(lm)
+    about = adapter_files.describe(lm, adapter, {})
+    adapter_files.save(adapter, about, None, tmp_path / "adapters/tiny")
+    lines = re.findall(r"^python (evaluate\.py .*bigram\S*)", PAGE, flags=re.M)
+    assert len(lines) == 2
+    for line in lines:
+        options = "model=tiny question_every=33 max_new_tokens=4 warmup=1"
+        command = [sys.executable, *line.split(), *options.split()]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_tests_and_pages_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/])((?:kangaroo|tests|scripts|configs)/[\w./-]+\.\w+)", text)
+    files = {ROOT / path for path in named if Path(path).stem not in TO_WRITE}
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        files.add(to := page.parent / link if link else page)
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), flags=re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    assert not [path for path in files if not path.exists()]
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
+    assert not [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in sources]
+
+
+def test_every_public_name_has_a_docstring():
+    """A method may do without one where a base class, or a protocol that its class has all methods
+    of, documents it."""
+    modules = [name for name in NAMES if not name.endswith("__main__")]
+    members = [m for name in modules for m in vars(importlib.import_module(name)).items()]
+    classes = [c for _, c in members if inspect.isclass(c) and c.__module__.startswith("kangaroo")]
+    protocols = [set(public_methods(c)) for c in classes if getattr(c, "_is_protocol", False)]
+    missing = set()
+    for name, member in members:
+        own = getattr(member, "__module__", "").startswith("kangaroo")
+        if name.startswith("_") or not own or not (inspect.isclass(member) or callable(member)):
+            continue
+        if not inspect.getdoc(member):
+            missing.add(f"{member.__module__}.{name}")
+        if inspect.isclass(member):
+            methods = {m for base in member.__mro__ for m in public_methods(base)}
+            promised = {m for protocol in protocols if protocol <= methods for m in protocol}
+            for method in set(public_methods(member)) - promised:
+                if not inspect.getdoc(getattr(member, method)):
+                    missing.add(f"{member.__module__}.{name}.{method}")
+    assert missing == set()
+
+
+def public_methods(owner: type) -> list[str]:
+    """The methods and properties that a class defines itself."""
+    kinds = FunctionType | property | staticmethod | classmethod
+    return [n for n, v in vars(owner).items() if isinstance(v, kinds) and not n.startswith("_")]

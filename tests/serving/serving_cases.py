@@ -1,0 +1,169 @@
+"""Schedulers and servers of a tiny model, and what is asked of them."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+
+import httpx
+import uvicorn
+from commands import ROOT
+from helpers import adapter_for
+from transformers import PreTrainedTokenizerBase
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.target import TargetModel
+from kangaroo.serving.app import Server
+from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.jobs import Event, Job
+from kangaroo.serving.scheduler import Scheduler
+
+LONGEST = 200
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.3, top_p=0.7),
+    Sampling(temperature=0.8, top_k=4),
+]
+
+
+def target() -> TargetModel:
+    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return lm.compile_for_decoding()
+
+
+def engine_of(lm: TargetModel, chunk: int | None = 8) -> Engine:
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, prefix_cache=True)
+
+
+@cache
+def other_engine() -> Engine:
+    return engine_of(target())
+
+
+def alone(request: Request) -> list[int]:
+    """What an engine with nothing else to do writes."""
+    return dict(other_engine().completions([request], Sampling(), 1))[0].tokens
+
+
+@contextmanager
+def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Scheduler]:
+    options = {"max_batch_size": 3, "max_model_len": LONGEST, "max_queue": 64} | changes
+    scheduler = Scheduler(engine or engine_of(target()), **options).start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close(60)
+
+
+class Heard(Job):
+    """A job that keeps what it is told."""
+
+    def __init__(self, request: Request, deadline: float | None = None):
+        super().__init__(request, self.hear, deadline)
+        self.tokens: list[int] = []
+        self.finish, self.reused = "", 0
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def hear(self, event: Event) -> None:
+        assert not self.finish, "nothing comes after the end"
+        self.tokens += event.tokens
+        self.reused += event.reused
+        self.finish = event.finish
+        self.begun.set()
+        if event.finish:
+            self.ended.set()
+
+    def check(self) -> None:
+        """It gets the text that it gets alone."""
+        assert self.ended.wait(60)
+        assert self.tokens == alone(self.request)
+        assert self.finish == ("stop" if self.request.stop else "length")
+
+
+def heard(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
+    return Heard(Request(prompt, new_tokens, seed, ignore_eos=True))
+
+
+def random_request(rng: random.Random, most: int = 40) -> Request:
+    prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
+    seed, sampling = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
+    return Request(prompt, rng.randrange(1, most), seed, sampling=sampling, ignore_eos=True)
+
+
+def as_body(request: Request) -> dict:
+    """The body of a completion that asks for this."""
+    sampling = request.sampling
+    assert sampling is not None
+    return {
+        "prompt": request.prompt,
+        "max_tokens": request.max_new_tokens,
+        "seed": request.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": True,
+    }
+
+
+@contextmanager
+def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object) -> Iterator[str]:
+    """The address of a server in a thread."""
+    tokenizer = tokenizer or byte_tokenizer()
+    config = ServeConfig(**({"port": 0, "max_batch_size": 3, "max_model_len": LONGEST} | changes))  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        engine_of(target()), config.max_batch_size, LONGEST, config.max_queue
+    ).start()
+    app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+PAGE = ROOT / "docs/serving.md"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """`scripts/serve.py` as a process of its own, once it answers."""
+    port = free_port()
+    script = ROOT / "scripts/serve.py"
+    command = [sys.executable, str(script), f"port={port}", "model=tiny", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=120).is_success:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, process.communicate()[0]
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,210 @@
+"""Servers under load: who is asked when, what is kept and made of it, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import ROOT
+
+from kangaroo.utils.errors import ConfigError, DataError, ProcessLost
+
+SCRIPT = ROOT / "integrations/load_test/load_test.py"
+found = spec_from_file_location("load_test", SCRIPT)
+assert found is not None and found.loader is not None
+load_test = sys.modules["load_test"] = module_from_spec(found)
+found.loader.exec_module(load_test)
+Cell = load_test.Cell
+SPEED = {"vanilla": {1: 10.0, 4: 30.0, 16: 60.0}, "ours": {1: 15.0, 4: 33.0, 16: 57.0}}
+
+
+def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **changes) -> str:
+    """A file of guidellm's, as far as it is read."""
+
+    def asked(text: str) -> str:
+        message = {"role": "user", "content": [{"type": "text", "text": text}]}
+        return json.dumps({"method": None, "body": {"messages": [message]}})
+
+    means = {
+        "output_tokens_per_second": speed,
+        "time_to_first_token_ms": 1000 / speed,
+        "inter_token_latency_ms": 500 / speed,
+        "request_latency": 8 / speed,
+        "iter_tokens_per_iteration": 1.5,
+    }
+    done = [
+        {"request_args": asked(text), "output": out, "output_metrics": {"total_tokens": tokens}}
+        for text, out in texts.items()
+    ]
+    requests = {"successful": done, "errored": [], "incomplete": []} | changes
+    metrics = {name: {"successful": {"mean": mean}} for name, mean in means.items()}
+    return json.dumps({"benchmarks": [{"requests": requests, "metrics": metrics}]})
+
+
+def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
+    """So that a machine that becomes slower and slower changes none of them."""
+    order = load_test.cells(2, [1, 8], ["a", "b"])
+    assert [(c.round, c.users, c.method) for c in order] == [
+        *((0, 1, "a"), (0, 1, "b"), (0, 8, "a"), (0, 8, "b")),
+        *((1, 1, "b"), (1, 1, "a"), (1, 8, "b"), (1, 8, "a")),
+    ]
+    measured = {}
+    for cell in load_test.cells(3, [1, 4, 16], list(SPEED)):
+        (tmp_path / "cell.json").write_text(
+            written(
+                {"why": "so", "how": "no" if cell.method == "ours" and cell.users == 16 else "so"},
+                SPEED[cell.method][cell.users] / (1 + cell.round),
+            )
+        )
+        measured[cell] = load_test.read(tmp_path / "cell.json", 2, 5)
+    settings = {"requests": 2, "bench": "demo", "max_new_tokens": 5}
+    begun = {"command": "it", "git_revision": "abc", "time": "now"}
+    begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
+    summary = load_test.summarise(measured, {"settings": settings, "provenance": begun})
+    page = load_test.markdown(summary)
+    assert "| 4 | ours | 16.5 (1.10x) | 60.6 (0.91x) | 30.3 (0.91x) | 0.5 (0.91x) |" in page
+    assert "| 6/6 |" in page and "| 3/6 |" in page
+    assert "ours writes more tokens/s than vanilla up to 4 of 16 users." in page
+    alone = {cell: numbers for cell, numbers in measured.items() if cell.method == "ours"}
+    summary = load_test.summarise(alone, {"settings": settings, "provenance": begun})
+    assert summary["pays_up_to"] == {} and "x)" not in load_test.markdown(summary)
+
+
+@contextmanager
+def serving(options, log):
+    """In place of a server."""
+    yield load_test.Server(options, log)
+
+
+def run(folder, *words, ask):
+    """All cells, with `ask` in place of guidellm."""
+    asked = []
+
+    def client(server, prompts, requests, users, output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+        if "warmup" not in output.name:
+            asked.append(output.stem)
+            requests = ask(output.stem, asked, requests)
+        output.write_text(written({row["prompt"]: "text" for row in rows[:requests]}))
+
+    small = "--users 1 2 --requests 2 --max-new-tokens 5 --output".split()
+    options, methods = load_test.parsed(["a=drafter=x", "b=drafter=y", *small, str(folder), *words])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_test, "ask", client)
+        patch.setattr(load_test, "serving", serving)
+        patch.setattr(load_test, "find_spec", lambda name: True)
+        patch.setattr(load_test, "version", lambda name: "0")
+        try:
+            return load_test.measure(options, methods), asked
+        except KeyboardInterrupt:
+            return None, asked
+
+
+def test_a_run_that_was_stopped_measures_what_is_missing(tmp_path):
+    def stops(name, asked, requests):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return requests
+
+    def all_of_them(name, asked, requests):
+        return requests
+
+    _, first = run(tmp_path, "--rounds", "2", ask=stops)
+    measured, second = run(tmp_path, "--rounds", "2", ask=all_of_them)
+    assert len(measured) == 8 and len(second) == 5 and not set(first[:3]) & set(second)
+    assert len(run(tmp_path, ask=all_of_them)[0]) == 12  # goes on with a third round
+    with pytest.raises(ConfigError, match="requests=2 there, 3 now"):
+        run(tmp_path, "--requests", "3", ask=all_of_them)
+
+
+def test_a_cell_in_which_the_client_asked_too_little_is_measured_again(tmp_path):
+    """guidellm once asked 31 of 32 questions, and said that all was well."""
+
+    def forgets(name, asked, requests):
+        return requests - (name == "0-2-a" and asked.count(name) < 2)
+
+    measured, asked = run(tmp_path, ask=forgets)
+    assert len(measured) == 12 and asked.count("0-2-a") == 2
+    with pytest.raises(DataError, match=r"1 of 2 .* guidellm asked no more\. Run it again"):
+        run(tmp_path / "never", ask=lambda name, asked, requests: requests - 1)
+
+
+def test_what_is_no_result_is_told(tmp_path, monkeypatch):
+    file, texts = tmp_path / "0-1-ours.json", {"a question": "an answer", "another": "one more"}
+    failed = {"info": {"error": "400 Bad Request"}}
+    for text, requests, told in (
+        (written(texts, errored=[failed]), 3, "2 of 3 requests were answered: 400 Bad Request"),
+        (written(texts, tokens=4), 2, "4 to 4 tokens instead of 5"),
+        ("{", 2, r"is no result of guidellm\. Delete it"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=told):
+            load_test.read(file, requests, 5)
+    (tmp_path / "ending.py").write_text("print('why it ended'); raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(load_test, "CLIENT", "ending")
+    server = load_test.Server("http://127.0.0.1:9", tmp_path / "log")
+    with pytest.raises(ProcessLost, match=r"(?s)ended with code 3.*0-1-ours.*why it ended"):
+        load_test.ask(server, tmp_path / "p", 1, 1, file)
+    with (
+        pytest.raises(ConfigError, match="Start it first"),
+        load_test.serving("http://127.0.0.1:9", file),
+    ):
+        pass
+    with pytest.raises(SystemExit):
+        load_test.parsed(["--users", "64"])
+
+
+def command(here: Path, serve: str = "") -> subprocess.Popen[str]:
+    words = "vanilla kangaroo='drafter=kangaroo drafter.adapter=untrained:2' --requests 2 --users 1"
+    words += f" 2 --rounds 1 --max-new-tokens 8 --serve 'model=tiny max_batch_size=2 {serve}'"
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *shlex.split(words)],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("guidellm") is None, reason="needs kangaroo[load]")
+def test_the_command_goes_on_after_a_kill_and_leaves_no_server(tmp_path):
+    first = tmp_path / "outputs/load/cells/0-1-vanilla.json"
+    killed = command(tmp_path)
+    while not first.exists():
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.1)
+    left = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
+    killed.wait()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive, "servers and client end with the command"
+    kept = first.stat().st_mtime_ns
+    again = command(tmp_path)
+    told, _ = again.communicate(timeout=600)
+    assert again.returncode == 0 and "1 of 4 cells are in" in told, told
+    assert first.stat().st_mtime_ns == kept
+    summary = json.loads((tmp_path / "outputs/load/load.json").read_text())
+    assert [(row["users"], row["method"]) for row in summary["rows"]] == [
+        *((1, "vanilla"), (1, "kangaroo"), (2, "vanilla"), (2, "kangaroo"))
+    ]
+    assert all(row["as_vanilla"] == [2, 2] for row in summary["rows"])
+    nowhere = command(tmp_path, "model.path=nowhere/at-all")
+    told, _ = nowhere.communicate(timeout=600)
+    assert nowhere.returncode == 1 and "holds a run with other settings" in told, told
+    (tmp_path / "other").mkdir()
+    nowhere = command(tmp_path / "other", "model.path=nowhere/at-all")
+    told, _ = nowhere.communicate(timeout=600)
+    assert nowhere.returncode == 1 and "ModelNotFound: 'nowhere/at-all'" in told, told

@@ -1,0 +1,278 @@
+"""What a training run tells: decoding beside teacher forcing, names, the table and the plot."""
+
+import csv
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
+from training_cases import run, sample
+
+from kangaroo.drafters.eagle import EagleConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.evaluation import metrics as evaluation
+from kangaroo.heads import eagle_head
+from kangaroo.heads.adapter_files import WEIGHTS, read_config
+from kangaroo.training import curves, results
+from kangaroo.training.batches import collate
+from kangaroo.training.checkpoint import METRICS, read_metrics
+from kangaroo.training.decode import decode, frozen, prompts_of
+from kangaroo.training.micro_batch import forward_target, grade
+from kangaroo.training.recipe import trainees
+from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.tracking import WandbConfig, forget
+
+VARIANTS = [{}, {"fused": True}, {"own_head": True}]
+EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
+
+
+def trained(lm, **changes):
+    """An adapter that agrees here and there, with values that saving does not round."""
+    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
+    (trainee,) = trainees(lm, [recipe], None)
+    adapter = adapter_for(lm, architecture=recipe.architecture).bfloat16().float()
+    trainee.adapter.load_state_dict(adapter.state_dict())
+    return trainee
+
+
+def graded(lm, trainee, texts, prompts):
+    """The grades of all draft steps at every position of the texts, and where those are."""
+    samples = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    tokens = collate(samples, 1000, lm.device)
+    (own,), _ = grade(lm, forward_target(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
+    return own, tokens.wanted_BT
+
+
+def walk(agrees, length, start):
+    """(accepted, written) of each round that drafts, were a text decoded from `start` on.
+
+    Args:
+        agrees: tells whether the draft token of a step would be right after a position.
+    """
+    position, rounds = start - 1, []
+    while (room := length - 1 - position) > 0:
+        count = 0
+        while count < results.STEPS and agrees(count, position + count):
+            count += 1
+        rounds.append((count, min(count + 1, room)))
+        position += rounds[-1][1]
+    return rounds
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
+    """Along a text that decoding writes, both numbers speak of the same events: they differ only in
+    that one counts rounds and the other positions."""
+    lm, new_tokens = tiny(), 40
+    trainee = trained(lm, **changes)
+    prompts = random_prompts(5, 9, 14, seed=3)
+    texts = vanilla_texts(lm, prompts, new_tokens)
+    own, wanted_BT = graded(lm, trainee, texts, prompts)
+    agrees = []
+    for step in range(results.STEPS):
+        agrees_BT = torch.zeros_like(wanted_BT)
+        agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
+        agrees.append(agrees_BT)
+    rounds = [(0, 1)] * len(prompts)  # the prefills
+    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        rounds += walk(
+            lambda step, position, row=row: bool(agrees[step][row, position]),
+            len(text),
+            len(prompt) + 1,
+        )
+    told = {f"ctar{w}": sum(a >= w for a, _ in rounds) / len(rounds) for w in range(1, 7)}
+    told["compression_rate"] = sum(written for _, written in rounds) / len(rounds)
+    assert 1.3 < told["compression_rate"] < 6.5
+    measured = decode(lm, [trainee], prompts, new_tokens)
+    assert {name: measured[f"decode/own-exit2/{name}"] for name in told} == told
+
+    # and as many drafts, had one begun at every position, are what `results.accepted` counts
+    everywhere = [
+        next(iter(walk(lambda s, p, row=row: bool(agrees[s][row, p]), len(text), start)))[0]
+        for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+        for start in range(len(prompt), len(text))
+    ]
+    counted = results.accepted(own, wanted_BT).tolist()
+    if (
+        not trainee.recipe.architecture.fused
+    ):  # whose drafts begin in the prompt are not graded later on
+        assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
+
+
+def test_expected_acceptance_is_what_sampling_accepts():
+    lm = tiny()
+    trainee = trained(lm)
+    prompts = random_prompts(*[6] * 8, seed=5)
+    measured = decode(lm, [trainee], prompts, 150)["decode/own-exit2/sampled_acceptance"]
+    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
+    done = Engine(lm, Vanilla()).generate(prompts, 150, sampling)
+    texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
+    own, _ = graded(lm, trainee, texts, prompts)
+    _, agreed, expected, positions = own[0].sums_F.tolist()
+    # some 800 rounds: a deviation of 0.018 for each side's texts, which are not the same
+    assert abs(measured - expected / positions) < 0.06
+    assert abs(agreed - expected) / positions > 0.06  # greedy agreement is told apart
+
+
+def test_sampled_acceptance_is_the_share_of_draft_tokens_though_prefills_have_none():
+    lm = tiny()
+    trainee = trained(lm)
+    prompts = random_prompts(*[6] * 8, seed=5)
+    measured = decode(lm, [trainee], prompts, 2)["decode/own-exit2/sampled_acceptance"]
+    drafter = KangarooConfig.chain(1).of(lm, *frozen(lm, trainee))
+    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
+    done = Engine(lm, drafter).generate(prompts, 2, sampling)
+    assert [[step.drafted for step in one.steps] for one in done] == [[0, 1]] * 8
+    assert 0 < measured == sum(one.steps[1].accepted for one in done) / 8
+    assert "decode/own-exit2/sampled_acceptance" not in decode(lm, [trainee], prompts, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("changes", [*VARIANTS, EAGLE], ids=str)
+def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
+    lm = tiny(dtype=dtype)
+    data = [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
+    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
+    folder = run(lm, tmp_path, recipe, data, vocabulary=40)
+    told = read_config(str(folder)).training["progress"]["decoded"]
+    method = EagleConfig if "architecture" in changes else KangarooConfig
+    drafter = method(adapter=str(folder), threshold=0).build(lm)
+    done = Engine(lm, drafter).generate(prompts_of(data[-2:], 2, 500, 12), 12)
+    accepted = [step.accepted for generation in done for step in generation.steps]
+    reached = evaluation.ctar(accepted)
+    assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))
+    written = sum(len(generation.tokens) for generation in done)
+    assert told["compression_rate"] == written / sum(len(g.steps) for g in done)
+
+
+def test_what_is_decoded_in_a_batch_is_what_one_text_at_a_time_gives(monkeypatch):
+    """Though a batch would not draft where that costs more than it brings."""
+    monkeypatch.setattr(Budget, "cost", lambda self, rows, nodes: [1.0 + n for n in range(nodes)])
+    lm = tiny(deep_scale=0.5).compile_for_decoding()
+    trainee, prompts = trained(lm), random_prompts(5, 6, 7, 8)
+    together = decode(lm, [trainee], prompts, 12)
+    monkeypatch.setattr("kangaroo.training.decode._ROWS", 1)
+    assert together == decode(lm, [trainee], prompts, 12)
+    assert together["decode/own-exit2/ctar1"] > 0
+
+
+def test_decoding_leaves_no_trace_in_training(tmp_path):
+    lm = tiny()
+    trainee = trained(lm, own_head=True)
+    before = {name: p.clone() for name, p in trainee.adapter.named_parameters()}
+    random = torch.get_rng_state()
+    decode(lm, [trainee], random_prompts(5, 6), 8)
+    copy, (head,) = frozen(lm, trainee)
+    assert head.weight_KD.data_ptr() == copy.head.weight.data_ptr()
+    assert not any(p.requires_grad for p in copy.parameters())
+    assert trainee.adapter.training and torch.equal(random, torch.get_rng_state())
+    for name, p in trainee.adapter.named_parameters():
+        assert p.requires_grad and p.dtype == torch.float32 and torch.equal(p, before[name])
+    often = run(tiny(), tmp_path / "often", decode_every=1)
+    never = run(tiny(), tmp_path / "never", decode_prompts=0)
+    assert (often / WEIGHTS).read_bytes() == (never / WEIGHTS).read_bytes()
+
+
+def test_how_much_a_run_decodes_may_change_on_resuming(tmp_path):
+    run(tiny(), tmp_path)
+    run(tiny(), tmp_path, decode_every=1, decode_prompts=1, decode_tokens=3)
+
+
+def test_a_prompt_ends_where_the_last_answer_begins():
+    two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 1, 1, 0, 0, 1, 1]}
+    unasked, long = sample([1, 2, 3], 0), sample(list(range(9)), 8)
+    some = [two_turns, unasked, long, sample([8, 9, 10], 2)]
+    assert prompts_of(some, 9, longest=7, new_tokens=3) == [[1, 2, 3, 4, 5], [8, 9]]
+    assert prompts_of(some, 1, longest=7, new_tokens=3) == [[1, 2, 3, 4, 5]]
+    assert prompts_of([unasked], 0, longest=7, new_tokens=3) == []
+    with pytest.raises(ConfigError, match=r"none of the 2 held-out samples .* 1 to 7 .*prompts=0"):
+        prompts_of([unasked, long], 1, longest=7, new_tokens=3)
+
+
+def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
+    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
+    folder = run(tiny(), tmp_path, recipe)
+    *_, last = read_metrics(tmp_path)
+    name = folder.name
+    means = ["loss", "agreement", "expected_acceptance"]
+    rates = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
+    steps = [f"step{k}/{mean}" for k in range(2, 7) for mean in means]
+    assert set(last) == {
+        "step",
+        "tokens",
+        "tokens_per_second",
+        "peak_memory_gib",
+        *(f"train/{name}/{figure}" for figure in [*means, *steps[:3], "learning_rate"]),
+        *(f"held_out/{name}/{figure}" for figure in means + steps + rates),
+        *(f"decode/{name}/{figure}" for figure in [*rates, "sampled_acceptance"]),
+    }
+    assert 0.05 < last["peak_memory_gib"] < 100
+    progress = read_config(str(folder)).training["progress"]
+    assert set(progress["held_out"]) == {*means, *steps, *rates}
+    assert set(progress["decoded"]) == {*rates, "sampled_acceptance"}
+    assert progress["tokens"] == last["tokens"]
+
+
+def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
+    data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
+    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
+    folder = run(tiny(), tmp_path, recipe, data)
+    *_, last = read_metrics(tmp_path)
+    assert f"train/{folder.name}/loss" in last and f"train/{folder.name}/step2/loss" not in last
+
+
+def test_the_table_holds_what_the_metrics_hold(tmp_path):
+    run(tiny(), tmp_path)
+    rows = read_metrics(tmp_path)
+    with (tmp_path / curves.TABLE).open(newline="") as file:
+        table = list(csv.DictReader(file))
+    told = [{k: float(v) for k, v in row.items() if v} for row in table]
+    assert told == rows and len(rows) > 3
+    assert (tmp_path / curves.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        curves.write(tmp_path)
+    whole = {"step": 1, "train/a/loss": 2.0}
+    (tmp_path / METRICS).write_text(json.dumps(whole) + '\n{"step": 2, "train/a/lo')
+    curves.write(tmp_path)
+    assert (tmp_path / curves.TABLE).read_text().splitlines() == ["step,train/a/loss", "1,2.0"]
+
+
+def test_a_long_run_is_drawn_as_means_of_steps_and_exact_dots():
+    rows = [{"step": s, "train/a/loss": s % 2, "train/b/loss": 7.0} for s in range(1, 1001)]
+    rows[499]["held_out/b/loss"] = 3.0
+    loss = curves.draw(rows, "test").axes[0]
+    lines = [line.get_xydata() for line in loss.get_lines()]
+    means, seven = lines[0], lines[3]
+    assert len(means) <= 60 and abs(means[:, 1] - 0.5).max() < 0.05 and (seven[:, 1] == 7).all()
+    assert lines[4].tolist() == [[500.0, 3.0]]
+
+
+def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
+    logged, starts = [], iter([58, 0])  # a part on disk is not told what W&B has
+
+    def init(**settings):
+        log = lambda metrics, step: logged.append(step)  # noqa: E731
+        assert settings["name"] == "/".join(tmp_path.parts[-2:])
+        return SimpleNamespace(starting_step=next(starts), log=log)
+
+    fake = SimpleNamespace(init=init)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = WandbConfig().start({}, tmp_path)
+    for step in (57, 58, 59):  # the checkpoint held step 56
+        tracker.log({"loss": 1.0}, step)
+    assert logged == [58, 59]
+    tracker = WandbConfig().start({}, tmp_path)
+    for step in (59, 60):
+        tracker.log({"loss": 1.0}, step)
+    assert logged == [58, 59, 60]
+    forget(tmp_path)
+    assert not list(tmp_path.glob("wandb_*"))

@@ -1,0 +1,225 @@
+"""Training at scale: the same results and weights whatever the number of processes."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from commands import ROOT
+from helpers import tiny
+from scale_worker import CASES, train_tiny
+from torch import nn
+
+from kangaroo.training import backend
+from kangaroo.training.backend import TorchBackend
+from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
+from kangaroo.training.config import TrainerConfig, loss_chunk_of
+from kangaroo.training.loop import resolve_options
+from kangaroo.utils import memory
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.tracking import NoTracker
+
+WORKER = ROOT / "tests/scale_worker.py"
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs deepspeed: pip install kangaroo[deepspeed]"
+)
+
+
+def plain(settings):
+    """The settings of one process in plain torch; a sharded target decodes nothing."""
+    same = {k: v for k, v in settings.items() if k not in ("zero_stage", "shard_target")}
+    if "accumulate" in same:
+        same["accumulate"] = same["accumulate"] or 2  # null is the number of processes
+    return same | {"decode_prompts": 0} if settings.get("shard_target") else same
+
+
+def state(folder):
+    """Weights and moments of a run's checkpoint, by name."""
+    saved = torch.load(folder / CHECKPOINT, weights_only=True)["backend"]
+    return {
+        (part, name): tensor
+        for part in ("weights", "exp_avg", "exp_avg_sq")
+        for name, tensor in saved[part].items()
+    }
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def curve(folder):
+    """The metrics of every step, but for what is of the process alone."""
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    own = ("tokens_per_second", "peak_memory_gib")
+    return [{k: v for k, v in row.items() if k not in own} for row in rows]
+
+
+class Stopped(Exception):
+    pass
+
+
+class StopsAt(NoTracker):
+    def __init__(self, step):
+        self.step = step
+
+    def log(self, metrics, step):
+        if step == self.step:
+            raise Stopped
+
+
+TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
+
+
+def launch(folder, *cases):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, WORKER, folder, *cases]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The cases in one process and plain torch, each run once."""
+    folder, runs = tmp_path_factory.mktemp("alone"), {}
+
+    def run(name):
+        settings = plain(CASES[name].settings)
+        key = json.dumps(settings)
+        if key not in runs:
+            runs[key] = folder / name
+            train_tiny(runs[key], settings)
+        return runs[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The cases in two processes; the last of them was killed."""
+    folder = tmp_path_factory.mktemp("two")
+    with pytest.raises(Stopped):
+        train_tiny(folder / "one_to_two", {}, StopsAt(5))
+    result = launch(folder, *TRAINED, "killed")
+    assert "SIGKILL" in result.stderr, result.stderr
+    return folder
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("case", TRAINED)
+def test_two_processes_train_as_one_does(case, two, alone):
+    """Every metric of every step, every weight and every moment, to the last bit."""
+    assert curve(two / case) == curve(alone(case))
+    assert same(state(two / case), state(alone(case)))
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_killed_in_two_processes_ends_the_same_in_two_or_one(two, alone):
+    """Begun with accumulate=null under DeepSpeed, ended in plain torch: it keeps its two a step."""
+    assert len(curve(two / "killed")) == 5  # and the checkpoint holds four
+    for name in ("two_again", "one_again"):
+        shutil.copytree(two / "killed", two / name)
+    result = launch(two, "two_again")
+    assert result.returncode == 0, result.stderr
+    train_tiny(two / "one_again", {"accumulate": None})
+    for name in ("two_again", "one_again"):
+        assert curve(two / name) == curve(alone("killed"))
+        assert same(state(two / name), state(alone("killed")))
+
+
+def adapters():
+    torch.manual_seed(0)
+    return [nn.Linear(4, 3), nn.Linear(3, 2)]
+
+
+def test_the_sum_of_gradients_does_not_depend_on_their_order():
+    scales = [1e-9, 0.3, -7.0, 1e4 / 3]
+    ends = []
+    for order in itertools.permutations(scales):
+        own = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9), Ranks())
+        for scale in order:
+            for adapter in own.adapters:
+                (adapter.weight.sin().sum() * scale / 9 + adapter.bias.sum() * scale).backward()
+            own.collect()
+        own.step([0.1, 0.2])
+        ends.append(own.state()["exp_avg"])
+    assert all(same(ends[0], end) for end in ends)
+
+
+def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monkeypatch):
+    items = list("abcde")
+    shares = [Ranks(rank, 3).scatter(items) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert sorted(item for share in shares for item, counts in share if counts) == items
+    results = [[item for item, _ in share] for share in shares]
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: results)
+    assert Ranks(0, 3).gather(results[0], len(items)) == items
+
+
+@pytest.mark.parametrize(
+    "settings, world, message",
+    [
+        ({"shard_target": True}, 1, "shard_target=true.*there is one"),
+        (
+            {"shard_target": True, "cache_target_states": True},
+            2,
+            "cache_target_states=true and trainer.shard_target=true exclude",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_processes_are_refused(settings, world, message, monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=message):
+        backend.check(TrainerConfig(**settings), Ranks(0, world))
+
+
+def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(tmp_path, monkeypatch):
+    """Two processes run on what one has begun, and one on what two have."""
+    lm = tiny()
+
+    def resolved(**given):
+        options = resolve_options(TrainerConfig(**given), lm, tmp_path, Ranks())
+        return options.accumulate, options.loss_chunk
+
+    assert resolved() == (1, 256)
+    monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
+    assert resolved() == (1, 4096)
+    assert resolved(accumulate=3) == (3, 4096) and resolved(loss_chunk=7) == (1, 7)
+    begun = TrainerConfig(accumulate=8, loss_chunk=512)
+    Checkpoint(tmp_path, begun.identity(), data="test").save({}, Progress())
+    assert resolved() == (8, 512)
+    assert resolved(accumulate=3) == (3, 512)  # and is refused later
+
+
+@pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
+def test_processes_without_a_micro_batch_are_named(
+    accumulate, warnings, tmp_path, caplog, monkeypatch
+):
+    """The first of two processes; what the second says is what the first does."""
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value] * self.world)
+    for alike in ("broadcast", "add_up", "copy_from"):
+        monkeypatch.setattr(Ranks, alike, lambda self, *values: values[-1])
+    once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
+    train_tiny(tmp_path, once, ranks=Ranks(0, 2))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == warnings
+    assert all("accumulate=1 keeps 1 of the 2 processes busy" in line for line in said)
+
+
+def test_a_missing_deepspeed_is_named(monkeypatch):
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
+        backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
+
+
+@pytest.mark.parametrize(
+    "gib, vocabulary, chunk",
+    [(80, 32_000, 2048), (24, 32_000, 512), (80, 128_256, 512), (16, 128_256, 256), (0, 9, 256)],
+)
+def test_a_larger_card_computes_more_logits_at_a_time(gib, vocabulary, chunk):
+    assert loss_chunk_of(gib << 30, vocabulary) == chunk
