@@ -67,9 +67,9 @@ class Cascade:
         self.first.begin(batch)
         self.second.begin(batch)
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
-        self.first.copy_prefix(source, row, known)
-        self.second.copy_prefix(source, row, known)
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
+        self.first.copy_prefix(source, row, count)
+        self.second.copy_prefix(source, row, count)
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]

@@ -144,10 +144,10 @@ class DraftModel(Autoregressive):
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
             self.made_for = batch.cache.serial
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()
-        self.cache.copy(source, row, known)
-        self.read[row] = min(self.read[source], known)
+        self.cache.copy(source, row, count)
+        self.read[row] = min(self.read[source], count)
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
@@ -174,14 +174,12 @@ class DraftModel(Autoregressive):
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
 
-    def logits(self, x_BND: Tensor) -> Tensor:
-        logits_BNV = super().logits(x_BND)
-        return (
-            F.pad(logits_BNV, (0, self.padding), value=-torch.inf) if self.padding else logits_BNV
-        )
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        logits_BV = super().logits(x_B1D)
+        return F.pad(logits_BV, (0, self.padding), value=-torch.inf) if self.padding else logits_BV
 
-    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        return super().choose(x_BND) if self.padding >= 0 else None
+    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
+        return super().choose(x_B1D) if self.padding >= 0 else None
 
     def _embed(self, tokens_BN: Tensor) -> Tensor:
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
