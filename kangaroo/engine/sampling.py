@@ -145,16 +145,16 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
     Args:
         settings_B3: of all texts on the device, also of some that `rows` leaves out.
     """
-    sampled = [one for one in rows if not one.greedy]
+    sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
     if rows[0].rule is Rule.rejection:  # then all are alike
         return replace(rows[0], seed=0)
-    most_k = max(one.top_k for one in sampled)
+    most_k = max(row.top_k for row in sampled)
     return Mixed(
         settings_B3,
         most_k and 1 << (most_k - 1).bit_length(),
-        any(one.top_p < 1 for one in sampled),
+        any(row.top_p < 1 for row in sampled),
     )
 
 
