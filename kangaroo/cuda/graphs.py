@@ -65,7 +65,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
         self.device, self.most = device, most
-        self.record = record or Recorder(device)
+        self.record = record or GraphRecorder(device)
         self.made: OrderedDict[Key, Recorded] = OrderedDict()
         self.watched: set[int] = set()  # serials of caches whose end will be told
         self.dead: list[int] = []  # serials of caches that ended while something was recorded
@@ -194,7 +194,7 @@ def _ended(graphs: weakref.ref[Graphs], serial: int) -> None:
         alive._forget(serial)
 
 
-class Recorder:
+class GraphRecorder:
     """Records CUDA graphs, all in one pool of memory: none runs while another does."""
 
     def __init__(self, device: torch.device) -> None:
