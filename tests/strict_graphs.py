@@ -187,7 +187,7 @@ def twin(x: Tensor) -> Tensor:
 
 
 class StrictRecorder:
-    """Stands in for `kangaroo.cuda.graphs.Recorder`; its pool, as CUDA's, is lost for good
+    """Stands in for `kangaroo.cuda.graphs.GraphRecorder`; its pool, as CUDA's, is lost for good
     with the last tape in it.
     """
 

@@ -61,8 +61,8 @@ class DraftBuffers:
         self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
-        made = capacity if drafting and drafting.fusing.weight else 0
-        self.made_BND = torch.empty(size, made, hidden, dtype=lm.dtype)
+        fused = capacity if drafting and drafting.fusing.weight else 0
+        self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
         arrays = """
             base count asking end draw token parent place has_state choices chances unread accepted
             written kept kept_chances
@@ -76,7 +76,7 @@ class DraftBuffers:
             keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
-            made=self.made_BND.data_ptr(),
+            made=self.adapted_BND.data_ptr(),
             **{name: getattr(self, name).ctypes.data for name in arrays.split()},
         )
         target, self.held = native_target(lm, cache)
@@ -113,12 +113,12 @@ class DraftBuffers:
         count = int(self.count[row])
         parents_before, before = (of[row, 1:count].tolist() for of in (self.parent, self.token))
         keys = zip(parents_before, before, strict=True)
-        known = {key: node for node, key in enumerate(keys, start=1)}
+        nodes = {key: node for node, key in enumerate(keys, start=1)}
         places, states = self.place[row, :count].tolist(), self.has_state[row, :count].tolist()
         same, free = [0], count  # the node that each of the tree's was, or -1
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-            same.append(was := known.get((same[parent], token), -1))
+            same.append(was := nodes.get((same[parent], token), -1))
             if was < 0:
                 self.place[row, node], free = free, free + 1
             else:
@@ -129,18 +129,18 @@ class DraftBuffers:
         rows: Sequence[int],
         steps: int,
         threshold: float,
-        least: Sequence[float] | None = None,
+        min_chances: Sequence[float] | None = None,
     ) -> None:
         """The chains of these rows grow by up to so many tokens; see `rounds.h`.
 
         Args:
-            least: a row's chain of n tokens grows if the product of their probabilities is more
-                than the n-th of these; None is 0 throughout.
+            min_chances: a row's chain of n tokens grows if the product of their probabilities is
+                more than the n-th of these; None is 0 throughout.
         """
         if not rows:
             return
         self._ask(rows)
-        limits = np.array(least or [0.0] * steps, np.float32)
+        limits = np.array(min_chances or [0.0] * steps, np.float32)
         self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
 
     def draft_trees(
@@ -148,24 +148,24 @@ class DraftBuffers:
         rows: Sequence[int],
         width: int,
         threshold: float,
-        least: Sequence[float],
+        min_chances: Sequence[float],
         worth: Sequence[float],
         halves_leaves: bool,
     ) -> None:
         """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
 
         Args:
-            least: a tree of n levels grows if the likeliest node of the last one is likelier than
-                the n-th of these; there are as many levels at most.
+            min_chances: a tree of n levels grows if the likeliest node of the last one is likelier
+                than the n-th of these; there are as many levels at most.
             worth: of the nodes, the likeliest first, those are verified that make the sum of their
                 chances less these numbers largest; as many at most.
             halves_leaves: without the less likely half of the nodes that have no child.
         """
         self._ask(rows)
-        limits, worths = np.array(least, np.float32), np.array(worth, np.float32)
+        limits, worths = np.array(min_chances, np.float32), np.array(worth, np.float32)
         self._draft_trees(
             *self.pointers,
-            *(len(least), width, threshold, limits.ctypes.data),
+            *(len(min_chances), width, threshold, limits.ctypes.data),
             *(len(worth), worths.ctypes.data, halves_leaves),
         )
 

@@ -19,10 +19,10 @@ OPENMP, STANDARD = ["-fopenmp", "-include", "omp.h"], ["-pthread"]  # threads: s
 
 def compiler() -> str:
     """Errors: `OSError` where there is none."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not found:
+    name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not name:
         raise OSError("there is no C++ compiler; install g++, or name one in CXX")
-    return found
+    return name
 
 
 def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:

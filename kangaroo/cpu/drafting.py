@@ -5,7 +5,6 @@ Each takes its settings and its parts from the drafter, whose `propose` is the d
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import Structure
 from functools import singledispatch
@@ -30,23 +29,22 @@ from kangaroo.heads.layer import weight
 UNREAD = 4  # tokens of a text that a draft model reads along with its draft; more, like a prompt
 
 
-class NativeDrafting(ABC):
-    """A drafter in native code, for one batch.
+class NativeDrafting:
+    """A drafter in native code, for one batch; by itself, vanilla decoding.
 
     Attributes:
         nodes: the most places that its nodes take in a round.
         exit_layer: verification shares the states of the layers below this one; 0 is none.
     """
 
-    nodes: int
+    nodes = 0
     exit_layer = 0
 
     def layer(self) -> Structure | None:
         """The layer that drafts, once its cache is there; None for a drafter that has none."""
         return None
 
-    @abstractmethod
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         """Add nodes below the pending tokens of these rows."""
 
 
@@ -58,7 +56,7 @@ def native_drafting(drafter: Any) -> NativeDrafting | None:
 
 @native_drafting.register
 def _(drafter: Vanilla) -> NativeDrafting:
-    return NothingDrafted()
+    return NativeDrafting()
 
 
 @native_drafting.register
@@ -106,22 +104,13 @@ def is_native(drafter: EarlyExit) -> bool:
     return drafter.adapter.native_inputs() is not None
 
 
-class NothingDrafted(NativeDrafting):
-    """Vanilla decoding."""
-
-    nodes = 0
-
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        """Nothing."""
-
-
 class TextDrafting(NativeDrafting):
     """Chains that are read from the text."""
 
     def __init__(self, drafter: FromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         length = self.drafter.chain_length(batch.budget, len(rows))
         for row in rows:
             buffers.add(row, self.drafter.continuation(row, batch.texts[row])[:length])
@@ -133,7 +122,7 @@ class RestDrafting(NativeDrafting):
     def __init__(self, drafter: Rest):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         for row in rows:
             buffers.add(row, *self.drafter.tree(batch.texts[row]))
 
@@ -164,13 +153,13 @@ class ChainDrafting(LayerDrafting):
 
     drafter: Kangaroo
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        least = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if least[0] >= 1:  # no row drafts, so prompts need not be read yet
+        min_chances = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
+        if min_chances[0] >= 1:  # no row drafts, so prompts need not be read yet
             return
         drafter.read_prompts()
-        buffers.draft(rows, drafter.steps, drafter.threshold, least)
+        buffers.draft(rows, drafter.steps, drafter.threshold, min_chances)
 
 
 class TreeDrafting(LayerDrafting):
@@ -178,15 +167,15 @@ class TreeDrafting(LayerDrafting):
 
     drafter: KangarooTree
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter, budget = self.drafter, batch.budget
-        least = budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if least[0] >= 1:
+        min_chances = budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
+        if min_chances[0] >= 1:
             return
         drafter.read_prompts()
         worth = drafter.min_node_chances(budget, len(rows))
         halves = drafter.min_confidence is None
-        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, least, worth, halves)
+        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, min_chances, worth, halves)
 
 
 class HybridDrafting(LayerDrafting):
@@ -199,7 +188,7 @@ class HybridDrafting(LayerDrafting):
         # the chain, the lookup, and the tree's further choices
         self.nodes = drafter.steps + 2 * drafter.nodes
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.read_prompts()
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
@@ -213,11 +202,7 @@ class HybridDrafting(LayerDrafting):
             buffers.draft(growing, 1, drafter.threshold)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                (best, confidence), *further = zip(*choices, strict=True)
-                source = sources[row]
-                source.chain.append(best)
-                source.confidence.append(confidence)
-                source.further.append(further[: drafter.head.size - 1])
+                sources[row].add(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.goes_on(sources[row])]
         for row, source in sources.items():
             buffers.replace_with_tree(row, *drafter.tree(source))
@@ -233,9 +218,9 @@ class CascadeDrafting(NativeDrafting):
     def layer(self) -> Structure | None:
         return self.second.layer()
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        self.first.fill(buffers, batch, rows)
-        self.second.fill(buffers, batch, [row for row in rows if buffers.count[row] == 1])
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+        self.first.draft(buffers, batch, rows)
+        self.second.draft(buffers, batch, [row for row in rows if buffers.count[row] == 1])
 
 
 class DraftModelDrafting(NativeDrafting):
@@ -251,11 +236,11 @@ class DraftModelDrafting(NativeDrafting):
         self.texts: dict[int, list[int]] = {}
         self.drafted: dict[int, list[int]] = {}
 
-    def fill(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.prompts.clear()  # the texts have them
-        least = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if least[0] >= 1:
+        min_chances = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
+        if min_chances[0] >= 1:
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0
@@ -265,7 +250,7 @@ class DraftModelDrafting(NativeDrafting):
                 chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
-        chains.draft(rows, drafter.steps, drafter.threshold, least)
+        chains.draft(rows, drafter.steps, drafter.threshold, min_chances)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()
@@ -297,8 +282,8 @@ class DraftModelDrafting(NativeDrafting):
                 part_1T = torch.tensor([text[first : min(first + chunk, last)]])
                 drafter.read_chunk(part_1T, first, row)
             at = last
-        known = drafter.vocab_size - 1  # the target's further ids are padding
-        pending = [min(token, known) for token in text[at:]]
+        last_id = drafter.vocab_size - 1  # the target's further ids are padding
+        pending = [min(token, last_id) for token in text[at:]]
         chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = at, pending[0], 0
         chains.add(row, pending[1:])
         chains.end[row] = len(pending) - 1

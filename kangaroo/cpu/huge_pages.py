@@ -70,7 +70,7 @@ def _mapped_files() -> list[range]:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
         return []
-    found, addresses = [], range(0)
+    mapped, addresses = [], range(0)
     for line in lines:
         first, *rest = line.split(maxsplit=5)
         if not first.endswith(":"):  # a mapping's first line; its numbers follow
@@ -78,8 +78,8 @@ def _mapped_files() -> list[range]:
             of_file = len(rest) == 5 and rest[3] != "0"
             addresses = range(begin, end) if of_file else range(0)
         elif first == "Anonymous:" and rest[0] == "0" and addresses:
-            found.append(addresses)
-    return found
+            mapped.append(addresses)
+    return mapped
 
 
 def _give_back(tensor: Tensor, mapped: Iterable[range]) -> None:

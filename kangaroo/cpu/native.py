@@ -177,8 +177,8 @@ class Stack:
         bias = meta.bias_R1TE
         if bias is None:  # from the first position on
             return few and self.longest_prompt > 0 and len(x_RTD) == len(meta.slots_RT) == 1
-        own = isinstance(bias, Tensor) and len(bias) == len(meta.slots_RT) == len(x_RTD)
-        return few and own and bias.dtype == x_RTD.dtype
+        masked = isinstance(bias, Tensor) and len(bias) == len(meta.slots_RT) == len(x_RTD)
+        return few and masked and bias.dtype == x_RTD.dtype
 
     def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
         """Some of the layers with their keys and values; it holds as long as the cache.
@@ -315,9 +315,9 @@ FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
 
 def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> Callable[..., None]:
     """A function of the library for numbers of this format."""
-    found = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
-    found.argtypes, found.restype = takes, None
-    return found
+    call = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
+    call.argtypes, call.restype = takes, None
+    return call
 
 
 def has_tiles(library: CDLL) -> bool:
@@ -363,5 +363,5 @@ def library() -> CDLL | None:
 
 def build_name() -> str:
     """Tells the native code of this version, compiler and processor from any other."""
-    found = library()
-    return "" if found is None else Path(found._name).stem
+    code = library()
+    return "" if code is None else Path(code._name).stem

@@ -49,7 +49,7 @@ class CpuStepper:
         active = [row for row, done in enumerate(batch.done) if not done]
         self._begin(active)
         if drafts:
-            self.drafting.fill(buffers, batch, active)
+            self.drafting.draft(buffers, batch, active)
         drafted = running()
         buffers.verify()
         verified = running()
@@ -80,20 +80,15 @@ class CpuStepper:
             buffers.base[row], buffers.token[row, 0] = len(text) - 1, text[-1]
             buffers.count[row], buffers.has_state[row, 0] = 1, 0
 
-    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """The drafting layer reads only when it drafts; the states that it needs are kept."""
-        states_1TD = self._unread_states(source, len(known_T))
-        first, end = len(known_T) - states_1TD.shape[1], len(known_T)
+        buffers, end = self.buffers, len(prefix_T)
+        if self.texts[source] is not self.batch.texts[source]:  # it has none but its prompt's
+            return []
+        text_end = buffers.base[source] + buffers.accepted[source] + 1
+        first = min(int(text_end - buffers.unread[source]), end)
         if first == end:
             return []
+        states_1TD = buffers.unread_BUD[source, None, : end - first].clone()
         meta = self.lm.chunk(first, end, row, self.batch.n_slots)
-        return [(known_T[None, first:], meta, {self.drafting.exit_layer: states_1TD})]
-
-    def _unread_states(self, row: int, known: int) -> Tensor:
-        """States that the drafting layer has not read, `[1, T, D]`: of the last T of the first
-        `known` tokens of a row's text."""
-        buffers, count = self.buffers, 0
-        if self.texts[row] is self.batch.texts[row]:  # else it has none but its prompt's
-            end = buffers.base[row] + buffers.accepted[row] + 1
-            count = max(0, known - int(end - buffers.unread[row]))
-        return buffers.unread_BUD[row, None, :count].clone()
+        return [(prefix_T[None, first:], meta, {self.drafting.exit_layer: states_1TD})]

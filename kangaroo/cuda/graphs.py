@@ -65,7 +65,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
         self.device, self.most = device, most
-        self.record = record or Recorder(device)
+        self.record = record or GraphRecorder(device)
         self.made: OrderedDict[Key, Recorded] = OrderedDict()
         self.watched: set[int] = set()  # serials of caches whose end will be told
         self.dead: list[int] = []  # serials of caches that ended while something was recorded
@@ -126,16 +126,16 @@ class Graphs:
                 self._watch(caches)
                 self._make(serials, whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
-            made = self.made[whole]
-            pairs = zip(made.inputs, inputs, strict=True)
+            graph = self.made[whole]
+            pairs = zip(graph.inputs, inputs, strict=True)
             stale = [(place, given) for place, given in pairs if place is not given]
             for dtype in {given.dtype for _, given in stale}:  # of each all at once
                 places, values = zip(
                     *(pair for pair in stale if pair[1].dtype == dtype), strict=True
                 )
                 torch._foreach_copy_(places, values)
-            made.replay()
-        return made.results
+            graph.replay()
+        return graph.results
 
     def _make(
         self,
@@ -147,17 +147,17 @@ class Graphs:
         self._wait()
         start = time.perf_counter()
         held = tuple(x if x in self.static else x.clone() for x in inputs)
-        made = Recorded(serials, held, lambda: None, held)
+        graph = Recorded(serials, held, lambda: None, held)
         if work is not None:
             self.recording = True
             try:
-                made.results = tuple(torch.empty_like(x) for x in work(*held))
-                made.replay = self.record(lambda: _fill(made.results, work(*held)))
+                graph.results = tuple(torch.empty_like(x) for x in work(*held))
+                graph.replay = self.record(lambda: _fill(graph.results, work(*held)))
             finally:
                 self.recording = False
-        for tensor in made.results:
+        for tensor in graph.results:
             self.static[tensor] = True
-        self.made[whole] = made
+        self.made[whole] = graph
         if len(self.made) > self.most:
             self.made.popitem(last=False)
         self._wait()
@@ -176,7 +176,7 @@ class Graphs:
 
     def _forget(self, serial: int) -> None:
         self.watched.discard(serial)
-        for key in [key for key, made in self.made.items() if serial in made.serials]:
+        for key in [key for key, graph in self.made.items() if serial in graph.serials]:
             del self.made[key]
 
 
@@ -194,7 +194,7 @@ def _ended(graphs: weakref.ref[Graphs], serial: int) -> None:
         alive._forget(serial)
 
 
-class Recorder:
+class GraphRecorder:
     """Records CUDA graphs, all in one pool of memory: none runs while another does."""
 
     def __init__(self, device: torch.device) -> None:

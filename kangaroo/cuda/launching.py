@@ -113,9 +113,9 @@ def card_of(device: torch.device) -> Card:
     """A device's figures; an H100's where there is none, in Triton's interpreter."""
     if device.type != "cuda":
         return Card(132, SHARED[9, 0])
-    made = torch.cuda.get_device_properties(device)
-    shared = SHARED.get((made.major, made.minor), LEAST_SHARED)
-    return Card(made.multi_processor_count, shared, made.major >= 9)
+    gpu = torch.cuda.get_device_properties(device)
+    shared = SHARED.get((gpu.major, gpu.minor), LEAST_SHARED)
+    return Card(gpu.multi_processor_count, shared, gpu.major >= 9)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float, **options: Any) -> None:

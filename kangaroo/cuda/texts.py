@@ -51,13 +51,13 @@ def _heads(x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights, sizes: Sizes) 
         (layer.k, layer.k_bias, layer.k_norm, sizes.kv_heads, True),
         (layer.v, layer.v_bias, None, sizes.kv_heads, False),
     )
-    made = []
+    projected = []
     for weight, bias, norm, heads, turns in parts:
         part_RTO = F.linear(x_RTD, weight, bias)
         if turns:
             _rotate(part_RTO, norm, meta, heads, sizes)
-        made.append(part_RTO.unflatten(-1, (heads, -1)).transpose(1, 2))
-    return made
+        projected.append(part_RTO.unflatten(-1, (heads, -1)).transpose(1, 2))
+    return projected
 
 
 def _rotate(

@@ -68,18 +68,18 @@ def assumed() -> AcceptanceTable:
     lookup = [0.25, 0.5, 0.7, 0.75, 0.85, 0.95, 0.99]
     edges = [*PROBABILITIES, 1.0]
     chain = [(low + high) / 2 for low, high in pairwise(edges)]
-    other = [[found * (1 - drafted) for drafted in chain] for found in lookup]
+    other = [[right * (1 - drafted) for drafted in chain] for right in lookup]
     return AcceptanceTable(
         lengths=LENGTHS,
         probabilities=PROBABILITIES,
         lookup=lookup,
         chain=chain,
         runner_up=chain,
-        same=[[1 - (1 - found) * (1 - drafted) for drafted in chain] for found in lookup],
+        same=[[1 - (1 - right) * (1 - drafted) for drafted in chain] for right in lookup],
         further=other,
         other=other,
-        against=[[drafted * (1 - found) for drafted in chain] for found in lookup],
-        adds=[0.45 * (1 - found) for found in [0.0, *lookup]],
+        against=[[drafted * (1 - right) for drafted in chain] for right in lookup],
+        adds=[0.45 * (1 - right) for right in [0.0, *lookup]],
     )
 
 
@@ -119,8 +119,8 @@ def read(folder: Path, weights: str, count: str) -> AcceptanceTable | None:
     if not file.is_file():
         return None
     try:
-        known = json.loads(file.read_text())
-        counted_for, acceptance = known["weights"], AcceptanceTable(**known["odds"])
+        record = json.loads(file.read_text())
+        counted_for, acceptance = record["weights"], AcceptanceTable(**record["odds"])
         _check(acceptance)
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptFile(

@@ -44,7 +44,7 @@ class Drafter(Protocol):
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         """A prompt that enters a row begins with so many tokens of another row's text, whose keys
         the target's cache has in both now. Those that are kept here may be copied likewise."""
 
@@ -139,7 +139,7 @@ class Stateless:
     def begin(self, batch: Batch) -> None:
         """Nothing is kept."""
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         """Nothing is kept."""
 
     def prefill(

@@ -83,26 +83,26 @@ class AcceptanceCounts:
                 self.add("chain", (column,), best == token)
                 self.add("adds", (0,), best == token)
             else:
-                row, found = acceptance.row(length + depth), lookup[depth]
-                self.add("lookup", (row,), found == token)
-                self.add("adds", (1 + row,), best == token != found)
-                if found == best:
-                    self.add("same", (row, column), found == token)
+                row, guess = acceptance.row(length + depth), lookup[depth]
+                self.add("lookup", (row,), guess == token)
+                self.add("adds", (1 + row,), best == token != guess)
+                if guess == best:
+                    self.add("same", (row, column), guess == token)
                 else:
-                    chosen = any(found == choice for choice, _ in choices)
-                    self.add("further" if chosen else "other", (row, column), found == token)
+                    chosen = any(guess == choice for choice, _ in choices)
+                    self.add("further" if chosen else "other", (row, column), guess == token)
                     self.add("against", (row, column), best == token)
-                if found != token:
+                if guess != token:
                     lookup = []  # what it says next comes after a wrong token
             if best != token:
                 return
 
-    def _add_further(self, choices: Choices, found: list[int], token: int) -> None:
+    def _add_further(self, choices: Choices, guesses: list[int], token: int) -> None:
         """The choices after the first, each where no better one and not the lookup is right."""
-        if token in found:
+        if token in guesses:
             return
         for rank, (choice, probability) in enumerate(choices):
-            if rank and choice not in found:
+            if rank and choice not in guesses:
                 self.add("runner_up", (self.assumed.column(probability),), choice == token)
             if choice == token:
                 return
@@ -183,14 +183,14 @@ def look(
     deep_1TD = f_1TD if layer.deep_tap is None else lm.norm(x_1TD).to(f_1TD.device)
     graded = layer.architecture.graded_steps(steps)
     states = layer.states(taps, deep_1TD, meta.to(f_1TD.device), graded)
-    found = []
+    choices_by_step = []
     for state_1TD in states:
         logits_MK = head(state_1TD[0, list(wanted)]).float()
         probs_MC, index_MC = logits_MK.softmax(-1).topk(min(CHOICES, head.size))
         ids, probs = head.token_of(index_MC).tolist(), probs_MC.tolist()
         choices = [list(zip(*both, strict=True)) for both in zip(ids, probs, strict=True)]
-        found.append(dict(zip(wanted, choices, strict=True)))
-    return found
+        choices_by_step.append(dict(zip(wanted, choices, strict=True)))
+    return choices_by_step
 
 
 def rounds(

@@ -67,9 +67,9 @@ class Cascade:
         self.first.begin(batch)
         self.second.begin(batch)
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
-        self.first.copy_prefix(source, row, known)
-        self.second.copy_prefix(source, row, known)
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
+        self.first.copy_prefix(source, row, count)
+        self.second.copy_prefix(source, row, count)
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
@@ -104,21 +104,21 @@ class Cascade:
             row[:count] for row, count in zip(draft.tokens_BN[:, 1:].tolist(), counts, strict=True)
         ]
         longer = [
-            own + self.first.continuation(row, batch.texts[row] + own)
-            for row, own in enumerate(drafted)
+            chain + self.first.continuation(row, batch.texts[row] + chain)
+            for row, chain in enumerate(drafted)
         ]
         if longer == drafted:
             return draft
         extended = Draft.listed(batch.last(1), longer)
         if draft.hidden_BND is not None:  # the new nodes have to catch up with the others
-            size, known = extended.tree.size, 1 + min(counts)
+            size, kept = extended.tree.size, 1 + min(counts)
             meta = self.lm.forward_meta(
                 extended.tree, batch.base_B, batch.used + size, batch.n_slots
             )
-            x_BND = self.lm.embed(extended.tokens_BN[:, known:])
-            at = meta.narrow(known, size - known)
+            x_BND = self.lm.embed(extended.tokens_BN[:, kept:])
+            at = meta.narrow(kept, size - kept)
             x_BND, _ = self.lm.run(x_BND, batch.cache, at, range(draft.entry))
-            extended.hidden_BND = torch.cat([draft.hidden_BND[:, :known], x_BND], 1)
+            extended.hidden_BND = torch.cat([draft.hidden_BND[:, :kept], x_BND], 1)
             extended.entry, extended.meta = draft.entry, meta
         return extended
 

@@ -1,13 +1,13 @@
 """Drafting a chain token by token: what Kangaroo, EAGLE, draft models and skipped layers share.
 
-Shapes: B rows, N nodes, W window, V vocabulary, K draft vocabulary.
+Shapes: B rows, N nodes, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,20 +15,18 @@ from torch import Tensor
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import Rule, Sampling, warp
+from kangaroo.engine.sampling import AnySampling, Rule, Sampling, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.models.target import TargetModel
 
 
-@dataclass
-class Token:
+class DraftToken(NamedTuple):
     """One more token of every row's chain.
 
     Args:
         id_B1: itself.
         logits_BK: what it was chosen by; no number where kernels chose it and write none.
-        reading: what the host reads of it, as `Kangaroo.reading` says: the confidence `[B]`, if
-            nothing else.
+        reading: what the host reads of it (`Chain.reading`).
     """
 
     id_B1: Tensor
@@ -39,8 +37,7 @@ class Token:
 class Chain(ABC):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens.
 
-    Confidence is the top-1 probability, before temperature and filters; the token whose confidence
-    was low is still verified.
+    The token whose confidence was low is still verified.
 
     Attributes:
         lm: the model that drafts, or the target where its layers draft.
@@ -59,16 +56,57 @@ class Chain(ABC):
     reads_logits = False
 
     @abstractmethod
-    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[Token]:
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         """The chain, one token after another; the caller may stop before the last.
 
         Args:
             meta: of the window, the pending token and `steps` draft tokens.
         """
 
+    @abstractmethod
+    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The likeliest token after a state and its chance, both `[B, 1]`; None without kernels."""
+
+    @abstractmethod
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        """Over the draft vocabulary, `[B, K]`."""
+
     def spread(self, logits_BK: Tensor) -> Tensor:
         """The same logits over the target's vocabulary, `[B, V]`."""
         return logits_BK
+
+    def draw(
+        self,
+        batch: Batch,
+        step: int,
+        x_B1D: Tensor,
+        length_B: Tensor,
+        seeds_B: Tensor,
+        settings_B3: Tensor,
+    ) -> DraftToken:
+        """The chain's token number `step`, from the state that the head reads.
+
+        Args:
+            length_B, seeds_B, settings_B3: `Batch.draws`.
+        """
+        choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
+        if choice is not None:
+            return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
+        logits_BK = self.logits(x_B1D)
+        draws = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1, seeds_B
+        return DraftToken(self.pick(logits_BK, *draws), logits_BK, self.reading(logits_BK, *draws))
+
+    def pick(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        """The token that the target would choose from these logits, `[B, 1]`."""
+        return pick(self.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
+
+    def reading(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        """What the host reads of a token: the confidence `[B]`, if nothing else."""
+        return confidence(logits_BK)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """The draft as it is verified, with what was computed of its nodes already.
@@ -80,8 +118,8 @@ class Chain(ABC):
 
     def propose(self, batch: Batch) -> Draft:
         """A chain below each row's pending token, as long as the budget of a batch allows."""
-        least = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
-        if least[0] >= 1:
+        min_chances = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
+        if min_chances[0] >= 1:
             return Draft.nothing(batch.last(1))
         # where each text has sampling of its own, none is accepted by rejection
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
@@ -89,10 +127,8 @@ class Chain(ABC):
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         active, lengths = ~np.array(batch.done), np.zeros(batch.size, np.int64)
-        limits, chance = (
-            np.array([self.threshold, *least], np.float32),
-            np.ones(batch.size, np.float32),
-        )
+        limits = np.array([self.threshold, *min_chances], np.float32)
+        chance = np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
@@ -100,7 +136,7 @@ class Chain(ABC):
             if rejection:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
-            if limits.any() and len(ids) <= self.steps:
+            if limits.any() and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
                 chance *= confidence
                 active &= (confidence > limits[0]) & (chance > limits[len(ids)])

@@ -55,12 +55,12 @@ class Datastore:
         after = partial(self._token, len(gram))
         return range(low, bisect_left(places, self.separator, low, high, key=after))
 
-    def longest(self, text: Sequence[int], most: int, least: int) -> tuple[int, range]:
-        """How many tokens, `most` to `least`, at the end of a text are found, and where (`find`).
+    def longest(self, text: Sequence[int], most: int, fewest: int) -> tuple[int, range]:
+        """How many tokens, `most` to `fewest`, at the end of a text are found, and where (`find`).
 
         Where none are, the places are empty.
         """
-        spans = range(least, min(most, len(text)) + 1)
+        spans = range(fewest, min(most, len(text)) + 1)
         # whatever is found is found without its first token
         count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
         return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
@@ -144,12 +144,12 @@ def load(path: str, lm: TargetModel) -> Datastore:
     Errors: `DataError` where there is none, or it is of another vocabulary; `CorruptFile`.
     """
     about, folder = read_about(path), located(path)
-    own = identity(lm)
-    other = {name: about.get(name) for name in own}
-    if other != own:
+    expected = identity(lm)
+    other = {name: about.get(name) for name in expected}
+    if other != expected:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
-            f"target is {lm.name} ({_words(own)}). Build one for it: "
+            f"target is {lm.name} ({_words(expected)}). Build one for it: "
             f"{command_line('prepare datastore', **options_of(lm.name))}"
         )
     try:

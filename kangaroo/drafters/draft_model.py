@@ -85,11 +85,11 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
     Vocabularies of the same tokens may be padded to different sizes. Where a model has no tokenizer
     of its own, random weights for instance, the sizes alone are compared.
     """
-    wanted, own, difference = _tokens(target), _tokens(draft), None
-    if wanted is not None and own is not None:
-        for i in sorted(wanted.keys() | own.keys()):
-            if own.get(i) != wanted.get(i):
-                difference = f"its token {i} is {own.get(i)!r}, the target's {wanted.get(i)!r}"
+    wanted, drafted, difference = _tokens(target), _tokens(draft), None
+    if wanted is not None and drafted is not None:
+        for i in sorted(wanted.keys() | drafted.keys()):
+            if drafted.get(i) != wanted.get(i):
+                difference = f"its token {i} is {drafted.get(i)!r}, the target's {wanted.get(i)!r}"
                 break
     elif draft.vocab_size != target.vocab_size:
         difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"
@@ -126,8 +126,8 @@ class DraftModel(Autoregressive):
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
         # of a token of the chain, in vanilla steps: the share of the weights that is read for it
-        own = weights(*draft_lm.layers, draft_lm.head)
-        self.draft_cost = own / weights(*lm.layers, lm.head)
+        read = weights(*draft_lm.layers, draft_lm.head)
+        self.draft_cost = read / weights(*lm.layers, lm.head)
         self.layers = range(draft_lm.n_layers)
         self.cache = draft_lm.new_cache(0, 0)
         self.made_for = -1  # serial of the target's cache that this one goes with
@@ -144,10 +144,10 @@ class DraftModel(Autoregressive):
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
             self.made_for = batch.cache.serial
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()
-        self.cache.copy(source, row, known)
-        self.read[row] = min(self.read[source], known)
+        self.cache.copy(source, row, count)
+        self.read[row] = min(self.read[source], count)
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
@@ -165,8 +165,8 @@ class DraftModel(Autoregressive):
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
-        own = self.lm.chunk(first, first + tokens_1T.shape[1], row, self.cache.n_slots)
-        self.lm.run(self._embed(tokens_1T), self.cache, own, self.layers)
+        meta = self.lm.chunk(first, first + tokens_1T.shape[1], row, self.cache.n_slots)
+        self.lm.run(self._embed(tokens_1T), self.cache, meta, self.layers)
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
@@ -174,14 +174,12 @@ class DraftModel(Autoregressive):
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
 
-    def logits(self, x_BND: Tensor) -> Tensor:
-        logits_BNV = super().logits(x_BND)
-        return (
-            F.pad(logits_BNV, (0, self.padding), value=-torch.inf) if self.padding else logits_BNV
-        )
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        logits_BV = super().logits(x_B1D)
+        return F.pad(logits_BV, (0, self.padding), value=-torch.inf) if self.padding else logits_BV
 
-    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        return super().choose(x_BND) if self.padding >= 0 else None
+    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
+        return super().choose(x_B1D) if self.padding >= 0 else None
 
     def _embed(self, tokens_BN: Tensor) -> Tensor:
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever

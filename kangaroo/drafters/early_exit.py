@@ -6,6 +6,7 @@ of a prefill chunk, W window, U = W + 1, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_meta
+from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
@@ -126,8 +128,8 @@ class EarlyExit:
         whole = weights(*lm.layers, lm.head)
         head_share = self.head.size / len(lm.head.weight)
         self.shallow_cost = weights(*lm.layers[: self.exit_layer]) / whole
-        own = weights(adapter) + head_share * weights(lm.head)
-        self.draft_cost = self.shallow_cost + own / whole
+        adapter_weights = weights(adapter) + head_share * weights(lm.head)
+        self.draft_cost = self.shallow_cost + adapter_weights / whole
         self.window = steps if self.reads_deep else 1
         self.cache = lm.cache_like(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
@@ -155,12 +157,12 @@ class EarlyExit:
             size, self.window, hidden_size, dtype=self.lm.dtype, device=device
         )
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         """Copy the layer's keys; those of a prompt that waits are written first."""
         self.read_prompts()
-        self.cache.copy(source, row, known)
+        self.cache.copy(source, row, count)
         if self.reads_deep:
-            self.deep_BSD[row, :known] = self.deep_BSD[source, :known]
+            self.deep_BSD[row, :count] = self.deep_BSD[source, :count]
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
@@ -205,7 +207,7 @@ class EarlyExit:
             window_BWD: Tensor, path_BP: Tensor, count_B: Tensor, root_B1: Tensor, *others: Tensor
         ) -> tuple[Tensor]:
             states, others = others[: len(self.taps)], others[len(self.taps) :]
-            new_BPD, *deep = (x if is_chain else along(path_BP, x) for x in states)
+            new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
             for deep_BPD in deep:
                 path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
                 self.keep_deep(root_B1.to(deep_BPD.device) + path_P, deep_BPD)
@@ -230,9 +232,26 @@ class EarlyExit:
         """All that drafting reads or writes."""
         return batch.cache, self.cache
 
-    def begun(
+    def pin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
+        """What all steps of a round read, in one place: its block, and `Batch.draws`."""
+        caches, key = self.caches(batch), ("round",)
+        return self.lm.acceleration.pin_inputs(caches, key, self.shallow_BWD, meta, *batch.draws)
+
+    def replay(
+        self,
+        batch: Batch,
+        key: tuple[Hashable, ...],
+        work: Callable[..., Tensors],
+        x_BND: Tensor,
+        meta: ForwardMeta,
+        *more: Tensor,
+    ) -> Tensors:
+        """`work(x, meta, *more)` on what drafting reads and writes (`Acceleration.step`)."""
+        return self.lm.acceleration.step(self.caches(batch), key, work, x_BND, meta, *more)
+
+    def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
         the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
         deep ones before those.
@@ -240,39 +259,38 @@ class EarlyExit:
         Args:
             meta: from the window on.
         """
-        f_B1D = self._shallow(pending_B1, batch, meta.narrow(self.window, 1))
+        f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         f_BND = torch.cat([window_BWD, f_B1D], 1)
         return f_B1D, f_BND, *(() if deep_BND is None else (deep_BND,))
 
-    def _shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
+    def run_shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
+        """The states of tokens at the exit layer, `[B, N, D]`."""
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, meta, self.shallow)[0]
 
     def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
         """Keep deep states of the target, which are not normed yet."""
-        own_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
-        deep_RND = self.lm.norm(states_RND).to(own_RSD.device)
-        own_RSD.scatter_(1, slots_RN1.expand_as(deep_RND), deep_RND)
+        deep_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
+        new_RND = self.lm.norm(states_RND).to(deep_RSD.device)
+        deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
         """The target's deep states, normed, of the tokens before these, zeros where there is none;
         None where they are not read."""
         if not self.reads_deep:
             return None
-        before_RN1 = (meta.positions_RT - 1).clamp(min=0)[..., None]
-        deep_RSD = self.deep_BSD[meta.rows]
-        index_RND = before_RN1.expand(len(deep_RSD), -1, deep_RSD.shape[-1])
-        return deep_RSD.gather(1, index_RND) * (meta.positions_RT > 0)[..., None]
+        deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT
+        before_RT = (positions_RT - 1).clamp(min=0).expand(len(deep_RSD), -1)
+        return take(deep_RSD, before_RT) * (positions_RT > 0)[..., None]
 
 
-def along(path_BP: Tensor, states_BND: Tensor) -> Tensor:
-    """States of the nodes on the accepted path of a tree, `[B, P, D]`; beyond its end, any."""
-    path_BP1 = path_BP.to(states_BND.device)[..., None]
-    return states_BND.gather(1, path_BP1.expand(-1, -1, states_BND.shape[-1]))
+def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
+    """`x[b, index[b, l]]`."""
+    return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))
 
 
 def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
     """A window over a text that has grown by `past` of the new states: again its last ones."""
-    known = torch.cat([window_BWD, new_BND], 1)
+    states_BND = torch.cat([window_BWD, new_BND], 1)
     index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
-    return known.gather(1, index_BW[..., None].expand(-1, -1, known.shape[-1]))
+    return take(states_BND, index_BW)

@@ -58,9 +58,16 @@ class Sources:
         """How many tokens both say from the first on."""
         return shared(self.lookup, self.chain)
 
+    def add(self, choices: Sequence[tuple[int, float]]) -> None:
+        """One more token of the chain: the best of these, and the further ones."""
+        (best, confidence), *further = choices
+        self.chain.append(best)
+        self.confidence.append(confidence)
+        self.further.append(further)
+
 
 @dataclass
-class Nodes:
+class CandidateNodes:
     """All nodes that the sources offer, a parent before its children.
 
     Args:
@@ -130,17 +137,17 @@ def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
         gains: of the nodes, the largest first.
     """
     count, best, gain = 0, 0.0, 0.0
-    for size, own in enumerate(gains, start=1):
-        gain += own
+    for size, of_node in enumerate(gains, start=1):
+        gain += of_node
         if gain - costs.of_nodes(size) > best:
             count, best = size, gain - costs.of_nodes(size)
     return count, best
 
 
-def candidates(acceptance: AcceptanceTable, sources: Sources) -> Nodes:
+def candidates(acceptance: AcceptanceTable, sources: Sources) -> CandidateNodes:
     """What both say is one node, and is trusted for both reasons."""
     lookup, chain, same = sources.lookup, sources.chain, sources.shared
-    nodes, fork, of_fork = Nodes(), 0, 1.0
+    nodes, fork, of_fork = CandidateNodes(), 0, 1.0
     for depth in range(same):
         right = _same(acceptance, sources, depth)
         node = nodes.add(chain[depth], fork, of_fork * right)
@@ -167,7 +174,7 @@ def candidates(acceptance: AcceptanceTable, sources: Sources) -> Nodes:
 def _add_further(
     acceptance: AcceptanceTable,
     sources: Sources,
-    nodes: Nodes,
+    nodes: CandidateNodes,
     depth: int,
     parent: int,
     left: float,
@@ -177,9 +184,9 @@ def _add_further(
     Args:
         left: the chance that all before it is right, and neither it nor the lookup's token.
     """
-    found = sources.lookup[depth] if depth < len(sources.lookup) else None
+    guess = sources.lookup[depth] if depth < len(sources.lookup) else None
     for token, probability in sources.further[depth]:
-        if token != found or depth > sources.shared:
+        if token != guess or depth > sources.shared:
             right = max(left, 0.0) * acceptance.runner_up[acceptance.column(probability)]
             nodes.add(token, parent, right)
             left -= right

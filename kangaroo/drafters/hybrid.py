@@ -110,18 +110,18 @@ class HybridConfig(EarlyExitConfig):
         return acceptance.read(folder, weights, count_again(self.adapter))
 
     def _counted_or_assumed(self) -> AcceptanceTable:
-        if (found := self.counted()) is not None:
-            return found
+        if (counted := self.counted()) is not None:
+            return counted
         if self._untrained() is None:
             say_assumed(self.adapter)
         return acceptance.assumed()
 
     def settings(self) -> dict[str, Any]:
         counted = self.counted()
-        known = super().settings() | {"odds": counted and acceptance.fingerprint(counted)}
+        settings = super().settings() | {"odds": counted and acceptance.fingerprint(counted)}
         if self.reference is not None:
-            known["fingerprint"] = datastore.fingerprint(self.reference)
-        return known
+            settings["fingerprint"] = datastore.fingerprint(self.reference)
+        return settings
 
 
 def verify_curve(costs: Sequence[float], nodes: int) -> list[float]:
@@ -130,10 +130,10 @@ def verify_curve(costs: Sequence[float], nodes: int) -> list[float]:
     Args:
         costs: of 1, 2, 4, 8, ... tokens, two of them or more.
     """
-    known = [(2**i, cost) for i, cost in enumerate(costs)]
+    points = [(2**i, cost) for i, cost in enumerate(costs)]
     curve = []
     for width in range(1, nodes + 2):
-        parts = [part for part in pairwise(known) if part[0][0] <= width]
+        parts = [part for part in pairwise(points) if part[0][0] <= width]
         (low, below), (high, above) = parts[-1]
         curve.append(below + (above - below) * (width - low) / (high - low))
     return curve
@@ -238,9 +238,9 @@ class Hybrid(Kangaroo):
         text = batch.texts[row]
         if self.lookups[row].text is not text:  # another prompt has taken the row
             self.lookups[row] = Lookup(text, self.reference)
-        length, found = self.lookups[row].find(self.nodes)
-        end = next((i for i, token in enumerate(found, 1) if token in batch.ends[row]), None)
-        return Sources(length, found[:end])
+        length, tokens = self.lookups[row].find(self.nodes)
+        end = next((i for i, token in enumerate(tokens, 1) if token in batch.ends[row]), None)
+        return Sources(length, tokens[:end])
 
     def tree(self, sources: Sources) -> tuple[list[int], list[int]]:
         """The best tree of all that they say."""
@@ -248,18 +248,15 @@ class Hybrid(Kangaroo):
 
     def _draft_chains(self, batch: Batch, sources: Sequence[Sources | None]) -> None:
         """Add to each row's sources a chain, as long as that pays."""
-        growing = {row: own for row, own in enumerate(sources) if own and self.pays(own)}
+        growing = {row: said for row, said in enumerate(sources) if said and self.pays(said)}
         if not growing:
             return
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
-            for row, own in growing.items():
-                (best, confidence), *further = [(int(one), chance) for one, chance in choices[row]]
-                own.chain.append(best)
-                own.confidence.append(confidence)
-                own.further.append(further)
-            growing = {row: own for row, own in growing.items() if self.goes_on(own)}
+            for row, said in growing.items():
+                said.add([(int(token), chance) for token, chance in choices[row]])
+            growing = {row: said for row, said in growing.items() if self.goes_on(said)}
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings

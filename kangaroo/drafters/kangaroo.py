@@ -1,4 +1,4 @@
-"""Kangaroo: shallow layers and a small adapter draft a chain until confidence falls.
+"""Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft until confidence falls.
 
 Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 """
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.chain import Chain, Token, confidence
+from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, pick
+from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -37,9 +38,11 @@ class KangarooConfig(EarlyExitConfig):
 
 
 class Kangaroo(EarlyExit, Chain):
-    """Each token passes the target's layers below the exit, then the adapter, and verification
-    starts from the shallow states of the whole draft. EAGLE's chain is the same with a layer of its
-    own kind.
+    """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
+    target's head. They draft until the confidence falls to the threshold (section 3.2), which
+    `Chain.propose` watches; verification goes on from the shallow states of the whole draft.
+
+    EAGLE's chain is the same with a layer of its own kind.
     """
 
     def __init__(
@@ -53,78 +56,69 @@ class Kangaroo(EarlyExit, Chain):
         super().__init__(lm, adapter, steps, threshold, head)
         self.hidden: list[Tensor] = []  # shallow states of the round's nodes
 
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return self.head.spread(logits_BK)
-
-    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[Token]:
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         self.read_prompts()
-
-        acceleration, caches = self.lm.acceleration, self.caches(batch)
-        meta, draws = acceleration.pin_inputs(
-            caches, ("round",), self.shallow_BWD, meta, *batch.draws
-        )
-        work, inputs = partial(self.begun, batch), (batch.last(1), meta, self.shallow_BWD)
-        f_B1D, f_BND, *deep = acceleration.step(caches, ("root",), work, *inputs)
+        meta, draws = self.pin_round(batch, meta)
+        pending = batch.last(1), meta, self.shallow_BWD
+        f_B1D, f_BND, *deep = self.replay(batch, ("root",), partial(self.start, batch), *pending)
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
-            token_B1, logits_BK, reading, adapted_B1D, f_BND = self._draft(
-                batch, step, f_BND, meta, *draws, *deep
-            )
+            # a graph a step, so that none overwrites what the round still reads of another
+            key, work = ("draft", step, batch.sampling.kind), partial(self.draft_token, batch, step)
+            *token, adapted_B1D, f_BND = self.replay(batch, key, work, f_BND, meta, *draws, *deep)
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
-            yield Token(token_B1, logits_BK, reading)
+            yield DraftToken(*token)
+
+    def draft_token(
+        self,
+        batch: Batch,
+        step: int,
+        f_BND: Tensor,
+        meta: ForwardMeta,
+        length_B: Tensor,
+        seeds_B: Tensor,
+        settings_B3: Tensor,
+        *deep: Tensor,
+    ) -> Tensors:
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
+
+        Args:
+            f_BND: shallow states of the last token; in the first step of the window before it too.
+            meta: of window, pending token and draft.
+            deep: states that a fused adapter reads along with the shallow ones.
+
+        Returns a `DraftToken`, and what the next one starts from, `[B, 1, D]` each: the adapter's
+        state, and the token's shallow state.
+        """
+        end = self.window + step
+        read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
+        read = read.to(f_BND.device)
+        deep_BND = deep[0] if deep else None
+        adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
+        token = self.draw(batch, step, adapted_B1D, length_B, seeds_B, settings_B3)
+        f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
+        return *token, adapted_B1D, f_B1D
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
+        """Verification begins at the exit layer, since the shallow states are there."""
         padding = self.hidden[-1:] * (draft.tree.size - len(self.hidden))
         hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
         self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)
         return self.proposed
 
-    def _draft(
-        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        """One draft token `[B, 1]`, its logits `[B, K]`, what the host reads of it, and the states
-        that the next one starts from, `[B, 1, D]` each: the layer's, and the shallow one.
+    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.head.choose(x_B1D[:, 0])
 
-        Args:
-            tensors: `Batch.draws`, and the deep states if the layer reads them.
-        """
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        return self.head(x_B1D[:, 0])
 
-        def work(f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor) -> tuple[Tensor, ...]:
-            length_B, seeds_B, settings_B3, *deep = tensors
-            after = self.window + step
-            at = meta.narrow(0, after) if step == 1 else meta.narrow(after - 1, 1)
-            at = at.to(f_BND.device)
-            deep_BND = deep[0] if deep else None
-            adapted_B1D = self.adapter(f_BND, deep_BND, at, self.cache.at(at))[:, -1:]
-            likeliest = batch.sampling.greedy and not self.reads_logits
-            chosen = self.head.choose(adapted_B1D[:, 0]) if likeliest else None
-            if chosen is not None:
-                token_B1, reading = chosen[0], chosen[1][:, 0]
-                logits_BK = adapted_B1D.new_empty(0)
-            else:
-                logits_BK = self.head(adapted_B1D[:, 0])
-                positions_B1 = length_B[:, None] + step - 1
-                how = batch.sampling.reading(settings_B3)
-                token_B1 = self._pick(logits_BK, how, positions_B1, seeds_B)
-                reading = self.reading(logits_BK, how, positions_B1, seeds_B)
-            f_B1D = self._shallow(token_B1, batch, meta.narrow(after, 1))
-            return token_B1, logits_BK, reading, adapted_B1D, f_B1D
+    def spread(self, logits_BK: Tensor) -> Tensor:
+        return self.head.spread(logits_BK)
 
-        # a graph a step, so that none overwrites what the round still reads of another
-        key = ("draft", step, batch.sampling.kind)
-        return self.lm.acceleration.step(self.caches(batch), key, work, f_BND, meta, *tensors)
-
-    def reading(
+    def pick(
         self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token: the confidence `[B]`."""
-        return confidence(logits_BK)
-
-    def _pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        """The token that the target would choose from these logits, `[B, 1]`."""
-        if sampling.greedy:
+        if sampling.greedy:  # without spreading them
             return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        return pick(self.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
+        return super().pick(logits_BK, sampling, positions_B1, seeds_B)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.chain import chain_meta
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, take
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -120,107 +121,103 @@ class KangarooTree(EarlyExit):
 
     def propose(self, batch: Batch) -> Draft:
         rows, budget = batch.active, batch.budget
-        min_confidence = budget.min_chain_chances(rows, self.steps, self.draft_cost)
-        if min_confidence[0] >= 1:
+        min_chances = budget.min_chain_chances(rows, self.steps, self.draft_cost)
+        if min_chances[0] >= 1:
             return Draft.nothing(batch.last(1))
         self.read_prompts()
         meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
-        meta, draws = self.lm.acceleration.pin_inputs(
-            self.caches(batch), ("round",), self.shallow_BWD, meta, *batch.draws
-        )
-        root, at, f_BND, *deep = self._root(batch, meta)
-        levels = [root]
+        meta, draws = self.pin_round(batch, meta)
+        pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
+        tensors = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
+        levels, (f_BND, *deep), read = [Level(*tensors[:FIELDS])], tensors[FIELDS:], meta
         # on the host, which reads one number a row and level where there is a threshold
         active = ~np.array(batch.done)
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
-            level, best_B, *deep = self._level(batch, levels[-1], step, at, f_BND, *draws, *deep)
+            # a graph a level, so that none overwrites what the round still reads of another
+            key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
+            last = levels[-1].number_BL, levels[-1].score_BL, levels[-1].hidden_BLE
+            tensors = self.replay(batch, key, work, f_BND, read, *last, *draws, *deep)
+            level, (best_B, *deep) = Level(*tensors[:FIELDS]), tensors[FIELDS:]
             levels.append(level)
             valid.append(active)
             if step == self.steps:
                 break
-            if (limit := max(self.threshold, min_confidence[step])) > 0:
+            if (limit := max(self.threshold, min_chances[step])) > 0:
                 best = np.array(best_B.tolist(), np.float32)
                 active = active & (best > np.float32(limit))
                 if not active.any():
                     break
-            at, f_BND = meta.with_tensors(*level[LAYOUT]), level.f_BLD
+            read, f_BND = meta.with_tensors(*level[LAYOUT]), level.f_BLD
         worth = self.min_node_chances(budget, rows) if rows > 1 else []
         return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
 
-    def _root(self, batch: Batch, meta: ForwardMeta) -> tuple[Any, ...]:
-        """The pending token; its block and what the layer's first pass reads (`begun`).
+    def start_tree(
+        self,
+        batch: Batch,
+        pending_B1: Tensor,
+        meta: ForwardMeta,
+        window_BWD: Tensor,
+        length_B: Tensor,
+    ) -> Tensors:
+        """The pending token as a `Level`, and what the layer's first pass reads (`start`).
 
         Args:
             meta: of the window and this token.
         """
+        f_B1D, *first = self.start(batch, pending_B1, meta, window_BWD)
+        slots_E = torch.arange(meta.extent, device=pending_B1.device)
+        hidden_B1E = (slots_E >= length_B[:, None])[:, None]
+        none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
+        itself = meta.narrow(self.window, 1).tensors()
+        return none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
 
-        def work(
-            pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor, length_B: Tensor
-        ) -> Tensors:
-            f_B1D, *first = self.begun(batch, pending_B1, meta, window_BWD)
-            slots_E = torch.arange(meta.extent, device=pending_B1.device)
-            hidden_B1E = (slots_E >= length_B[:, None])[:, None]
-            none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-            itself = meta.narrow(self.window, 1).tensors()
-            level = Level(none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
-            return *level, *first
-
-        inputs = batch.last(1), meta, self.shallow_BWD, batch.length_B
-        made = self.lm.acceleration.step(self.caches(batch), ("root",), work, *inputs)
-        return Level(*made[:FIELDS]), meta, *made[FIELDS:]
-
-    def _level(
+    def grow(
         self,
         batch: Batch,
-        last: Level,
         step: int,
-        meta: ForwardMeta,
         f_BND: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Any, ...]:
-        """The most confident children of the last level; the score of the best `[B]`; and the
-        layer's states of their parents, if it reads such.
+        meta: ForwardMeta,
+        number_BL: Tensor,
+        score_BL: Tensor,
+        hidden_BLE: Tensor,
+        length_B: Tensor,
+        seeds_B: Tensor,
+        settings_B3: Tensor,
+        *deep: Tensor,
+    ) -> Tensors:
+        """The most confident children of the last level, as a `Level`; the score of the best `[B]`;
+        and the layer's states of their parents, if it reads such.
 
         Args:
-            meta, f_BND: what the layer reads: the last level, the first time with a window.
-            tensors: `Batch.draws`, and the deep states if the layer reads them.
+            f_BND, meta: what the layer reads: the last level, the first time with a window.
+            number_BL, score_BL, hidden_BLE: of the last level.
+            deep: the deep states if the layer reads them.
         """
-
-        def work(f_BND: Tensor, meta: ForwardMeta, *tensors: Tensor) -> Tensors:
-            number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = tensors
-            at, width, rows = meta.to(f_BND.device), number_BL.shape[1], batch.size
-            adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
-            adapted_BLD = adapted_BND[:, -width:]  # without the window
-            logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
-            positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
-            how = batch.sampling.reading(settings_B3)
-            candidates_BLC = self.head.candidates(
-                logits_BLK, positions_BL, how, seeds_B, self.top_k
-            )
-            confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-            score_BLC = score_BL[..., None] * confidence_BLC
-            score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
-            of_parent_BL = index_BL // self.top_k
-            parents_BL = number_BL.gather(1, of_parent_BL)
-            first = 1 + (step - 1) * self.top_k
-            number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
-            number_BL = number_BL.expand(rows, -1)
-            slots_BL = length_B[:, None] - 1 + number_BL
-            hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
-            tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
-            at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
-            own = self.lm.forward_meta_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
-            f_BLD = self._shallow(tokens_BL, batch, own)
-            level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *own.tensors()
-            further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
-            return *level, score_BL.amax(1), *further
-
-        # a graph a level, so that none overwrites what the round still reads of another
-        key = ("level", step, batch.sampling.kind)
-        tensors = last.number_BL, last.score_BL, last.hidden_BLE, *tensors
-        made = self.lm.acceleration.step(self.caches(batch), key, work, f_BND, meta, *tensors)
-        return Level(*made[:FIELDS]), *made[FIELDS:]
+        at, width, rows = meta.to(f_BND.device), number_BL.shape[1], batch.size
+        adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
+        adapted_BLD = adapted_BND[:, -width:]  # without the window
+        logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
+        positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
+        how = batch.sampling.reading(settings_B3)
+        candidates_BLC = self.head.candidates(logits_BLK, positions_BL, how, seeds_B, self.top_k)
+        confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
+        score_BLC = score_BL[..., None] * confidence_BLC
+        score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
+        of_parent_BL = index_BL // self.top_k
+        parents_BL = number_BL.gather(1, of_parent_BL)
+        first = 1 + (step - 1) * self.top_k
+        number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
+        number_BL = number_BL.expand(rows, -1)
+        slots_BL = length_B[:, None] - 1 + number_BL
+        hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
+        tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
+        at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
+        new_meta = self.lm.forward_meta_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
+        f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
+        level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *new_meta.tensors()
+        further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
+        return *level, score_BL.amax(1), *further
 
     def _pruned(
         self,
@@ -262,7 +259,7 @@ class KangarooTree(EarlyExit):
             parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
             tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
-            metas = [meta.with_tensors(*own) for own in zip(*layout, strict=True)]
+            metas = [meta.with_tensors(*of_level) for of_level in zip(*layout, strict=True)]
             whole = ForwardMeta.join(metas).take(index_BN).tensors()
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
 
@@ -275,7 +272,8 @@ class KangarooTree(EarlyExit):
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
         inputs = *order, *tokens, *states, *chain.from_iterable(layout)
-        tokens_BN, keep_BN, parents_BN, f_BND, *own = replay(("prune", count, size), taken, *inputs)
+        tensors = replay(("prune", count, size), taken, *inputs)
+        tokens_BN, keep_BN, parents_BN, f_BND, *whole = tensors
         is_chain = self.top_k == 1
         depth = min(count, size) - 1
         self.proposed = Draft(
@@ -284,7 +282,7 @@ class KangarooTree(EarlyExit):
             valid_BN=keep_BN,
             hidden_BND=f_BND,
             entry=self.exit_layer,
-            meta=meta.with_tensors(*own),
+            meta=meta.with_tensors(*whole),
         )
         return self.proposed
 
@@ -330,8 +328,3 @@ def best_count(score_BN: Tensor, keep_BN: Tensor, worth_W: Tensor) -> Tensor:
 def ranks(key_BN: Tensor) -> Tensor:
     """Places in ascending order; of equals the earlier is first, so that a parent is."""
     return key_BN.argsort(dim=1, stable=True).argsort(1)
-
-
-def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
-    """`x[b, index[b, l]]`."""
-    return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))

@@ -49,7 +49,7 @@ class SearchConfig(Ranged):
 
 
 @dataclass
-class Text:
+class JudgedText:
     """A conversation in the whole target's cache, and what it says at the assistant's positions."""
 
     tokens_1M: Tensor
@@ -71,10 +71,10 @@ def search(
     if lm.n_layers < 2:
         raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
-    asked = [
+    tokens = [
         sample["input_ids"][: config.max_length] for sample in samples[-config.conversations :]
     ]
-    text_hash = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    text_hash = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
     identity = {"target": target_hash(lm), "text": text_hash}
     tried = Tried(file.with_suffix(".tried.jsonl"), identity)
@@ -109,16 +109,16 @@ def search(
         "seconds": running() - started,
         "settings": asdict(config),
     } | provenance()
-    found = LayerSubset(list(best), lm.name, target_hash(lm), about)
-    write(found, file)
-    return found
+    winner = LayerSubset(list(best), lm.name, target_hash(lm), about)
+    write(winner, file)
+    return winner
 
 
 class Tried:
     """What each subset was worth, a line of JSON each, on disk at once."""
 
     def __init__(self, file: Path, identity: dict[str, str]):
-        self.file, self.known = file, dict[Subset, float]()
+        self.file, self.agreement = file, dict[Subset, float]()
         file.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps(identity)
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
@@ -128,13 +128,13 @@ class Tried:
         for line in lines[1:]:
             if line.endswith("\n"):  # the last may have been cut short
                 entry = json.loads(line)
-                self.known[tuple(entry["skip"])] = entry["agreement"]
-        kept = [head, *(self._line(*item) for item in self.known.items())]
+                self.agreement[tuple(entry["skip"])] = entry["agreement"]
+        kept = [head, *(self._line(*item) for item in self.agreement.items())]
         file.write_text("\n".join(kept) + "\n")
 
     def get(self, subset: Subset) -> float | None:
         """The subset's agreement if it is known."""
-        return self.known.get(subset)
+        return self.agreement.get(subset)
 
     def add(self, subset: Subset, agreement: float) -> None:
         """Note a subset's agreement, on disk at once."""
@@ -168,7 +168,7 @@ def expected_speedup(agreement: float, cost: float, steps: int) -> float:
 
 
 @torch.no_grad()
-def look(lm: TargetModel, sample: Sample, max_length: int) -> Text:
+def look(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     """The whole target's pass over a conversation, and where its tokens go once more, as drafts."""
     tokens_1T = torch.tensor([sample["input_ids"][:max_length]], device=lm.device)
     length = tokens_1T.shape[1]
@@ -183,11 +183,11 @@ def look(lm: TargetModel, sample: Sample, max_length: int) -> Text:
     slots_E = torch.arange(length + count, device=lm.device)
     hidden_1ME = (slots_E >= wanted_M[:, None]) & (slots_E != slots_1M[0][:, None])
     drafts = lm.forward_meta_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
-    return Text(tokens_1T[:, wanted_M], top_M, cache, drafts)
+    return JudgedText(tokens_1T[:, wanted_M], top_M, cache, drafts)
 
 
 @torch.no_grad()
-def agreement_of(lm: TargetModel, texts: Sequence[Text], skip: Subset) -> float:
+def agreement_of(lm: TargetModel, texts: Sequence[JudgedText], skip: Subset) -> float:
     """How often the first draft token is the target's choice."""
     right = total = 0
     for text in texts:

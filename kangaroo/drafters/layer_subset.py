@@ -38,8 +38,8 @@ def runs(skip: Collection[int], n_layers: int) -> list[range]:
     kept = [layer for layer in range(n_layers) if layer not in set(skip)]
     # layers in a row differ from their places by the same number
     groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
-    found = [[layer for _, layer in group] for _, group in groups]
-    return [range(group[0], group[-1] + 1) for group in found]
+    blocks = [[layer for _, layer in group] for _, group in groups]
+    return [range(group[0], group[-1] + 1) for group in blocks]
 
 
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:

@@ -128,7 +128,7 @@ class Medusa:
             size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
         )
 
-    def copy_prefix(self, source: int, row: int, known: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         """What is kept comes with the rest of the prompt."""
 
     def prefill(

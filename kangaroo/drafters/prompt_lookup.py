@@ -71,9 +71,9 @@ class PromptLookup(FromText):
             end = grams.first(text, n)
             if end is not None:
                 return self._until_eos(row, text[end : end + self.max_nodes])
-            found = self.reference.find(text[-n:]) if self.reference else range(0)
-            if self.reference and found:
-                start = int(self.reference.suffixes_L[found.start : found.stop].min()) + n
+            places = self.reference.find(text[-n:]) if self.reference else range(0)
+            if self.reference and places:
+                start = int(self.reference.suffixes_L[places.start : places.stop].min()) + n
                 return self._until_eos(row, self.reference.after(start, self.max_nodes))
         return []
 
@@ -92,14 +92,14 @@ class Grams:
     def __init__(self, text: list[int], largest: int):
         self.text, self.largest = text, largest
         self.ends: dict[tuple[int, ...], int] = {}
-        self.known = 0  # the last end that has been read
+        self.read = 0  # the last end that has been read
 
     def grow(self) -> None:
         """Read what has been added, but for grams at the very end: nothing follows these yet."""
-        for end in range(self.known + 1, len(self.text)):
+        for end in range(self.read + 1, len(self.text)):
             for n in range(1, min(self.largest, end) + 1):
                 self.ends.setdefault(tuple(self.text[end - n : end]), end)
-            self.known = end
+            self.read = end
 
     def first(self, longer: list[int], n: int) -> int | None:
         """Where the last n tokens of `longer` end for the first time, and something follows.
@@ -110,5 +110,5 @@ class Grams:
         gram = tuple(longer[-n:])
         if gram in self.ends:
             return self.ends[gram]
-        added = range(max(self.known + 1, n), len(longer))
+        added = range(max(self.read + 1, n), len(longer))
         return next((end for end in added if tuple(longer[end - n : end]) == gram), None)

@@ -126,9 +126,9 @@ class Rest(FromText):
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where what follows the text's end starts, its tokens, and which are of that document."""
         store, options = self.store, self.options
-        span, found = store.longest(text, options.max_token_span, options.min_token_span)
-        count = min(len(found), options.max_matches)
-        places_M = found.start + np.arange(count) * len(found) // max(count, 1)
+        span, places = store.longest(text, options.max_token_span, options.min_token_span)
+        count = min(len(places), options.max_matches)
+        places_M = places.start + np.arange(count) * len(places) // max(count, 1)
         starts_M = store.suffixes_L[places_M].astype(np.int64) + span
         index_MS = starts_M[:, None] + np.arange(options.steps)
         # the last token is a separator, so what is read beyond the end ends there

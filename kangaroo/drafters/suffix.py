@@ -52,10 +52,10 @@ class SuffixAutomaton:
         length, place = self._match
         if not length:
             return []
-        found = self.tokens[place : place + count]
-        while len(found) < count:
-            found += found[: count - len(found)]
-        return found
+        tokens = self.tokens[place : place + count]
+        while len(tokens) < count:
+            tokens += tokens[: count - len(tokens)]
+        return tokens
 
     def _append(self, token: int) -> None:
         follows, link, lengths, ends = self._next, self._link, self._length, self._end
@@ -96,7 +96,7 @@ class SuffixAutomaton:
         return shorter
 
 
-def shared(found: Sequence[int], text: Sequence[int]) -> int:
+def shared(first: Sequence[int], text: Sequence[int]) -> int:
     """How many tokens two lists have in common from the first on."""
-    pairs = enumerate(zip(found, text, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(found), len(text)))
+    pairs = enumerate(zip(first, text, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(text)))

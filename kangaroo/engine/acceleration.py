@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kangaroo.cpu.native import Fusing, Head, LayerWeights, Sizes, Stack
+from kangaroo.cpu import native
+from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 
@@ -49,30 +50,23 @@ class Acceleration:
 
     def stack(self, layers: Sequence[LayerWeights]) -> Any:
         """A `Stack` of these layers, which reads the weights where they lie."""
-        if self.kernels is not None:
-            return self.kernels.Stack(layers, self.sizes)
-        if self.library is None:
-            return None
-        assert self.sizes is not None
-        return Stack(self.library, layers, self.sizes)
+        return self._part("Stack", layers)
 
     def head(self, weight_OD: Tensor) -> Any:
         """A `Head` of a matrix from hidden states to logits."""
-        if self.kernels is not None:
-            return self.kernels.Head(weight_OD, self.sizes)
-        if self.library is None:
-            return None
-        assert self.sizes is not None
-        return Head(self.library, weight_OD, self.sizes)
+        return self._part("Head", weight_OD)
 
     def fusing(self, weights: Sequence[Tensor]) -> Any:
         """A `Fusing` for the input of a fused adapter."""
+        return self._part("Fusing", weights)
+
+    def _part(self, name: str, weights: Any) -> Any:
+        """The class of this name, of kernels or else of native code, for these weights."""
         if self.kernels is not None:
-            return self.kernels.Fusing(weights, self.sizes)
+            return getattr(self.kernels, name)(weights, self.sizes)
         if self.library is None:
             return None
-        assert self.sizes is not None
-        return Fusing(self.library, weights, self.sizes)
+        return getattr(native, name)(self.library, weights, self.sizes)
 
     def pin_inputs(
         self,
@@ -86,9 +80,9 @@ class Acceleration:
         place call after call, so that no step copies it."""
         if self.graphs is None or not self._recorded(x_BND, meta):
             return meta, more
-        own = meta.tensors()
-        held = self.graphs.pin_inputs(caches, key, *own, *more)
-        return meta.with_tensors(*held[: len(own)]), held[len(own) :]
+        layout = meta.tensors()
+        held = self.graphs.pin_inputs(caches, key, *layout, *more)
+        return meta.with_tensors(*held[: len(layout)]), held[len(layout) :]
 
     def _recorded(self, x_BND: Tensor, meta: ForwardMeta) -> bool:
         return (
@@ -135,10 +129,11 @@ class Acceleration:
         """
         if self.graphs is None or not self._recorded(x_BND, meta):
             return work(x_BND, meta, *more)
-        own = meta.tensors()
+        layout = meta.tensors()
 
         def flat(x_BND: Tensor, *tensors: Tensor) -> Tensors:
-            return work(x_BND, meta.with_tensors(*tensors[: len(own)]), *tensors[len(own) :])
+            new_meta = meta.with_tensors(*tensors[: len(layout)])
+            return work(x_BND, new_meta, *tensors[len(layout) :])
 
-        results = self.graphs(caches, key, flat, x_BND, *own, *more)
+        results = self.graphs(caches, key, flat, x_BND, *layout, *more)
         return tuple(result.clone() for result in results) if keep else results

@@ -168,8 +168,8 @@ class Batch:
 
         Errors: `ConfigError` for sampling of its own under acceptance by rejection.
         """
-        own = request.sampling
-        if own and (self.default.rule, own.rule) != (Rule.match, Rule.match):
+        sampling = request.sampling
+        if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
             raise ConfigError(
                 f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
                 "sampling of its own; matched noise (sampling.rule=match) can."
@@ -183,12 +183,14 @@ class Batch:
         self.heeds_eos_B[row] = not request.ignore_eos
         self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
         self.done_B[row] = self.done[row] = False
-        self.samplings[row] = own or self.default
-        if own is None and self.alike:  # as in a batch of thousands
+        self.samplings[row] = sampling or self.default
+        if sampling is None and self.alike:  # as in a batch of thousands
             return
         self.alike = False
         self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
-        active = [one for one, done in zip(self.samplings, self.done, strict=True) if not done]
+        active = [
+            setting for setting, done in zip(self.samplings, self.done, strict=True) if not done
+        ]
         self.sampling = together(active, self.settings_B3)
 
     def first(self, row: int, token: int) -> None:

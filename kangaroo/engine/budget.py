@@ -28,8 +28,8 @@ class VerifyCosts:
 
     def at(self, tokens: int) -> float:
         """By straight lines between the widths that were measured, and beyond the last two."""
-        known = list(pairwise(zip(self.widths, self.seconds, strict=True)))
-        part = next((part for part in known if tokens <= part[1][0]), known[-1])
+        parts = list(pairwise(zip(self.widths, self.seconds, strict=True)))
+        part = next((part for part in parts if tokens <= part[1][0]), parts[-1])
         (low, below), (high, above) = part
         return below + (above - below) * (tokens - low) / (high - low)
 

@@ -88,11 +88,11 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
     """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
     if drafter not in _drafting:
         cache = lm.new_cache(1, context(lm) + BUCKET)
-        own = lm.cache_like(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
+        draft_cache = lm.cache_like(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
 
         def draft(f_11D: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
             deep_11D = f_11D if drafter.reads_deep else None
-            adapted_1D = drafter.adapter(f_11D, deep_11D, meta, own.at(meta))[:, 0]
+            adapted_1D = drafter.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
             chosen = drafter.head.choose(adapted_1D)
             if chosen is None:
                 token_11 = drafter.head.token_of(drafter.head(adapted_1D).argmax(-1, True))
@@ -100,7 +100,7 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
                 token_11, _ = chosen
             return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
 
-        seconds = fastest(lm, [1], (cache, own), draft)[1]
+        seconds = fastest(lm, [1], (cache, draft_cache), draft)[1]
         _drafting[drafter] = seconds / measured(lm).seconds[0]
     return _drafting[drafter]
 

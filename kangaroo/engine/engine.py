@@ -142,14 +142,14 @@ class Engine:
         begun, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
-        source, known = self.match_prefix(batch, row, text)
-        if known and source != row:
-            batch.cache.copy(source, row, known)
-            self.drafter.copy_prefix(source, row, known)
-        read = self.stepper.unread(source, row, prompt_T[:known]) if known else []
+        source, reused = self.match_prefix(batch, row, text)
+        if reused and source != row:
+            batch.cache.copy(source, row, reused)
+            self.drafter.copy_prefix(source, row, reused)
+        read = self.stepper.unread(source, row, prompt_T[:reused]) if reused else []
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
-        for first in range(known, end, chunk):
-            if first > known:  # what steps leave behind in the row lies above what it has read
+        for first in range(reused, end, chunk):
+            if first > reused:  # what steps leave behind in the row lies above what it has read
                 batch.fill(row, prompt_T[:first])
                 seconds += now(lm.device) - begun
                 yield
@@ -167,7 +167,7 @@ class Engine:
         batch.first(row, token)
         kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
-        generation = Generation(list(request.written), prefill_seconds=seconds, reused=known)
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation
@@ -179,7 +179,7 @@ class Engine:
             self.prefix_cache and self.stepper is not None and self.stepper.supports_prefix_reuse
         ):
             return row, 0
-        begins = {own: batch.shared(own, prompt) for own in (row, *range(batch.size))}
+        begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)
         return source, begins[source]
 
@@ -291,8 +291,8 @@ class Engine:
             for row in range(batch.size):
                 if row in running:
                     continue
-                if found := following.pop(row, None) or next(waiting, None):
-                    running[row] = (*found, self.admit(batch, row, found[1]))
+                if entry := following.pop(row, None) or next(waiting, None):
+                    running[row] = (*entry, self.admit(batch, row, entry[1]))
             if not running:
                 return
             if not any(generation.finish for _, _, generation in running.values()):

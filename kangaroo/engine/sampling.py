@@ -33,7 +33,7 @@ class Rule(Enum):
     rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
 
 
-class Stream(Enum):
+class NoiseStream(Enum):
     """Independent noises for one (seed, position)."""
 
     choice = 0
@@ -145,16 +145,16 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
     Args:
         settings_B3: of all texts on the device, also of some that `rows` leaves out.
     """
-    sampled = [one for one in rows if not one.greedy]
+    sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
     if rows[0].rule is Rule.rejection:  # then all are alike
         return replace(rows[0], seed=0)
-    most_k = max(one.top_k for one in sampled)
+    most_k = max(row.top_k for row in sampled)
     return Mixed(
         settings_B3,
         most_k and 1 << (most_k - 1).bit_length(),
-        any(one.top_p < 1 for one in sampled),
+        any(row.top_p < 1 for row in sampled),
     )
 
 
@@ -200,7 +200,7 @@ def _low(x: Tensor) -> Tensor:
     return (((x & _MASK) ^ 0x80000000) - 0x80000000).int()
 
 
-def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) -> Tensor:
+def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: int) -> Tensor:
     """`[B, N, size]` numbers in (0, 1), fixed by (seed, position, index, stream)."""
     key_B = _mix(_low(seeds_B) ^ _mix(_low((seeds_B >> 32) + 0x9E3779B9 * stream.value)))
     key_BN = _mix(_low(positions_BN * 0x9E3779B1) + key_B[:, None])
@@ -212,7 +212,10 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: Stream, size: int) ->
 
 
 def perturb(
-    log_weights_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice
+    log_weights_BNV: Tensor,
+    seeds_B: Tensor,
+    positions_BN: Tensor,
+    stream: NoiseStream = NoiseStream.choice,
 ) -> Tensor:
     """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
     race = -torch.log1p(-uniform(seeds_B, positions_BN, stream, log_weights_BNV.shape[-1]))

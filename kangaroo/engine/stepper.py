@@ -59,7 +59,7 @@ class Stepper(Protocol):
             drafts: false asks for a short one, without drafts.
         """
 
-    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """Of the first tokens of a prompt, which a row takes over from `source`, those that the
         drafter has yet to read, as chunks."""
 
@@ -72,7 +72,7 @@ class TensorStepper:
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
         self.clock = Clock(lm.device)
 
-    def unread(self, source: int, row: int, known_T: Tensor) -> list[Chunk]:
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         return []
 
     def step(self, drafts: bool) -> Step:
@@ -94,11 +94,8 @@ class TensorStepper:
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(drafted, accepted)
-        draft_seconds, verify_seconds = (
-            clock.between(started, proposed),
-            clock.between(proposed, verified),
-        )
-        return Step(rows, kept, draft_seconds, verify_seconds)
+        between = clock.between
+        return Step(rows, kept, between(started, proposed), between(proposed, verified))
 
     def _block(self, draft: Draft) -> ForwardMeta:
         """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
@@ -139,16 +136,10 @@ class TensorStepper:
             return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         results = self._replayed(work, draft, meta, ("verify", *taps, keeps))
-        verdict, results = (
-            Verdict(*results[: len(Verdict._fields)]),
-            results[len(Verdict._fields) :],
-        )
-        written, results = (
-            Emitted(*results[: len(Emitted._fields)]),
-            results[len(Emitted._fields) :],
-        )
-        states = dict(zip(taps, results[keeps:], strict=True))
-        return verdict, written, results[0] if keeps else None, states
+        ends = len(Verdict._fields), len(Verdict._fields) + len(Emitted._fields)
+        verdict, written = Verdict(*results[: ends[0]]), Emitted(*results[ends[0] : ends[1]])
+        logits_BNV, states = results[ends[1]] if keeps else None, results[ends[1] + keeps :]
+        return verdict, written, logits_BNV, dict(zip(taps, states, strict=True))
 
     def _replayed(
         self,
@@ -162,9 +153,9 @@ class TensorStepper:
         layout = meta.tensors()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            own, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
+            new, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
             here, tensors = meta.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
-            return work(own, here, RowTensors(*tensors))
+            return work(new, here, RowTensors(*tensors))
 
         key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, batch.sampling.kind)
         tokens = draft.tokens_BN.numel()
@@ -183,10 +174,7 @@ class TensorStepper:
             return ()
 
         self.lm.acceleration.replay(
-            (batch.cache,),
-            ("move",),
-            work,
-            *(from_BP, to_BP),
+            *((batch.cache,), ("move",), work, from_BP, to_BP),
             tokens=from_BP.numel(),
             rehearsal=(to_BP, to_BP),
         )

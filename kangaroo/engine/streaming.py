@@ -50,12 +50,12 @@ def pieces(
     tokens: Iterator[Token], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
     """Pairs (text, drafted) as tokens arrive, of whole characters."""
-    made, drafted = Pieces(tokenizer), False
+    growing, drafted = Pieces(tokenizer), False
     for token in tokens:
         drafted = token.drafted
-        if text := made.push(token.id):
+        if text := growing.push(token.id):
             yield text, drafted
-    if text := made.end():
+    if text := growing.end():
         yield text, drafted
 
 
@@ -70,11 +70,11 @@ class UntilStop:
         if self.stopped:
             return ""
         self.held += text
-        found = [at for at in map(self.held.find, self.stop) if at >= 0]
-        if found:
-            shown, self.held, self.stopped = self.held[: min(found)], "", True
+        places = [at for at in map(self.held.find, self.stop) if at >= 0]
+        if places:
+            shown, self.held, self.stopped = self.held[: min(places)], "", True
             return shown
-        keep = max((self._begun(one) for one in self.stop), default=0)
+        keep = max((self._begun(stop) for stop in self.stop), default=0)
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return shown
 

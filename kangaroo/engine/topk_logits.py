@@ -43,9 +43,9 @@ def layout(vocab_size: int, count: int) -> np.dtype:
 
 def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
     """Records `[...]` of numbers `[..., K]`."""
-    made = np.empty(tokens.shape[:-1], layout(vocab_size, tokens.shape[-1]))
-    made["tokens"], made["chances"] = tokens, chances
-    return made
+    kept = np.empty(tokens.shape[:-1], layout(vocab_size, tokens.shape[-1]))
+    kept["tokens"], kept["chances"] = tokens, chances
+    return kept
 
 
 def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
@@ -66,10 +66,10 @@ def first(teacher_M: np.ndarray, count: int) -> np.ndarray:
     if teacher_M.dtype[names[0]].shape == (count,):
         return teacher_M
     parts = [(name, teacher_M.dtype[name].base, (count,)) for name in names]
-    made = np.empty(len(teacher_M), parts)
+    new_M = np.empty(len(teacher_M), parts)
     for name in names:
-        made[name] = teacher_M[name][:, :count]
-    return made
+        new_M[name] = teacher_M[name][:, :count]
+    return new_M
 
 
 def likeliest_kept(teacher_M: np.ndarray) -> int:

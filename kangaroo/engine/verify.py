@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kangaroo.engine.sampling import (
     AnySampling,
+    NoiseStream,
     Rule,
     Sampling,
-    Stream,
     perturb,
     pick,
     uniform,
@@ -80,7 +80,7 @@ def rejection(
 
     The drafted child x of a node is kept with probability min(1, p(x) / q(x)); otherwise a token is
     drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The three draws
-    use independent noise, and the draft's own draw (`Stream.choice`) is none of them.
+    use independent noise, and the draft's own draw (`NoiseStream.choice`) is none of them.
 
     Args:
         positions_BN: absolute position of the token after each node.
@@ -99,10 +99,10 @@ def rejection(
     q_BNV = q_BNV * has_child_BN[..., None]
     p_child_BN = p_BNV.gather(-1, child_BN[..., None])[..., 0]
     q_child_BN = q_BNV.gather(-1, child_BN[..., None])[..., 0]
-    u_BN = uniform(seeds_B, positions_BN, Stream.accept, 1)[..., 0]
+    u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
     keep_BN = has_child_BN & (u_BN * q_child_BN < p_child_BN)
     residual_BNV = (p_BNV - q_BNV).clamp(min=0)
-    other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, Stream.residual).argmax(-1)
+    other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
     return torch.where(keep_BN, child_BN, other_BN)
 
 

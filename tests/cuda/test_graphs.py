@@ -11,7 +11,7 @@ from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import graphs as graphs_module
-from kangaroo.cuda.graphs import Graphs, Recorder
+from kangaroo.cuda.graphs import GraphRecorder, Graphs
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -309,7 +309,7 @@ def test_streams_and_events_are_of_the_models_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: str(device or current[0]))
     device = torch.device("cuda:1")
-    Recorder(device)
+    GraphRecorder(device)
     Clock(device).mark()
     assert seen == ["cuda:1", "cuda:1"]
 

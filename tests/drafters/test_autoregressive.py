@@ -129,17 +129,17 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
         return [float(next(rounds) % (2 + idle) >= 2)] * nodes
 
     monkeypatch.setattr(Budget, "min_chain_chances", least)
-    fill = DraftModelDrafting.fill
+    draft = DraftModelDrafting.draft
 
     def check(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        fill(self, buffers, batch, rows)
+        draft(self, buffers, batch, rows)
         for row in rows:
             drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
             text, seed = batch.texts[row], batch.seeds[row]
             assert drafted == expected(text, seed, len(drafted))
             counts.add(len(drafted))
 
-    monkeypatch.setattr(DraftModelDrafting, "fill", check)
+    monkeypatch.setattr(DraftModelDrafting, "draft", check)
     done = engine.generate(PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
     assert counts == ({0, 3} if idle else {3})
     texts = vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)

@@ -12,7 +12,7 @@ import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, drafted_without_cache
 from helpers import adapter_for
 
-from kangaroo.drafters import kangaroo as kangaroo_file
+from kangaroo.drafters import chain as chain_file
 from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -84,7 +84,7 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
         step = next(calls)
         return torch.tensor([[*row, 0.0][step] for row in scripted])
 
-    monkeypatch.setattr(kangaroo_file, "confidence", stub)
+    monkeypatch.setattr(chain_file, "confidence", stub)
     drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
     batch = engine.open(rows, 60, SAMPLED)
@@ -103,7 +103,7 @@ def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatc
         calls.append(len(logits_BK))
         return torch.tensor([0.9, 0.1])
 
-    monkeypatch.setattr(kangaroo_file, "confidence", stub)
+    monkeypatch.setattr(chain_file, "confidence", stub)
     engine = Engine(case.lm, Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5))
     batch = engine.open(2, 60, SAMPLED)
     for row, limit in enumerate((2, 15)):
@@ -124,7 +124,7 @@ def test_confidence_is_the_top_probability_before_temperature_and_filters(case, 
         seen.append(logits_BK.clone())
         return confidence(logits_BK)
 
-    monkeypatch.setattr(kangaroo_file, "confidence", spy)
+    monkeypatch.setattr(chain_file, "confidence", spy)
     drafter = Kangaroo(case.lm, case.adapter, steps=2, threshold=0.5)
     for sampling in (Sampling(), SAMPLED, Sampling(temperature=0.1, top_k=2)):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 2, sampling)

@@ -109,7 +109,7 @@ def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pend
     assert isinstance(engine.stepper, CpuStepper)
     rounds = engine.stepper.buffers
     engine.stepper._begin([0])
-    engine.stepper.drafting.fill(rounds, batch, [0])
+    engine.stepper.drafting.draft(rounds, batch, [0])
     lookup = drafter.looked_up(batch, 0).lookup
     parents, tokens = rounds.parent[0].tolist(), rounds.token[0].tolist()
     node, found = 0, 0

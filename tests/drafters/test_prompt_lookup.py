@@ -76,9 +76,9 @@ def test_a_step_reads_only_what_was_added(monkeypatch):
 
     class Counting(module.Grams):
         def grow(self):
-            before = self.known
+            before = self.read
             super().grow()
-            reads.append(self.known - before)
+            reads.append(self.read - before)
 
     monkeypatch.setattr(module, "Grams", Counting)
     drafter = PromptLookup()

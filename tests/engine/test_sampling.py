@@ -25,9 +25,9 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import (
     Mixed,
+    NoiseStream,
     Rule,
     Sampling,
-    Stream,
     candidates,
     perturb,
     pick,
@@ -108,7 +108,7 @@ def test_a_large_vocabulary_is_sampled_evenly_and_its_tail_as_often_as_it_should
 
 
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
-    numbers = uniform(torch.arange(10), torch.arange(100).expand(10, -1), Stream.choice, 1000)
+    numbers = uniform(torch.arange(10), torch.arange(100).expand(10, -1), NoiseStream.choice, 1000)
     assert numbers.min() > 0 and numbers.max() < 1
     assert kstest(numbers.flatten()[::10].numpy(), "uniform").pvalue > SMALL
     # the smallest decide the race over a large vocabulary: they are as fine as they are small
@@ -119,7 +119,7 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
 
 def test_the_largest_number_is_below_1_though_float32_would_round_it_up():
     position, index = 329851, 16  # found by search
-    numbers_V = uniform(torch.tensor([0]), torch.tensor([[position]]), Stream.choice, 32)[0, 0]
+    numbers_V = uniform(torch.tensor([0]), torch.tensor([[position]]), NoiseStream.choice, 32)[0, 0]
     assert numbers_V[index] == 1 - 2.0**-24
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 
@@ -127,7 +127,9 @@ def test_the_largest_number_is_below_1_though_float32_would_round_it_up():
 # ---- independence ------------------------------------------------------------------------------
 
 
-def flat_choice(seeds_B: Tensor, positions_BN: Tensor, stream: Stream = Stream.choice) -> Tensor:
+def flat_choice(
+    seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream = NoiseStream.choice
+) -> Tensor:
     return perturb(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream).argmax(-1)
 
 
@@ -154,7 +156,7 @@ def test_seeds_and_positions_are_not_exchangeable():
     assert_independent(first, second)
 
 
-@pytest.mark.parametrize("other", [Stream.accept, Stream.residual])
+@pytest.mark.parametrize("other", [NoiseStream.accept, NoiseStream.residual])
 def test_streams_are_independent(other):
     positions_1N, seeds_1 = torch.arange(DRAWS)[None], torch.tensor([3])
     first = flat_choice(seeds_1, positions_1N)[0]
@@ -164,7 +166,7 @@ def test_streams_are_independent(other):
 
 
 def test_tokens_of_one_position_are_independent():
-    numbers = uniform(torch.tensor([0]), torch.arange(DRAWS)[None], Stream.choice, 10)[0]
+    numbers = uniform(torch.tensor([0]), torch.arange(DRAWS)[None], NoiseStream.choice, 10)[0]
     for a, b in ((0, 1), (0, 2), (3, 9), (4, 8)):
         assert_independent((numbers[:, a] * 6).long(), (numbers[:, b] * 6).long())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, Stream, perturb, warp
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import accept, decide, rejection
 
@@ -130,7 +130,7 @@ class Markov:
         for step in range(steps):
             probs.append(self.q_VV[tokens[-1]])
             position_B1 = torch.full_like(pending_B1, start + step)
-            scores = perturb(probs[-1].log(), seeds_B, position_B1, Stream.choice)
+            scores = perturb(probs[-1].log(), seeds_B, position_B1, NoiseStream.choice)
             tokens.append(scores.argmax(-1))
         tokens_BN = torch.cat(tokens, 1)
         draft = Draft(
