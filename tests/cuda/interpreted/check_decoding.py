@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 import torch
+from cases import DRAFTERS, Case
 from helpers import adapter_for, random_prompts, tiny_model, vanilla_texts
-from kernel_cases import DEVICE, DRAFTERS, Case
+from kernel_cases import DEVICE
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import layers as kernels

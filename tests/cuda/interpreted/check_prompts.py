@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cases import DRAFTERS, Case
 from check_models import FAMILIES, model, random_tokens
 from helpers import adapter_for, random_prompts
-from kernel_cases import DRAFTERS, Case
 from torch import Tensor
 
 from kangaroo.cuda import layers as kernels
