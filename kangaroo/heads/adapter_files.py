@@ -73,8 +73,8 @@ class AdapterConfig:
 def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
-    kept = {name: config.get(name) for name in FIXED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    fields = {name: config.get(name) for name in FIXED}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe(
