@@ -100,13 +100,9 @@ class Speed:
     @staticmethod
     def together(speeds: Sequence[Speed]) -> Speed:
         """The speed of processes that write at the same time, until the last one is done."""
-        return Speed(
-            sum(speed.written for speed in speeds),
-            sum(speed.read for speed in speeds),
-            max(speed.seconds for speed in speeds),
-            sum(speed.trial for speed in speeds),
-            sum(speed.forward for speed in speeds),
-        )
+        names = "written", "read", "trial", "forward"
+        sums = {name: sum(getattr(speed, name) for speed in speeds) for name in names}
+        return Speed(**sums, seconds=max(speed.seconds for speed in speeds))
 
     def facts(self) -> dict[str, float]:
         """For the provenance; `share_of_forward` compares with a plain forward over all tokens."""

@@ -267,7 +267,7 @@ def as_saved(
     path: str, lm: TargetModel, vocabulary: int | None = None
 ) -> tuple[Trainable, Tensor | None]:
     """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
-    the shapes alone, so a `blueprint` will do.
+    the shapes alone, so a `meta_model` will do.
 
     Args:
         vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the

@@ -128,9 +128,10 @@ class Text:
             folders = data.paths if isinstance(data, MixConfig) and not is_there else [data.path]
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            sums = [sum(part[name] for part in parts) for name in names]
+            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            return Text(*sums, max(lengths), stored, f"as they lie in {', '.join(folders)}")
+            source = f"as they lie in {', '.join(folders)}"
+            return Text(count, tokens, learnt, max(lengths), stored, source)
         if isinstance(data, SynthesisConfig):
             count = data.shards * data.shard_size
             tokens = count * sum(lengths) // len(lengths)
