@@ -25,7 +25,7 @@ from kangaroo.data.making import (
     write_parts,
 )
 from kangaroo.data.reading import Source, read, regular
-from kangaroo.data.writing import Dialogue, Writer
+from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.prompts import Message, Sample, masked_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
@@ -67,6 +67,10 @@ class ConversationsConfig(WrittenConfig):
     keep_system: bool = True
     regenerate: bool = True
 
+    def origin(self) -> Source:
+        """Where the conversations are read from."""
+        return Source(self.source, self.subset, self.split, self.revision, self.column)
+
     def make(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
@@ -84,9 +88,8 @@ class ConversationsConfig(WrittenConfig):
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "
                 "with data.regenerate=false it writes nothing. Pass only one of the two."
             )
-        source = Source(self.source, self.subset, self.split, self.revision, self.column)
         dropped: Counter[str] = Counter()
-        records = read(source, self.limit, dropped if self.skip_bad else None)
+        records = read(self.origin(), self.limit, dropped if self.skip_bad else None)
         count = len(records) + dropped.total()
         conversations = _usable(records, self, dropped)
         log.info(
@@ -124,7 +127,7 @@ class ConversationsConfig(WrittenConfig):
         self,
         number: int,
         conversations: Sequence[list[Message]],
-        writer: Writer,
+        writer: DialogueWriter,
         done: Callable[[], object],
     ) -> list[Dialogue]:
         """One shard's conversations."""

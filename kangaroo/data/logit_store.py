@@ -21,15 +21,15 @@ NAME = "teacher.npy"
 
 def save(path: Path, samples: Sequence[Sample]) -> None:
     """Write the records of all samples, or nothing where there are none."""
-    kept = [sample["teacher"] for sample in samples if "teacher" in sample]
-    if not kept:
+    stored = [sample["teacher"] for sample in samples if "teacher" in sample]
+    if not stored:
         path.unlink(missing_ok=True)
         return
     part = path.with_suffix(".npy.part")
-    shape = (sum(map(len, kept)),)
-    written = np.lib.format.open_memmap(part, mode="w+", dtype=kept[0].dtype, shape=shape)
+    shape = (sum(map(len, stored)),)
+    written = np.lib.format.open_memmap(part, mode="w+", dtype=stored[0].dtype, shape=shape)
     start = 0
-    for records in kept:
+    for records in stored:
         written[start : start + len(records)] = records
         start += len(records)
     written.flush()

@@ -18,7 +18,7 @@ from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.shards import Shards
 from kangaroo.data.statistics import statistics, stored_logits
-from kangaroo.data.writing import Dialogue, Speed, Writer
+from kangaroo.data.writing import Dialogue, DialogueWriter, Speed
 from kangaroo.engine import topk_logits
 from kangaroo.engine.topk_logits import Likeliest
 from kangaroo.models.prompts import Sample
@@ -94,7 +94,7 @@ class Part:
     answers: int
     tokens: int
     written: int
-    write: Callable[[Writer, Callable[[], object]], list[Dialogue]]
+    write: Callable[[DialogueWriter, Callable[[], object]], list[Dialogue]]
 
 
 def write_parts(
@@ -134,7 +134,7 @@ def write_parts(
             record = topk_logits.layout(lm.config.vocab_size, config.teacher)
             size += answer_tokens * COPIES * record.itemsize
         check_room(shards.folder, size)
-        writer = Writer(lm, tokenizer, config.batch_size, longest, config.teacher)
+        writer = DialogueWriter(lm, tokenizer, config.batch_size, longest, config.teacher)
         mine = missing[ranks.rank :: ranks.world]
         if mine:
             writer.time_trials()
@@ -156,7 +156,7 @@ def write_parts(
     return raw, facts
 
 
-def _write(shards: Shards, parts: Sequence[Part], writer: Writer, is_shown: bool) -> None:
+def _write(shards: Shards, parts: Sequence[Part], writer: DialogueWriter, is_shown: bool) -> None:
     """Write shards. A bar of the first process is enough: no share is larger."""
     answers, ended = sum(part.answers for part in parts), 0
     with tqdm(total=answers, unit="answer", desc="writing", disable=not is_shown) as bar:

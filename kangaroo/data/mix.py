@@ -64,25 +64,25 @@ class MixConfig(Ranged):
 
 
 def _alike(
-    kept: Sequence[dict[str, Any] | None], samples: Sequence[Sample], paths: Sequence[str]
+    stored: Sequence[dict[str, Any] | None], samples: Sequence[Sample], paths: Sequence[str]
 ) -> str | None:
     """Make the records of the target's distributions alike in all samples: as many likeliest tokens
     as the part with the fewest has, and none where a part has none, or another model's.
 
     Returns the model that they are of.
     """
-    models = {about["model"] if about else None for about in kept}
+    models = {about["model"] if about else None for about in stored}
     if len(models) > 1 or None in models:
         for sample in samples:
             sample.pop("teacher", None)
-        if any(kept):
-            without = [path for path, about in zip(paths, kept, strict=True) if not about]
+        if any(stored):
+            without = [path for path, about in zip(paths, stored, strict=True) if not about]
             log.warning(
                 "the mix has no kept distributions, since %s",
                 f"there are none in {', '.join(without)}" if without else f"they are of {models}",
             )
         return None
-    fewest = min(about["likeliest"] for about in kept if about)
+    fewest = min(about["likeliest"] for about in stored if about)
     for sample in samples:
         sample["teacher"] = topk_logits.first(sample["teacher"], fewest)
     return models.pop()

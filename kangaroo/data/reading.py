@@ -113,19 +113,19 @@ def regular(messages: list[Message]) -> tuple[list[Message], str]:
     A system turn at the start is kept, turns of the assistant before the first user turn are left
     out, and an empty turn ends the conversation.
     """
-    kept = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
+    usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
-        return kept, "no user turn"
+        return usable, "no user turn"
     for turn, role in zip(turns, itertools.cycle(["user", "assistant"]), strict=False):
         if turn["role"] == "system":
-            return kept, "system turn in the middle"
+            return usable, "system turn in the middle"
         if turn["role"] != role:
-            return kept, f"two {turn['role']} turns in a row"
+            return usable, f"two {turn['role']} turns in a row"
         if not turn["content"].strip():
-            return kept, f"empty {role} turn"
-        kept.append(turn)
-    return kept, ""
+            return usable, f"empty {role} turn"
+        usable.append(turn)
+    return usable, ""
 
 
 def is_local(source: str) -> bool:

@@ -46,22 +46,23 @@ def statistics(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def stored_logits(samples: Sequence[Sample], model: str | None) -> dict[str, Any] | None:
     """What is kept of a model's distributions, as JSON values; None if nothing is."""
-    kept = [sample["teacher"] for sample in samples if "teacher" in sample]
-    if not kept:
+    stored = [sample["teacher"] for sample in samples if "teacher" in sample]
+    if not stored:
         return None
-    there = sum(int(topk_logits.known(records).sum()) for records in kept)
-    tokens, record = sum(map(len, kept)), kept[0].dtype
-    likeliest = topk_logits.likeliest_kept(kept[0])
-    mass = sum(float(records["chances"].sum(dtype=np.float64)) for records in kept) / max(there, 1)
+    complete = sum(int(topk_logits.known(records).sum()) for records in stored)
+    tokens, record = sum(map(len, stored)), stored[0].dtype
+    likeliest = topk_logits.likeliest_kept(stored[0])
+    chances = sum(float(records["chances"].sum(dtype=np.float64)) for records in stored)
+    mass = chances / max(complete, 1)
     log.info(
         "of %d of %d answer tokens the %d likeliest are kept, with %.2f%% of the probability: %d "
         "bytes a token",
-        *(there, tokens, likeliest, 100 * mass, record.itemsize),
+        *(complete, tokens, likeliest, 100 * mass, record.itemsize),
     )
     return {
         "model": model,
         "likeliest": likeliest,
-        "known": round(there / tokens, 6),
+        "known": round(complete / tokens, 6),
         "mass": round(mass, 6),
         "bytes_per_token": record.itemsize,
     }

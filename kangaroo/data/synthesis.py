@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.making import Part, WrittenConfig, finish, write_parts
-from kangaroo.data.writing import Dialogue, Writer
+from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Filled, NotNegative
 from kangaroo.utils.ranks import Ranks
@@ -76,7 +76,9 @@ class SynthesisConfig(WrittenConfig):
             dropped = Counter({"no finished question": count - len(raw)})
             finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
 
-    def _write(self, number: int, writer: Writer, done: Callable[[], object]) -> list[Dialogue]:
+    def _write(
+        self, number: int, writer: DialogueWriter, done: Callable[[], object]
+    ) -> list[Dialogue]:
         """One shard's conversations, turn by turn: all questions, then all answers."""
         dialogues, temperature = self.begin_shard(number, self.shard_size)
         for dialogue in dialogues:

@@ -32,7 +32,7 @@ class Dialogue:
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
-        teacher: a record for each token of the assistant (`topk_logits.py`), where these are
+        topk_logits: a record for each token of the assistant (`topk_logits.py`), where these are
             kept.
     """
 
@@ -42,21 +42,23 @@ class Dialogue:
     open: bool = True
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    teacher: np.ndarray | None = None
+    topk_logits: np.ndarray | None = None
 
     def sample(self) -> Sample:
         """The conversation up to its last answer, of which there must be one."""
         unanswered = self.messages[-1]["role"] == "user"
         messages = self.messages[: len(self.messages) - unanswered]
         sample = Sample(messages=messages, input_ids=self.input_ids, loss_mask=self.loss_mask)
-        if self.teacher is not None:
-            sample["teacher"] = self.teacher
+        if self.topk_logits is not None:
+            sample["teacher"] = self.topk_logits
         return sample
 
     def append(self, prompt: Sequence[int], mask: Sequence[int], said: Generation) -> None:
         """Take the tokens of a further answer, and those before it as they are now."""
         if said.teacher is not None:
-            self.teacher = np.concatenate([self._carried(prompt, mask, said.teacher), said.teacher])
+            self.topk_logits = np.concatenate(
+                [self._carried(prompt, mask, said.teacher), said.teacher]
+            )
         self.input_ids = [*prompt, *said.tokens]
         self.loss_mask = [*mask, *[1] * len(said.tokens)]
 
@@ -67,14 +69,14 @@ class Dialogue:
         was written, the distributions are others too, and not known.
         """
         carried = topk_logits.unknown(sum(mask), like)
-        if self.teacher is None:
+        if self.topk_logits is None:
             return carried
         pairs = enumerate(zip(self.input_ids, prompt, strict=False))
         stop = next((i for i, (was, now) in pairs if was != now), len(self.input_ids)) + 1
         then, now = (np.array(m[:stop], dtype=bool) for m in (self.loss_mask, mask))
         both = then[: len(now)] & now[: len(then)]
         was, becomes = (np.cumsum(m[: len(both)])[both] - 1 for m in (then, now))
-        carried[becomes] = self.teacher[was]
+        carried[becomes] = self.topk_logits[was]
         return carried
 
 
@@ -98,13 +100,9 @@ class Speed:
     @staticmethod
     def together(speeds: Sequence[Speed]) -> Speed:
         """The speed of processes that write at the same time, until the last one is done."""
-        return Speed(
-            sum(speed.written for speed in speeds),
-            sum(speed.read for speed in speeds),
-            max(speed.seconds for speed in speeds),
-            sum(speed.trial for speed in speeds),
-            sum(speed.forward for speed in speeds),
-        )
+        names = "written", "read", "trial", "forward"
+        sums = {name: sum(getattr(speed, name) for speed in speeds) for name in names}
+        return Speed(**sums, seconds=max(speed.seconds for speed in speeds))
 
     def facts(self) -> dict[str, float]:
         """For the provenance; `share_of_forward` compares with a plain forward over all tokens."""
@@ -117,7 +115,7 @@ class Speed:
         }
 
 
-class Writer:
+class DialogueWriter:
     """Lets the target write turns of dialogues.
 
     Args:

@@ -73,8 +73,8 @@ class AdapterConfig:
 def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
-    kept = {name: config.get(name) for name in FIXED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    fields = {name: config.get(name) for name in FIXED}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe(
@@ -267,7 +267,7 @@ def as_saved(
     path: str, lm: TargetModel, vocabulary: int | None = None
 ) -> tuple[Trainable, Tensor | None]:
     """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
-    the shapes alone, so a `blueprint` will do.
+    the shapes alone, so a `meta_model` will do.
 
     Args:
         vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the

@@ -23,17 +23,17 @@ class DraftHead:
     2502.14856).
 
     Args:
-        own: an adapter's own head, over the same tokens; None is the target's.
+        own_head: an adapter's own head, over the same tokens; None is the target's.
         vocabulary_K: token ids, ascending; None is the whole vocabulary.
     """
 
     def __init__(
-        self, lm: TargetModel, own: nn.Linear | None = None, vocabulary_K: Tensor | None = None
+        self, lm: TargetModel, own_head: nn.Linear | None = None, vocabulary_K: Tensor | None = None
     ):
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
-        if own is not None:
-            self.weight_KD: Tensor = own.weight
+        if own_head is not None:
+            self.weight_KD: Tensor = own_head.weight
         elif vocabulary_K is None:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone

@@ -208,8 +208,8 @@ class TargetModel(nn.Module):
         (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
 
         def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
-            own = Tree(parents[0], tree.max_depth) if parents else tree
-            return self._placed(own, start_B, extent, n_slots, below).tensors()
+            step_tree = Tree(parents[0], tree.max_depth) if parents else tree
+            return self._placed(step_tree, start_B, extent, n_slots, below).tensors()
 
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)

@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One of the texts of an answer, as it grows."""
 
     index: int
@@ -77,12 +77,12 @@ class Answer:
     deadline: float | None
     metrics: Metrics
     usage: Usage = field(init=False)
-    choices: list[Choice] = field(init=False)
+    choices: list[AnswerChoice] = field(init=False)
 
     def __post_init__(self) -> None:
         self.usage = Usage(len(self.requests[0].prompt))
         self.choices = [
-            Choice(i, Pieces(self.tokenizer), UntilStop(request.stop))
+            AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop))
             for i, request in enumerate(self.requests)
         ]
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()

@@ -146,7 +146,7 @@ class TextPart(Strict):
     text: Text
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """A turn of a conversation."""
 
     nothing = {  # of an answer that is sent back
@@ -169,5 +169,5 @@ class Message(Strict):
 class Chat(TextRequest):
     """A request for the next turn of a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: StrictInt | None = Field(default=None, ge=1)

@@ -58,9 +58,8 @@ class Scheduler:
     abandoning: bool = False
 
     def __post_init__(self) -> None:
-        self.idle = list(
-            range(self.max_batch_size)
-        )  # free rows, the one that was written longest ago first
+        # free rows, the one that was written longest ago first
+        self.idle = list(range(self.max_batch_size))
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 

@@ -94,6 +94,6 @@ def _rounds(
 
 def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
     """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
-    kept = kept_dtype(trainee.adapter, lm)
-    adapter = copy.deepcopy(trainee.adapter).to(kept).to(lm.dtype).eval().requires_grad_(False)
+    dtype = kept_dtype(trainee.adapter, lm)
+    adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)

@@ -38,14 +38,15 @@ Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
 # Dense half-precision FLOP/s by NVIDIA's data sheets, by a part of the driver's name.
 PEAK = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
 PREFILL = 1024  # tokens of a prompt that the engine reads at a time
+SMALLER_BATCH = "Pass a smaller trainer.batch_tokens= or trainer.max_length="
 FIXES = {  # by the part that takes most
     "target": "Choose a smaller model, start fewer processes where they share that memory, or "
     "spread it: trainer.shard_target=true in several processes, model.device_map=auto on "
     "several GPUs",
     "remembered states": "Pass trainer.cache_target_states=false, or ask for less data",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
-    "activations": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
-    "frozen forward": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
+    "activations": SMALLER_BATCH,
+    "frozen forward": SMALLER_BATCH,
 }
 # Assumed: the share of the peak that training reaches; tokens of a chat template around a turn; of
 # data that is not there yet how many conversations (ShareGPT's in the released code), their mean
@@ -118,38 +119,34 @@ class Text:
 
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read.
         """
-        lengths, source, there = [max_length], "assumed", store.is_complete(Path(data.path))
+        lengths, source, is_there = [max_length], "assumed", store.is_complete(Path(data.path))
         if isinstance(data, SynthesisConfig):
-            turn = data.max_question_tokens + data.max_answer_tokens
-            lengths = [min(turn * turns, max_length) for turns in data.turns]
+            lengths = [min(_turn(data) * turns, max_length) for turns in data.turns]
         elif isinstance(data, ConversationsConfig):
             lengths = [min(data.max_length, max_length)]
-        if there or isinstance(data, MixConfig):
-            folders = data.paths if isinstance(data, MixConfig) and not there else [data.path]
+        if is_there or isinstance(data, MixConfig):
+            folders = data.paths if isinstance(data, MixConfig) and not is_there else [data.path]
             parts = [store.about(Path(folder)) for folder in folders]
-            count, tokens, learnt = (
-                sum(part[name] for part in parts)
-                for name in ("conversations", "tokens", "assistant_tokens")
-            )
-            kept = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
+            names = "conversations", "tokens", "assistant_tokens"
+            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
+            stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
             source = f"as they lie in {', '.join(folders)}"
-            return Text(count, tokens, learnt, max(lengths), kept, source)
+            return Text(count, tokens, learnt, max(lengths), stored, source)
         if isinstance(data, SynthesisConfig):
             count = data.shards * data.shard_size
             tokens = count * sum(lengths) // len(lengths)
         else:
             count = min(CONVERSATIONS, data.limit or CONVERSATIONS)
             if reading.is_local(data.source):
-                path = data.source, data.subset, data.split, data.revision, data.column
                 bad = Counter[str]() if data.skip_bad else None
-                count = len(reading.read(reading.Source(*path), data.limit, bad))
+                count = len(reading.read(data.origin(), data.limit, bad))
                 source = f"as many as in {data.source}, of an assumed length"
             tokens = count * min(LENGTH, *lengths)
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TrainingEstimate:
     """What one run takes: optimizer steps, memory of each process by part, disk for checkpoints and
     adapters, and FLOPs of all processes together."""
 
@@ -189,10 +186,10 @@ def estimate(
     config: TrainerConfig,
     text: Text,
     processes: int = 1,
-) -> Estimate:
+) -> TrainingEstimate:
     """What `train` takes with the same arguments; `lm` may have no weights."""
-    width, size, epochs = lm.config.hidden_size, lm.dtype.itemsize, config.epochs
-    layers, whole = _count(lm.layers), lm.config.vocab_size
+    width, whole, size = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
+    layers, epochs = _count(lm.layers), config.epochs
     vocabulary = config.vocabulary or whole
     with FakeTensorMode():  # tensors have shapes and types, and no numbers
         tokens_K = None if config.vocabulary is None else torch.empty(config.vocabulary)
@@ -201,9 +198,8 @@ def estimate(
     parameters = sum(_count(adapter) for _, adapter in planned)
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
-    kept = (
-        0 if config.use_stored_logits is False else text.likeliest
-    )  # so much is read of each distribution
+    # likeliest tokens that are read of each distribution
+    stored = 0 if config.use_stored_logits is False else text.likeliest
 
     share = max(0, 1 - config.holdout / text.conversations)
     if config.tokens is not None:
@@ -215,11 +211,11 @@ def estimate(
     wanted = batch * text.learnt // text.tokens
 
     def states(tokens: int, learnt: int) -> int:  # of the target, which adapters learn from
-        learnt *= not kept or lm.n_layers in deep
+        learnt *= not stored or lm.n_layers in deep
         return ((len(taps) + len(deep)) * tokens + learnt) * width * size
 
-    # of a position: the teacher's, then p, log q and gradients; kept: q, its exponent, gradient
-    logits = vocabulary * 3 * size if kept else max(whole * (size + 8), vocabulary * (size + 24))
+    # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
+    logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
     memory = {
@@ -234,13 +230,13 @@ def estimate(
         "logits": min(config.chunk, wanted) * logits,
     }
     if config.cache_target_states:  # of the process with most micro-batches
-        records = 9 * tokens + (learnt * (12 + 13 * kept) if kept else 0)
-        own = -(-accumulate // processes) / accumulate
-        memory["remembered states"] = int(own * (states(tokens, learnt) + records))
+        records = 9 * tokens + (learnt * (12 + 13 * stored) if stored else 0)
+        part = -(-accumulate // processes) / accumulate
+        memory["remembered states"] = int(part * (states(tokens, learnt) + records))
 
     looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
     flops = 2.0 * layers * tokens * looks
-    if kept:
+    if stored:
         flops *= max(taps | deep) / lm.n_layers
     else:  # over the whole vocabulary the teacher's head and the adapters' targets are one
         targets = epochs if config.vocabulary else epochs - looks
@@ -259,7 +255,7 @@ def estimate(
     micro_batches = -(-tokens // config.batch_tokens) * epochs
     # two checkpoints, while one is replaced; lists of frequent tokens
     disk = (24 + size) * parameters + 4 * len(planned) * min(text.learnt, whole)
-    return Estimate(-(-micro_batches // accumulate), memory, disk, flops)
+    return TrainingEstimate(-(-micro_batches // accumulate), memory, disk, flops)
 
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
@@ -272,10 +268,9 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return []
-    longest, rows = lm.context, min(data.batch_size, data.shard_size)
+    rows, longest = min(data.batch_size, data.shard_size), lm.context
     if isinstance(data, SynthesisConfig):
-        turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
-        longest = min(longest, max(data.turns) * turn)
+        longest = min(longest, max(data.turns) * (_turn(data) + 2 * TEMPLATE))
     else:
         longest = min(longest, data.max_length)
     # before it writes, the target is timed on plain passes over as many short texts
@@ -288,8 +283,10 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
     there = "train on text that is there (data=conversations data.regenerate=false)"
     devices.check(what, memory, f"{fix}, or {there}")
-    taken = f"expect {sum(memory.values()) / 1e9:.1f} GB of memory while the target writes the data"
-    return [f"{taken}, {rows} texts at a time (data.batch_size)"]
+    return [
+        f"expect {sum(memory.values()) / 1e9:.1f} GB of memory while the target writes the data, "
+        f"{rows} texts at a time (data.batch_size)"
+    ]
 
 
 def foresee(
@@ -300,7 +297,7 @@ def foresee(
     trainer: TrainerConfig,
     processes: int,
     holds_out: bool = True,
-) -> tuple[Devices, Estimate, list[str]]:
+) -> tuple[Devices, TrainingEstimate, list[str]]:
     """The devices that a run trains on, what it will take there, and both as lines for the log.
 
     Errors: `ConfigError` where it cannot fit, or would hold out all that there is. Remembered
@@ -327,6 +324,11 @@ def foresee(
         f"{UTILISATION:.0%} (assumed) of {peak / 1e12:.3g} TFLOP/s ({source})",
     ]
     return devices, expected, lines + writing
+
+
+def _turn(data: SynthesisConfig) -> int:
+    """Tokens of a question and its answer."""
+    return data.max_question_tokens + data.max_answer_tokens
 
 
 def _in_layer(lm: TargetModel) -> int:

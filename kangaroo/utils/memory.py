@@ -38,8 +38,8 @@ def free(device: torch.device) -> int:
     """What a further tensor of this process may take on that device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def weights(*modules: nn.Module) -> int:

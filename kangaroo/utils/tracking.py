@@ -28,7 +28,7 @@ Plots = Mapping[str, Path]
 
 
 class Tracker:
-    """Takes metrics by name, results, and files; this one keeps none."""
+    """A tracker takes metrics by name, results, and files; this one keeps none."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""

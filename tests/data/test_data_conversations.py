@@ -15,7 +15,7 @@ from kangaroo.data.filters import answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.engine.engine import Engine
 from kangaroo.models.prompts import masked_ids, prompt_ids
-from kangaroo.serving.protocol import Message as ServedMessage
+from kangaroo.serving.protocol import ChatMessage
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
@@ -161,7 +161,7 @@ def test_text_parts_are_text_as_the_server_takes_them(tmp_path):
     assert read(Source(str(path)), None) == [chat("Why so?")]
     Dataset.from_list([{"messages": asked}]).to_parquet(tmp_path / "talks.parquet")
     assert read(Source(str(tmp_path / "talks.parquet")), None) == [chat("Why so?")]
-    assert ServedMessage(role="user", content=[parts[0]]).text == "Why"
+    assert ChatMessage(role="user", content=[parts[0]]).text == "Why"
     parts[1]["type"] = "image_url"
     with pytest.raises(DataError, match=r"no text \(part 2, of type 'image_url'"):
         read(Source(str(written(tmp_path, [asked]))), None)

@@ -119,16 +119,16 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
     for again, expected in (([7, 8, 9], [1, 2, 3]), ([7, 5, 9], [1, 2, 0]), ([7], [1]), ([4], [1])):
         dialogue = Dialogue(0)
         dialogue.append([1, 2], [0, 0], written([7, 8, 9], [1, 2, 3]))
-        assert dialogue.teacher["tokens"][:, 0].tolist() == [1, 2, 3]
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [1, 2, 3]
         mask = [0, 0, *[1] * len(again), 0]
         dialogue.append([1, 2, *again, 3], mask, written([6, 6], [4, 5]))
-        assert dialogue.teacher["tokens"][:, 0].tolist() == [*expected, 4, 5]
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
         known = [number > 0 for number in expected]
-        assert topk_logits.known(dialogue.teacher).tolist() == [*known, True, True]
+        assert topk_logits.known(dialogue.topk_logits).tolist() == [*known, True, True]
     dialogue = Dialogue(0)
     dialogue.append([1, 2], [0, 0], written([7, 8, 9], [1, 2, 3]))
     dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], written([6], [4]))  # another question
-    assert topk_logits.known(dialogue.teacher).tolist() == [False, False, False, True]
+    assert topk_logits.known(dialogue.topk_logits).tolist() == [False, False, False, True]
 
 
 def several_turns(path, **changes):

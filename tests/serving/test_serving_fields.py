@@ -22,8 +22,8 @@ from kangaroo.serving.protocol import (
     IGNORED,
     NOTHING,
     Chat,
+    ChatMessage,
     Completion,
-    Message,
     StreamOptions,
     TextPart,
 )
@@ -71,7 +71,7 @@ PARTS = objects([*TextPart.model_fields, "nonsense"], 1).map(
 )
 TURNS = st.builds(
     lambda fields, parts: TURN | ({"content": parts} if parts else {}) | fields,
-    objects([*Message.model_fields, *Message.nothing, "nonsense"], 2),
+    objects([*ChatMessage.model_fields, *ChatMessage.nothing, "nonsense"], 2),
     st.lists(PARTS, max_size=2),
 )
 OPTIONS = objects([*StreamOptions.model_fields, "nonsense"], 2)
