@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,15 @@ Method = dict[str, Any]  # an entry of a comparison's `methods`
 # --- from summaries to a comparison
 
 
-def compare(folder: Path) -> Comparison | None:
+def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
+
+    Args:
+        names: Only those of these names are compared; None compares all.
 
     Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
     """
-    summaries = summaries_in(folder)
+    summaries = {k: v for k, v in summaries_in(folder).items() if names is None or k in names}
     if not summaries:
         return None
     first, *others = summaries

@@ -193,10 +193,13 @@ def against_vanilla(
     """
     pairs = list(zip(vanilla, method, strict=True))
     seconds_P2 = np.array(
-        [[np.mean([t.decode_seconds / t.decoded for t in own]) for own in pair] for pair in pairs]
+        [
+            [np.mean([t.decode_seconds / t.decoded for t in trials]) for trials in pair]
+            for pair in pairs
+        ]
     )
     return {
         "speedup": statistics.speedup(seconds_P2),
         "speedup_ci95": statistics.interval(seconds_P2),
-        "equal_texts": sum(theirs[0].tokens == own[0].tokens for theirs, own in pairs),
+        "equal_texts": sum(a[0].tokens == b[0].tokens for a, b in pairs),
     }
