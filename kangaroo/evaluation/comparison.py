@@ -148,11 +148,10 @@ def paired_by_task(
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """`comparison.json`, `report.md` and its plots."""
+    """`comparison.json`, `report.md` and its plot."""
     write_json(folder / "comparison.json", comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
-    for name, plot in plots.OF_METHODS.items():
-        plot(comparison).savefig(folder / f"{name}.png", dpi=150)
+    plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
 
 
 def markdown(comparison: Comparison, introduction: str | None = None, images: str = "") -> str:
@@ -160,7 +159,7 @@ def markdown(comparison: Comparison, introduction: str | None = None, images: st
 
     Args:
         introduction: before the tables.
-        images: what the plots' names begin with, from where the Markdown is read.
+        images: what the plot's name begins with, from where the Markdown is read.
     """
     methods = comparison["methods"]
     parts = [
@@ -172,10 +171,8 @@ def markdown(comparison: Comparison, introduction: str | None = None, images: st
         *differences(comparison),
         "## Speedup over vanilla by task",
         tables.markdown(by_task(methods, "speedup")),
-        f"![speedup by task]({images}speedup_by_task.png)",
         "## Compression rate by task",
         tables.markdown(by_task(methods, "compression_rate")),
-        f"![compression rate by task]({images}cr_by_task.png)",
         "## Speedup by Spec-Bench's own formula",
         tables.markdown(by_task(methods, "spec_bench_speedup")),
         "## Lossless",
