@@ -195,8 +195,8 @@ def check_ranges(config: DictConfig, place: str = "") -> None:
 
 def sweep_folder() -> Path | None:
     """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
-    known = HydraConfig.get()
-    return Path(known.sweep.dir) if known.mode is RunMode.MULTIRUN else None
+    hydra_config = HydraConfig.get()
+    return Path(hydra_config.sweep.dir) if hydra_config.mode is RunMode.MULTIRUN else None
 
 
 def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
@@ -209,10 +209,10 @@ def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """This process among those that torchrun started; what the log says, the first one says."""
-    with ranks.join() as own:
-        if not own.is_first:
+    with ranks.join() as joined_ranks:
+        if not joined_ranks.is_first:
             logging.disable(logging.INFO)
-        yield own
+        yield joined_ranks
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -229,15 +229,17 @@ def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, D
     """
     if not options:
         return {drafter.name: drafter}
-    found = {}
+    drafters = {}
     for values in itertools.product(*options.values()):
         chosen = dict(zip(options, values, strict=True))
         name = ",".join([drafter.name, *(f"{k}={v}" for k, v in chosen.items())])
         try:
             merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(drafter), chosen))
             check_ranges(merged, "drafter.")
-            found[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
+            drafters[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            told = str(error).splitlines()[0]
-            raise ConfigError(f"variants={options} for drafter={drafter.name}: {told}.") from error
-    return found
+            problem = str(error).splitlines()[0]
+            raise ConfigError(
+                f"variants={options} for drafter={drafter.name}: {problem}."
+            ) from error
+    return drafters

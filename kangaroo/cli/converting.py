@@ -72,6 +72,6 @@ def push(config: PushConfig) -> None:
 @command("convert_pull")
 def pull(config: PullConfig) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
-    found, folder = transfer.pull(config), config.output
-    log.info("%s: exit layer %d of %s", folder, found.exit_layer, found.target)
-    log.info("measure it: %s", measure(found.target, found.architecture.drafter, folder))
+    adapter, folder = transfer.pull(config), config.output
+    log.info("%s: exit layer %d of %s", folder, adapter.exit_layer, adapter.target)
+    log.info("measure it: %s", measure(adapter.target, adapter.architecture.drafter, folder))

@@ -38,10 +38,10 @@ def datastore(config: DatastoreCommand) -> None:
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
-    found, origin = documents(config.data and config.data.path, config.texts, tokenizer)
-    made = datastores.index(found, lm.config.vocab_size)
-    folder = datastores.save(made, lm, Path(config.output), origin | provenance())
-    counts = made.about["tokens"], made.about["documents"], made.about["build_seconds"]
+    texts, origin = documents(config.data and config.data.path, config.texts, tokenizer)
+    built = datastores.index(texts, lm.config.vocab_size)
+    folder = datastores.save(built, lm, Path(config.output), origin | provenance())
+    counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
     target = options_of(lm.name, config.model.name)
     use = command_line("evaluate", **target, drafter="rest", drafter__datastore=folder)
@@ -54,10 +54,10 @@ def layers(config: LayersCommand) -> None:
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
     samples, _ = store.load(Path(config.data.path))
-    found = layer_search.search(lm, samples, config.search, Path(config.output))
-    agreement = found.search["agreement"]
+    subset = layer_search.search(lm, samples, config.search, Path(config.output))
+    agreement = subset.search["agreement"]
     log.info(
-        "skipping %s agrees in %.1f%%; it is in %s", found.skip, 100 * agreement, config.output
+        "skipping %s agrees in %.1f%%; it is in %s", subset.skip, 100 * agreement, config.output
     )
 
 

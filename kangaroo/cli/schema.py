@@ -223,7 +223,7 @@ def draft_model_of(model: str, option: str) -> str | None:
     """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
     smaller one with its tokens `adapter`, which makes one of its own first layers.
     """
-    small = next((own for family, own in DRAFT_MODELS.items() if model.startswith(family)), None)
+    small = next((name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None)
     adapter = None if small else f"adapters/{model}"
     return {"model": small, "adapter": adapter}[option]
 
@@ -273,9 +273,9 @@ def register() -> None:
 
 def sections(file: str) -> dict[str, dict[str, Any]]:
     """The configs of a file in `configs`, one a section, by name."""
-    found = OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file)))
-    assert isinstance(found, dict)
-    return {str(name): section for name, section in found.items()}
+    content = OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file)))
+    assert isinstance(content, dict)
+    return {str(name): section for name, section in content.items()}
 
 
 def register_command(kind: type) -> None:

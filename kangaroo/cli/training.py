@@ -38,36 +38,36 @@ def train(config: TrainCommand) -> float | None:
     them. Returns the best held-out compression rate.
     """
     in_group(config.logger, config.model.name)
-    with joined() as own:
-        backend.check(config.trainer, own)
+    with joined() as ranks:
+        backend.check(config.trainer, ranks)
         check_format(config.model)
-        devices = say_what_it_takes(config, own)
+        devices = say_what_it_takes(config, ranks)
         if config.estimate:
             return None
-        lm = _target_with_data(config, own)
+        lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        config.trainer = resolve_options(config.trainer, lm, output, own)
+        config.trainer = resolve_options(config.trainer, lm, output, ranks)
         text = Text.of(config.data, config.trainer.max_length)
-        expected = estimate(lm, recipes, config.trainer, text, own.world)
+        expected = estimate(lm, recipes, config.trainer, text, ranks.world)
         log.info("%s", expected.summary(text))
         devices.check("training", expected.memory)
-        logger = config.logger if own.is_first else NoTrackerConfig()
-        known = {"dataset": about, "provenance": provenance()}
+        logger = config.logger if ranks.is_first else NoTrackerConfig()
+        origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
-        trainer = Trainer(lm, samples, recipes, config.trainer, output, about, own)
-        with finished(logger.start(plain(config) | known, output)) as tracker:
+        trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
+        with finished(logger.start(plain(config) | origin, output)) as tracker:
             folders = trainer.train(tracker)
-            return _report(folders, config.model, tracker) if own.is_first else None
+            return _report(folders, config.model, tracker) if ranks.is_first else None
 
 
 @command("make_data", shared=True, keeps=True)
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
-    with joined() as own:
-        say_what_it_takes(config, own, holds_out=False)
+    with joined() as ranks:
+        say_what_it_takes(config, ranks, holds_out=False)
         if not config.estimate:
-            _target_with_data(config, own)
+            _target_with_data(config, ranks)
 
 
 def check_format(model: ModelConfig) -> None:
@@ -76,7 +76,7 @@ def check_format(model: ModelConfig) -> None:
         log.warning("%s", SLOW_BFLOAT16)
 
 
-def say_what_it_takes(config: TrainCommand, own: Ranks, holds_out: bool = True) -> Devices:
+def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True) -> Devices:
     """Log what the run takes on the devices that it finds, which are returned.
 
     Args:
@@ -87,29 +87,29 @@ def say_what_it_takes(config: TrainCommand, own: Ranks, holds_out: bool = True) 
     lm, output = meta_model(config.model), Path(config.output)
     recipes = [config.adapter, *config.more.values()]
     devices, expected, lines = foresee(
-        lm, recipes, config.model, config.data, config.trainer, own.world, holds_out
+        lm, recipes, config.model, config.data, config.trainer, ranks.world, holds_out
     )
     for line in lines:
         log.info("%s", line)
-    if own.is_first:
+    if ranks.is_first:
         expected.check_disk(output)
-    own.wait()  # who loads its target earlier takes memory that others count
+    ranks.wait()  # who loads its target earlier takes memory that others count
     return devices
 
 
-def _target_with_data(config: TrainCommand, own: Ranks) -> TargetModel:
+def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     """The target, once the data is there."""
     # a sharded target goes to the GPUs part by part, just before training
     whole = not config.trainer.shard_target
     lm, tokenizer = load_target(
         config.model if whole else replace(config.model, device="cpu", device_map=None)
     )
-    config.data.make(lm, tokenizer, own)
-    own.wait()
+    config.data.make(lm, tokenizer, ranks)
+    ranks.wait()
     about = store.about(Path(config.data.path))
     counts = about["conversations"], about["tokens"], about["assistant_tokens"]
-    told = "%d conversations, %d tokens, %d of the assistant, from %s"
-    log.info(told, *counts, config.data.path)
+    counted = "%d conversations, %d tokens, %d of the assistant, from %s"
+    log.info(counted, *counts, config.data.path)
     return lm
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,15 @@ Method = dict[str, Any]  # an entry of a comparison's `methods`
 # --- from summaries to a comparison
 
 
-def compare(folder: Path) -> Comparison | None:
+def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
+
+    Args:
+        names: Only those of these names are compared; None compares all.
 
     Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
     """
-    summaries = summaries_in(folder)
+    summaries = {k: v for k, v in summaries_in(folder).items() if names is None or k in names}
     if not summaries:
         return None
     first, *others = summaries
@@ -145,11 +148,10 @@ def paired_by_task(
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """`comparison.json`, `report.md` and its plots."""
+    """`comparison.json`, `report.md` and its plot."""
     write_json(folder / "comparison.json", comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
-    for name, plot in plots.OF_METHODS.items():
-        plot(comparison).savefig(folder / f"{name}.png", dpi=150)
+    plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
 
 
 def markdown(comparison: Comparison, introduction: str | None = None, images: str = "") -> str:
@@ -157,7 +159,7 @@ def markdown(comparison: Comparison, introduction: str | None = None, images: st
 
     Args:
         introduction: before the tables.
-        images: what the plots' names begin with, from where the Markdown is read.
+        images: what the plot's name begins with, from where the Markdown is read.
     """
     methods = comparison["methods"]
     parts = [
@@ -169,10 +171,8 @@ def markdown(comparison: Comparison, introduction: str | None = None, images: st
         *differences(comparison),
         "## Speedup over vanilla by task",
         tables.markdown(by_task(methods, "speedup")),
-        f"![speedup by task]({images}speedup_by_task.png)",
         "## Compression rate by task",
         tables.markdown(by_task(methods, "compression_rate")),
-        f"![compression rate by task]({images}cr_by_task.png)",
         "## Speedup by Spec-Bench's own formula",
         tables.markdown(by_task(methods, "spec_bench_speedup")),
         "## Lossless",

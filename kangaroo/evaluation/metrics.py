@@ -124,6 +124,19 @@ def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
 
 
+def compression_rate(emitted: float, rounds: float) -> float:
+    """Tokens that the target's forwards gave, over their number; vanilla's is 1."""
+    return float(emitted / rounds)
+
+
+def rate_of_ctar(shares: Sequence[float]) -> float:
+    """The compression rate by CTAR(1), CTAR(2), ...: `1 + sum CTAR`, where no round is cut.
+
+    Source: the paper, section 4.1.
+    """
+    return 1 + sum(shares)
+
+
 # What a ratio divides, counted in one answer.
 COUNTS: dict[str, Callable[[MethodRun], tuple[float, float]]] = {
     "compression_rate": lambda run: (sum(run.emitted), len(run.emitted)),

@@ -24,7 +24,7 @@ INTRODUCTION = (
 
 
 def write(results: Path, page: Path) -> None:
-    """The comparison below a folder as a page, its plots in `img/` and what it follows from in
+    """The comparison below a folder as a page, its plot in `img/` and what it follows from in
     `results/` beside it, all of its name: the comparison, and a line for each question and method.
 
     Errors: `DataError` for a folder without results; those of `compare`.
@@ -34,8 +34,7 @@ def write(results: Path, page: Path) -> None:
         raise DataError(f"'{results}' holds no finished evaluation; pass the output= of one.")
     for folder in (page.parent / "img", page.parent / "results"):
         folder.mkdir(parents=True, exist_ok=True)
-    for kind, plot in plots.OF_METHODS.items():
-        plot(comparison).savefig(page.parent / f"img/{name}_{kind}.png", dpi=120)
+    plots.speedup_of_methods(comparison).savefig(page.parent / f"img/{name}_speedup.png", dpi=120)
     write_json(page.parent / f"results/{name}.json", comparison)
     summaries = summaries_in(results)
     rows = [

@@ -132,18 +132,18 @@ def read(folder: Path) -> list[Record]:
     return [records[question_id] for question_id in sorted(records)]
 
 
-def lines(folder: Path, made: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """What each line of all ranks' files holds, oldest first.
 
     Args:
-        made: from the fields of a line.
+        parse: It makes a record of the fields of a line.
 
     Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
     """
     for file in sorted(folder.glob("records-*.jsonl")):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
             try:
-                record = made(json.loads(line))
+                record = parse(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptFile(
                     f"'{file}', line {number} is no record ({error}). Delete that line, and what "

@@ -15,6 +15,7 @@ from kangaroo.utils import tables
 from kangaroo.utils.provenance import machine
 from kangaroo.utils.tables import Row, number
 
+PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
 FORK = (
     "**fork**: the first token of a turn that is not vanilla's. The gap says how far below the "
     "best score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
@@ -23,10 +24,9 @@ FORK = (
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
-    """`report.md` and its plots."""
+    """`report.md` and its plot."""
     (folder / "report.md").write_text(markdown(summary), encoding="utf-8")
-    for name, plot in plots.OF_A_METHOD.items():
-        plot(summary).savefig(folder / f"{name}.png", dpi=150)
+    plots.speedup(summary).savefig(folder / "speedup.png", dpi=150)
 
 
 def terminal_table(summary: dict[str, Any]) -> Table:
@@ -52,12 +52,10 @@ def markdown(summary: dict[str, Any]) -> str:
     if summary["overall"]["ctar"]:
         parts.append("## Acceptance by position")
         parts.append(tables.markdown(ctars(summary)))
-        parts.append("![CTAR by position](ctar.png)")
     parts += [
         "## Where the time goes",
         "Milliseconds per token of the method; vanilla's total beside it.",
         tables.markdown(times(summary)),
-        "![time split](time.png)",
         "## How to read this",
         listed([*definitions(Place.tasks), FORK]),
         "## Provenance",
@@ -140,7 +138,7 @@ def times(summary: dict[str, Any]) -> list[Row]:
     """Milliseconds a token by part."""
     rows = []
     for task, m in groups(summary):
-        parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in plots.PARTS}
+        parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in PARTS}
         vanilla = m["vanilla_tokens_per_second"]
         columns = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
         rows.append({"task": task} | {name: number(value) for name, value in columns.items()})

@@ -53,9 +53,9 @@ def card(
         base_model: hub id of the target, for an adapter whose target came from elsewhere.
         license: an identifier of the hub's, such as "apache-2.0"; None names none.
     """
-    drafter, known = config.architecture.drafter, short_name(config.target)
+    drafter, name = config.architecture.drafter, short_name(config.target)
     base_model = base_model or (config.target if is_hub_id(config.target) else None)
-    model = known or base_model or UNKNOWN_MODEL
+    model = name or base_model or UNKNOWN_MODEL
     parts = [
         front_matter(base_model, drafter, license),
         f"# {repo.rpartition('/')[2]}",
@@ -109,7 +109,7 @@ def measure(model: str, drafter: str, repo: str) -> str:
 
 def short_name(target: str) -> str | None:
     """The name among `known_models` of what an adapter's config calls its target, if it has one."""
-    return next((known["name"] for known in known_models() if known["path"] == target), None)
+    return next((model["name"] for model in known_models() if model["path"] == target), None)
 
 
 def is_hub_id(name: str) -> bool:
@@ -130,7 +130,7 @@ def _target(config: AdapterConfig, base_model: str | None) -> str:
 
 def _facts(config: AdapterConfig) -> list[Row]:
     parts = {"kind": config.architecture.kind()} | asdict(config)["architecture"]
-    told = {
+    facts = {
         "trained parameters": f"{config.parameters:,}",
         "made of": ", ".join(f"{name}={value}" for name, value in parts.items()),
         "drafts from": f"the {config.vocabulary:,} most frequent tokens of its training data"
@@ -139,16 +139,16 @@ def _facts(config: AdapterConfig) -> list[Row]:
         "revision of the model": config.target_revision,
         "hash of the model's config": f"`{config.target_hash}`",
     }
-    return _listed(told)
+    return _listed(facts)
 
 
 def _results(progress: dict[str, Any]) -> list[str]:
     parts = []
-    for title, found in ((HELD_OUT, "held_out"), (DECODED, "decoded")):
+    for title, group in ((HELD_OUT, "held_out"), (DECODED, "decoded")):
         # those of later draft steps, as `step2/loss`, stay in config.json
-        told = {k: number(v, 3) for k, v in progress.get(found, {}).items() if "/" not in k}
-        if told:
-            parts += [title, tables.markdown([told])]
+        metrics = {k: number(v, 3) for k, v in progress.get(group, {}).items() if "/" not in k}
+        if metrics:
+            parts += [title, tables.markdown([metrics])]
     return ["## Results", *parts] if parts else []
 
 
@@ -157,7 +157,7 @@ def _origin(training: dict[str, Any]) -> list[str]:
     data, progress = training.get("data", {}), training.get("progress", {})
     adapter, trainer = training.get("adapter", {}), training.get("trainer", {})
     machine = training.get("hardware", {})
-    told = {
+    facts = {
         "imported from": _words(training.get("imported")),
         "data": _words(data.get("settings")),
         "conversations": data.get("conversations"),
@@ -175,23 +175,23 @@ def _origin(training: dict[str, Any]) -> list[str]:
         "git revision of Kangaroo": training.get("git_revision"),
         "time": training.get("time"),
     }
-    rows = _listed(told)
+    rows = _listed(facts)
     if not rows:
         return []
-    made = "Where it comes from" if "imported" in training else "How it was trained"
+    title = "Where it comes from" if "imported" in training else "How it was trained"
     command = training.get("command")
     by = [f"By this command:\n\n```\n{command}\n```"] if command else []
-    return [f"## {made}", *by, tables.markdown(rows), "`config.json` has the rest."]
+    return [f"## {title}", *by, tables.markdown(rows), "`config.json` has the rest."]
 
 
-def _words(found: Any) -> str | None:
+def _words(settings: Any) -> str | None:
     """Plain settings in a line, without those that say nothing; a text as it is."""
-    if not isinstance(found, dict):
-        return found if found is None else str(found)
-    plain = {k: v for k, v in found.items() if v is not None and not isinstance(v, dict)}
+    if not isinstance(settings, dict):
+        return settings if settings is None else str(settings)
+    plain = {k: v for k, v in settings.items() if v is not None and not isinstance(v, dict)}
     return ", ".join(f"{name}={value}" for name, value in plain.items())
 
 
-def _listed(told: dict[str, Any]) -> list[Row]:
+def _listed(facts: dict[str, Any]) -> list[Row]:
     """A row for each that is known."""
-    return [{"": name, " ": str(value)} for name, value in told.items() if value]
+    return [{"": name, " ": str(value)} for name, value in facts.items() if value]

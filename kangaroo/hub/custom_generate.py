@@ -66,16 +66,16 @@ def generate(
     adapter: str | None = None,
     revision: str | None = None,
     streamer: BaseStreamer | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
-    """What `model.generate(**asked)` returns, drafted by an adapter: the same tokens, greedily, and
-    samples of the same distribution.
+    """What `model.generate(**options)` returns, drafted by an adapter: the same tokens, greedily,
+    and samples of the same distribution.
 
     Args:
         adapter: its folder or hub id; None is what `custom_generate=` said.
         revision: of a hub id.
         streamer: gets the prompt, and then each token as it is known; for one prompt.
-        asked: `generate`'s own. torch's random numbers give the seeds of samples.
+        options: `generate`'s own. torch's random numbers give the seeds of samples.
 
     Errors: `ConfigError` for what is not done here, by name; `UnsupportedModel`; `PromptError` for
     a padding that is not on the left, or a text longer than the context; those of loading an
@@ -86,11 +86,13 @@ def generate(
     source = adapter_files.find(adapter or _asked_for(), fix=fix, revision=revision)
     inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
     for name in (*REFUSED, *(inputs - set(TAKEN))):
-        if _is_given(asked.get(name)):
+        if _is_given(options.get(name)):
             raise _refused(f"{name}=")
     decode = partial(_decode, str(source), streamer)
     generating: Any = model
-    return GenerationMixin.generate(generating, streamer=streamer, custom_generate=decode, **asked)
+    return GenerationMixin.generate(
+        generating, streamer=streamer, custom_generate=decode, **options
+    )
 
 
 def _is_given(value: Any) -> bool:
@@ -105,10 +107,10 @@ def _asked_for() -> str:
     frame = inspect.currentframe()
     for _ in range(2):  # of `generate` here, and of transformers'
         frame = frame and frame.f_back
-    found = frame.f_locals.get("custom_generate") if frame else None
-    if not isinstance(found, str):
+    source = frame.f_locals.get("custom_generate") if frame else None
+    if not isinstance(source, str):
         raise ConfigError("which adapter is to draft? Pass adapter= its folder or hub id.")
-    return found
+    return source
 
 
 @contextmanager
@@ -183,9 +185,9 @@ def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> Non
     for name in ("scores", "logits", "attentions", "hidden_states"):
         if getattr(config, f"output_{name}"):
             raise _refused(f"output_{name}=True")
-    for one in criteria:
-        if not isinstance(one, MaxLengthCriteria | EosTokenCriteria):
-            raise _refused(type(one).__name__)
+    for criterion in criteria:
+        if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
+            raise _refused(type(criterion).__name__)
     for module in (model, model.model):
         if module._forward_hooks or module._forward_pre_hooks:
             raise _refused(f"a forward hook on the whole {type(module).__name__}")
@@ -193,13 +195,13 @@ def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> Non
 
 def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
     """What these processors do, which are in the order of `kangaroo.engine.sampling.warp`."""
-    found: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
-    for one in processors:
-        name = WARPERS.get(type(one))
+    settings: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    for processor in processors:
+        name = WARPERS.get(type(processor))
         if name is None:
-            raise _refused(type(one).__name__)
-        found[name] = getattr(one, name)
-    return Sampling(**found)
+            raise _refused(type(processor).__name__)
+        settings[name] = getattr(processor, name)
+    return Sampling(**settings)
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

@@ -108,8 +108,8 @@ def prepare(config: PushConfig) -> Path:
     source, output = adapter_files.find(config.source), Path(config.output)
     described = check(source)
     names = [name for name in FILES if (source / name).is_file()]
-    own = {*FILES, CARD, SUMS, custom_generate.FOLDER}
-    strangers = {file.name for file in output.glob("*")} - own
+    expected = {*FILES, CARD, SUMS, custom_generate.FOLDER}
+    strangers = {file.name for file in output.glob("*")} - expected
     if strangers or output.resolve() == source.resolve():
         what = f"holds {min(strangers)}" if strangers else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {what}; pass output= a folder of its own.")
@@ -119,8 +119,8 @@ def prepare(config: PushConfig) -> Path:
         shutil.copyfile(source / name, output / name)
     hashes = {name: _sha256(output / name) for name in names}
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
-    told = card(described, config.repo, hashes, config.base_model, config.license)
-    (output / CARD).write_text(told, encoding="utf-8")
+    text = card(described, config.repo, hashes, config.base_model, config.license)
+    (output / CARD).write_text(text, encoding="utf-8")
     custom_generate.write(output)
     return output
 

@@ -11,7 +11,7 @@ from kangaroo.drafters.chain import Chain
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.evaluation.metrics import ctar
+from kangaroo.evaluation.metrics import compression_rate, ctar
 from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
@@ -69,7 +69,7 @@ def decode(
         greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
         reached = ctar([record.accepted for record in greedy], STEPS)
         written = sum(len(record.tokens) for record in greedy)
-        metrics |= compression(name, reached, written / len(greedy))
+        metrics |= compression(name, reached, compression_rate(written, len(greedy)))
         if isinstance(drafter, Chain):  # which says what its tokens were drawn from
             drafter = method.chain(1).of(lm, adapter, heads)
             sampling = Sampling(temperature=1.0, rule=Rule.rejection)

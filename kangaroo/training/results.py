@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kangaroo.evaluation.metrics import rate_of_ctar
 from kangaroo.training.distill import MEASURES, Student
 from kangaroo.training.recipe import Trainee
 
@@ -47,7 +48,7 @@ def named(
 
 def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -> dict[str, float]:
     """Means per position, also for the later draft tokens of fused adapters, CTAR, and with it the
-    compression rate `1 + sum CTAR` of the paper, section 4.1.
+    compression rate (`rate_of_ctar`).
 
     Args:
         sums_SF: of all draft steps of all adapters.
@@ -58,7 +59,7 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
     of_each = zip(trained, sums_SF.split(counts), accepted_AW.tolist(), strict=True)
     for trainee, steps_SF, accepted_W in of_each:
         ctar = [count / float(steps_SF[0, POSITIONS]) for count in accepted_W]
-        metrics |= compression(f"held_out/{trainee.name}", ctar, 1 + sum(ctar))
+        metrics |= compression(f"held_out/{trainee.name}", ctar, rate_of_ctar(ctar))
     return metrics
 
 

@@ -52,6 +52,8 @@ def test_the_fastest_comes_first_and_what_is_not_finished_nowhere(sweep):
     names = [method["name"] for method in comparison.compare(sweep)["methods"]]
     assert names == ["kangaroo,threshold=0.4", "medusa", "vanilla"]
     assert comparison.compare(sweep / "lookahead") is None
+    (chosen,) = comparison.compare(sweep, names[:1])["methods"]  # others lie there, as of old
+    assert chosen["name"] == names[0]
 
 
 def test_the_table_holds_each_methods_metrics_and_costs(sweep):

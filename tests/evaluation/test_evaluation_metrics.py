@@ -214,7 +214,7 @@ def test_the_report_stands_with_and_without_drafts_and_baseline(drafts, vanilla,
     records = [record(i, (method, baseline if vanilla else None)) for i in (1, 2)]
     report.write(summarised(records, baselines=["vanilla"] if vanilla else []), tmp_path)
     files = {file.name for file in tmp_path.iterdir()}
-    assert {"report.md", "speedup.png", "ctar.png", "time.png"} <= files
+    assert {"report.md", "speedup.png"} <= files
     text = (tmp_path / "report.md").read_text()
     assert ("x** the speed of vanilla" in text) == vanilla
     assert ("## Acceptance by position" in text) == drafts

@@ -443,8 +443,7 @@ def test_the_table_and_the_report_say_who_answered_a_part(together, tmp_path):
     terminal = " ".join(printed(comparison.terminal_table(result)).split())
     for text in (report_of(tmp_path), terminal):
         assert size in text and part in text and "kangaroo answered" not in text
-    plots = {image.stem for image in tmp_path.glob("*.png")}
-    assert plots == {"speedup", "speedup_by_task", "cr_by_task"}
+    assert (tmp_path / "speedup.png").is_file()
 
 
 def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):

@@ -98,9 +98,8 @@ def notes(result: dict[str, Any]) -> str:
         f"after, of which they take the higher; a vanilla token reads "
         f"{result['weights'] / 1e6:.1f} MB of weights.\n"
         f"{result['model']}, {result['dtype']}, {result['device']}, {machine(about)}; greedy, "
-        f"batch 1, past any EOS; {settings['prompts']} prompts x "
-        f"{settings['max_new_tokens']} tokens x "
-        f"{settings['repeats']} repeats; {result['drafter']}.\n"
+        f"batch 1, past any EOS; {settings['prompts']} prompts x {settings['max_new_tokens']} "
+        f"tokens x {settings['repeats']} repeats; {result['drafter']}.\n"
         f"git {about['git_revision']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, {about['time']}."
     )

@@ -22,6 +22,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.metrics import compression_rate
 from kangaroo.evaluation.speed import trials
 from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
 from kangaroo.evaluation.speed.batches import throughput, verifications
@@ -178,7 +179,7 @@ def summarise(texts: Sequence[Trial], reads: Reads | None, bandwidth: float) -> 
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
         "first_ms": 1e3 * median(t.first_seconds for t in texts),
-        "compression_rate": decoded / rounds,
+        "compression_rate": compression_rate(decoded, rounds),
         "drafted_per_round": drafted / rounds,
         **{f"{part}_ms": 1e3 * took / rounds if verify else None for part, took in parts.items()},
         "draft_over_limit": draft / draft_limit if draft_limit and drafted else None,
@@ -193,10 +194,13 @@ def against_vanilla(
     """
     pairs = list(zip(vanilla, method, strict=True))
     seconds_P2 = np.array(
-        [[np.mean([t.decode_seconds / t.decoded for t in own]) for own in pair] for pair in pairs]
+        [
+            [np.mean([t.decode_seconds / t.decoded for t in trials]) for trials in pair]
+            for pair in pairs
+        ]
     )
     return {
         "speedup": statistics.speedup(seconds_P2),
         "speedup_ci95": statistics.interval(seconds_P2),
-        "equal_texts": sum(theirs[0].tokens == own[0].tokens for theirs, own in pairs),
+        "equal_texts": sum(a[0].tokens == b[0].tokens for a, b in pairs),
     }

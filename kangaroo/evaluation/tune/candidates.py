@@ -50,7 +50,7 @@ class SearchSpace(Ranged):
             has as many tokens to draft from.
         thresholds, steps: of kangaroo and of kangaroo_tree.
         top_k, tree_nodes, min_confidence: of kangaroo_tree; `top_k` is one number.
-        paces, nodes: of the hybrid, whose chain has the most of `steps` and no threshold.
+        min_gains, nodes: of the hybrid, whose chain has the most of `steps` and no threshold.
         lookups: draft tokens of prompt lookup, alone and in a cascade.
     """
 
@@ -198,5 +198,5 @@ def candidates(space: SearchSpace, by_name: Mapping[str, Source]) -> list[Candid
             )
             for min_gain_per_step, nodes in itertools.product(space.min_gains, space.nodes)
         ]
-        every += [Candidate(one, name) for one in (*chains, *trees, *cascades, *hybrids)]
+        every += [Candidate(config, name) for config in (*chains, *trees, *cascades, *hybrids)]
     return [candidate for candidate in every if candidate.config.name in space.drafters]

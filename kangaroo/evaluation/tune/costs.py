@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kangaroo.evaluation.metrics import compression_rate
 from kangaroo.evaluation.statistics import speedup
 from kangaroo.evaluation.tune.candidates import Candidate, Source
 from kangaroo.evaluation.tune.replay import Player, Replay
@@ -57,7 +58,7 @@ class Score:
     @property
     def compression_rate(self) -> float:
         """Tokens emitted per forward of the target."""
-        return speedup(self.counts_Q2)
+        return compression_rate(*self.counts_Q2.sum(0))
 
 
 def score(

@@ -35,8 +35,8 @@ def write(tuned: Tuned, config: TuneConfig, about: str, use: str) -> None:
         "best": best,
         "tuning": [question.question_id for question in tuned.tuning],
         "reporting": [question.question_id for question in tuned.reporting],
-        "predicted": {name: as_numbers(one) for name, one in tuned.predicted.items()},
-        "scores": [as_numbers(one) for one in tuned.scores],
+        "predicted": {name: as_numbers(score) for name, score in tuned.predicted.items()},
+        "scores": [as_numbers(score) for score in tuned.scores],
         "settings": {part.name: asdict(config)[part.name] for part in fields(TuneConfig)},
         "provenance": provenance(),
     }
@@ -64,9 +64,9 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
     """Everything, in Markdown; what was decoded, by evaluate's tables and plots."""
     best, counts = tuned.best[0], (len(tuned.tuning), len(tuned.reporting))
     searched = [
-        {"setting": one.candidate.name, "speedup": number(one.speedup)}
-        | {"CR": number(one.compression_rate)}
-        for one in best_by(tuned.scores, lambda one: (one.config.name, one.source))
+        {"setting": score.candidate.name, "speedup": number(score.speedup)}
+        | {"CR": number(score.compression_rate)}
+        for score in best_by(tuned.scores, lambda x: (x.config.name, x.source))
     ]
     parts = [
         f"# Tuning {about}",
@@ -79,7 +79,7 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
         "## Prediction and decoding",
         "On a part of the questions for tuning ([all of it](confirm/report.md)), prompts not "
         "included. Where both compression rates are the same, replay had the rounds of decoding, "
-        "and a difference of the speedups is one of time alone.",
+        "and a difference of the speedups is score of time alone.",
         markdown(predictions(tuned)),
         "## The search",
         f"{len(tuned.scores)} settings were replayed. The best of each drafter and adapter, their "
@@ -92,20 +92,20 @@ def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
 
 def predictions(tuned: Tuned) -> list[Row]:
     """What was foreseen of each drafter that was decoded, and what came of it."""
-    overall = {one["name"]: one["overall"] for one in tuned.confirmed["methods"]}
+    overall = {method["name"]: method["overall"] for method in tuned.confirmed["methods"]}
     return [
         {
             "drafter": name,
-            "predicted": number(one.speedup),
+            "predicted": number(score.speedup),
             "decoding": number(overall[name]["decoding_speedup"]),
-            "CR predicted": number(one.compression_rate, 3),
+            "CR predicted": number(score.compression_rate, 3),
             "CR": number(overall[name]["compression_rate"], 3),
         }
-        for name, one in tuned.predicted.items()
+        for name, score in tuned.predicted.items()
     ]
 
 
-def as_numbers(one: Score) -> dict[str, Any]:
+def as_numbers(score: Score) -> dict[str, Any]:
     """A setting as replay foresees it."""
-    name, rate = one.candidate.name, one.compression_rate
-    return {"name": name, "speedup": one.speedup, "compression_rate": rate}
+    name, rate = score.candidate.name, score.compression_rate
+    return {"name": name, "speedup": score.speedup, "compression_rate": rate}

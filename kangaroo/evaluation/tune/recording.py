@@ -93,7 +93,9 @@ class Recorder:
     ):
         self.lm, self.drafters = lm, drafters
         taps = sorted({tap for drafter in drafters.values() for tap in drafter.taps})
-        room = max((side_by_side(one) * one.max_nodes for one in drafters.values()), default=0)
+        room = max(
+            (side_by_side(drafter) * drafter.max_nodes for drafter in drafters.values()), default=0
+        )
         self.watcher = Watcher(taps, room)
         self.engine = Engine(lm, self.watcher, prefill_chunk=prefill_chunk)
 
@@ -105,7 +107,9 @@ class Recorder:
         (generation,) = self.engine.generate([prompt], max_new_tokens)
         turn = Turn(list(prompt), generation.tokens)
         if self.watcher.pending:  # else the text is a single token
-            turn.drafts = {name: self._everywhere(one) for name, one in self.drafters.items()}
+            turn.drafts = {
+                name: self._everywhere(drafter) for name, drafter in self.drafters.items()
+            }
         return turn
 
     @torch.inference_mode()

@@ -118,28 +118,28 @@ def tune(
     traced = traces(lm, tokenizer, by_name, tuning, config, model)
     player, verify_N = Player(lm, by_name), np.array(measured(lm).curve(1, MOST_NODES))
     tried = tqdm(candidates(config.search, by_name), unit="setting", desc="replaying")
-    scores = [score(one, player, traced, verify_N) for one in tried]
-    scores.sort(key=lambda one: -one.speedup)
-    of_each = [one.candidate for one in best_by(scores, lambda one: one.config.name)]
-    few = {one.name: one for one in of_each[: config.confirm] if one.config != today}
-    drafters = {TODAY: today} | {name: one.config for name, one in few.items()}
+    scores = [score(candidate, player, traced, verify_N) for candidate in tried]
+    scores.sort(key=lambda score: -score.speedup)
+    fastest = [score.candidate for score in best_by(scores, lambda x: x.config.name)]
+    few = {x.name: x for x in fastest[: config.confirm] if x.config != today}
+    drafters = {TODAY: today} | {name: candidate.config for name, candidate in few.items()}
     count = min(config.confirm_questions, len(traced))
     places = np.unique(np.linspace(0, len(traced) - 1, count).round().astype(int)).tolist()
-    asked, output = (lm, tokenizer, config, model), Path(config.output)
-    confirmed = decode(*asked, output / CONFIRM, drafters, [tuning[place] for place in places])
+    target, output = (lm, tokenizer, config, model), Path(config.output)
+    confirmed = decode(*target, output / CONFIRM, drafters, [tuning[place] for place in places])
     some = [traced[place] for place in places]
-    predicted = {name: score(one, player, some, verify_N) for name, one in few.items()}
-    best = next(one["name"] for one in confirmed["methods"] if one["name"] in drafters)
+    predicted = {name: score(x, player, some, verify_N) for name, x in few.items()}
+    best = next(x["name"] for x in confirmed["methods"] if x["name"] in drafters)
     both = {name: drafters[name] for name in (TODAY, best)}
-    report = decode(*asked, output / REPORT, both, reporting)
+    report = decode(*target, output / REPORT, both, reporting)
     return Tuned(tuning, reporting, scores, predicted, confirmed, (best, drafters[best]), report)
 
 
 def best_by(scores: Iterable[Score], group: Callable[[Candidate], Hashable]) -> list[Score]:
     """The fastest of each group; `scores` has the fastest first."""
     best: dict[Hashable, Score] = {}
-    for one in scores:
-        best.setdefault(group(one.candidate), one)
+    for result in scores:
+        best.setdefault(group(result.candidate), result)
     return list(best.values())
 
 
@@ -184,10 +184,10 @@ def traces(
 
     Errors: also `ConfigError` where no text has a round.
     """
-    drafters = {k: one for source in by_name.values() for k, one in source.traced.items()}
+    drafters = {k: v for source in by_name.values() for k, v in source.traced.items()}
     settings = {
         "model": model,
-        "drafters": {name: one.config.settings() for name, one in by_name.items()},
+        "drafters": {name: source.config.settings() for name, source in by_name.items()},
         "top_k": config.search.top_k if "kangaroo_tree" in config.search.drafters else None,
     }
     place = config.max_new_tokens, Path(config.output, TRACE), settings
@@ -213,7 +213,7 @@ def decode(
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "questions.jsonl"
-    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in questions), "utf-8")
+    file.write_text("".join(json.dumps(asdict(question)) + "\n" for question in questions), "utf-8")
     settings = EvaluateConfig(
         output=str(folder if len(drafters) > 1 else folder / TODAY),
         bench=replace(config.bench, path=str(file), url=None, sha256=None),
@@ -226,7 +226,9 @@ def decode(
         about = {"model": model, "drafter": drafter.settings()}
         methods.append(MethodSpec(name, drafter.build(lm), about, drafter.made_by()))
     run.evaluate(lm, tokenizer, methods, settings, model_name=model["name"])
-    compared = comparison.compare(folder)
+    # an earlier search may have left other candidates' results beside these
+    names = [*drafters, "vanilla"] if len(drafters) > 1 else [TODAY]
+    compared = comparison.compare(folder, names)
     assert compared is not None
     comparison.write(compared, folder)
     return compared
