@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
-import pytest
-import torch
-from commands import PAGES, ROOT, questions, shown, talks
-from helpers import adapter_for
-
-from kangaroo import cli
-from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
-
 # What stands in for a cluster and for a large target, in every line. (A recipe is its model's own.)
 REPLACED = {
     "--nproc-per-node=8": "--nproc-per-node=2",
