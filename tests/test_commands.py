@@ -24,7 +24,7 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.target import TargetModel
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 # What stands in for a cluster and for a large target, in every line. (A recipe is its model's own.)
 REPLACED = {
