@@ -248,7 +248,8 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
-        AdapterNotFound, match=r"train\.py model\.path=FOLDER model\.name=mine\).*import_adapter"
+        AdapterNotFound,
+        match=r"train\.py model\.path=FOLDER model\.name=mine\).*convert\.py import",
     ):
         load("adapters/mine", lm, Adapter)
     with pytest.raises(AdapterNotFound, match=r"train\.py model\.path=FOLDER .* adapter=medusa"):

@@ -282,10 +282,11 @@ cli.NAME()
 
 @pytest.mark.parametrize("name, told", [("train", True), ("evaluate", True), ("datastore", False)])
 def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, told, tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "x.jsonl").write_text('{"messages": []}\n' * 3)
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED.replace("NAME", name))
     data = ["data=conversations", "data.source=x.jsonl", "data.path=data"]
+    data += ["trainer.holdout=1"] if name == "train" else []
     asked = ["drafter=vanilla"] if name == "evaluate" else data
     result = run(str(script), "model=tiny", "output=out", *asked, cwd=tmp_path)
     line = "Stopped." + " What is finished is kept: the same command goes on from there." * told

@@ -74,8 +74,8 @@ ALONE = [
 
 def shown(page, program="torchrun"):
     """A program's commands in a page's code blocks, without their comments."""
-    metas = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
-    lines = "\n".join(metas).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
 

@@ -326,12 +326,12 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
 
 def test_what_a_conversation_has_said_already_is_not_read_again(target, tmp_path, monkeypatch):
     lm, tokenizer = target
-    source, known, find = written(tmp_path), {}, Engine.known
+    source, known, find = written(tmp_path), {}, Engine.match_prefix
 
     def found(self, batch, row, prompt):
         return known.setdefault(tuple(prompt), find(self, batch, row, prompt))
 
-    monkeypatch.setattr(Engine, "known", found)
+    monkeypatch.setattr(Engine, "match_prefix", found)
     config(tmp_path, source).make(lm, tokenizer)
     samples, _ = store.load(tmp_path / "data")
     several = [sample["messages"] for sample in samples if len(sample["messages"]) == 4]
@@ -339,7 +339,7 @@ def test_what_a_conversation_has_said_already_is_not_read_again(target, tmp_path
     for messages in several:
         first, second = (prompt_ids(tokenizer, messages[:n]) for n in (1, 3))
         assert known[tuple(second)][1] >= len(first) - 1  # an answer may be one token
-    monkeypatch.setattr(Engine, "known", lambda self, batch, row, prompt: (row, 0))
+    monkeypatch.setattr(Engine, "match_prefix", lambda self, batch, row, prompt: (row, 0))
     replace(config(tmp_path, source), path=str(tmp_path / "whole")).make(lm, tokenizer)
     assert store.load(tmp_path / "whole")[0] == samples
 

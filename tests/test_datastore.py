@@ -81,13 +81,14 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
 
 def test_a_datastore_of_another_vocabulary_is_refused_and_both_are_named(tmp_path):
     save(index([[1, 2]], 64), tiny(), tmp_path / "store", {})
-    with pytest.raises(DataError, match=r"64 tokens.*this target is .*80 tokens.*datastore\.py"):
+    wrong = r"64 tokens.*this target is .*80 tokens.*prepare\.py datastore"
+    with pytest.raises(DataError, match=wrong):
         load(str(tmp_path / "store"), tiny(vocab_size=80))
 
 
 def test_a_folder_without_or_with_a_broken_datastore_is_refused(tmp_path):
     lm, path = tiny(), str(tmp_path / "store")
-    with pytest.raises(DataError, match=r"no datastore at .*datastore\.py"):
+    with pytest.raises(DataError, match=r"no datastore at .*prepare\.py datastore"):
         load(path, lm)
 
     def broken(name: str, content: bytes | None):

@@ -334,5 +334,5 @@ def test_data_that_are_there_are_counted_and_not_written_again(machine):
 def test_remembered_states_count_once_the_text_is_known(machine):
     machine((A100, 80 * GB))
     devices, expected, _ = foreseen("model=vicuna-7b", "trainer.cache_target_states=true")
-    with pytest.raises(ConfigError, match=r"trainer\.remember=false"):
+    with pytest.raises(ConfigError, match=r"trainer\.cache_target_states=false"):
         devices.check("training", expected.memory)

@@ -32,8 +32,8 @@ def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> Medusa
     """Heads that say something of their own."""
     heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     generator = torch.Generator().manual_seed(5)
-    for meta in heads.metas:
-        meta.weight.data.normal_(std=0.3, generator=generator)
+    for block in heads.blocks:
+        block.weight.data.normal_(std=0.3, generator=generator)
     return heads.requires_grad_(False)
 
 

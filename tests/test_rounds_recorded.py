@@ -20,6 +20,7 @@ from kangaroo.engine.warm_up import warm_up
 from kangaroo.models.loading import TINY, ModelConfig, byte_tokenizer
 from kangaroo.serving import serve
 from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.scheduler import Scheduler
 
 PROMPTS = random_prompts(5, 30, 9)
 
@@ -142,12 +143,16 @@ def test_a_server_is_ready_once_it_has_recorded(monkeypatch):
     def ready(port):
         said.append((port, len(lm.acceleration.graphs.made)))
 
-    def run(listening, scheduler, *_):
-        listening.close()
-        assert scheduler.close(60)
+    def run(server, sockets):
+        for listening in sockets:
+            listening.close()
+        assert schedulers[0].close(60)
 
+    schedulers = []
+    start = Scheduler.start
+    monkeypatch.setattr(Scheduler, "start", lambda self: schedulers.append(start(self)) or self)
     monkeypatch.setattr(serve, "load_target", lambda model: (lm, byte_tokenizer()))
-    monkeypatch.setattr("kangaroo.serving.http.run", run)
+    monkeypatch.setattr("uvicorn.Server.run", run)
     config = ServeConfig(port=0, max_batch_size=1, max_model_len=40)
     serve.serve(ModelConfig("tiny", TINY, device="cpu"), VanillaConfig(), config, ready)
     ((port, recorded),) = said

@@ -256,7 +256,7 @@ def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
 
 
 def test_drafters_and_rivals_that_cannot_be_measured_are_refused():
-    lm, tokenizer, config = tiny(), byte_tokenizer(), SpeedConfig(contexts=[32], new_tokens=8)
+    lm, tokenizer, config = tiny(), byte_tokenizer(), SpeedConfig(contexts=[32], max_new_tokens=8)
     drafter = Kangaroo(lm, adapter_for(lm))
     with pytest.raises(ConfigError, match="drafter=kangaroo"):
         measure(lm, tokenizer, Vanilla(), config)

@@ -258,6 +258,7 @@ def register() -> None:
     for resolver in (bench_name, fitting, hardware_here, draft_model_of):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
+    OmegaConf.register_new_resolver("if", lambda x, a, b: b if x is None else a, replace=True)
     for command in WITH_ACTIONS:
         for action, config in sections(f"{command}.yaml").items():
             store(name=f"{command}_{action}", node=config)

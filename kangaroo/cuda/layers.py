@@ -181,17 +181,17 @@ class Stack:
         q_NO = self._queries_and_keys(x_ND, cache, meta, seen, index, keys_alone)
         if keys_alone:
             return q_NO
-        padded, metas = power_of_two(size), cdiv(meta.extent, 64)
+        padded, blocks = power_of_two(size), cdiv(meta.extent, 64)
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
-        sums = x_ND.new_empty(len(x_ND), heads, metas, size, dtype=torch.float32)
-        weights = x_ND.new_empty(len(x_ND), heads, metas, 2, dtype=torch.float32)
+        sums = x_ND.new_empty(len(x_ND), heads, blocks, size, dtype=torch.float32)
+        weights = x_ND.new_empty(len(x_ND), heads, blocks, 2, dtype=torch.float32)
         places = seen.path_NP.shape[1]
         launch(
             kernels_attention.attend_kernel,
-            (rows, sizes.kv_heads, columns * metas + tokens * places // 64),
+            (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
             *(q_NO, cache.keys[index], cache.values[index]),
             *(seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
-            *(tokens, cache.n_slots, meta.rows.start, places, metas, columns),
+            *(tokens, cache.n_slots, meta.rows.start, places, blocks, columns),
             sizes.scaling,
             H=heads,
             G=sizes.kv_heads,
@@ -202,7 +202,7 @@ class Stack:
         grid, shape = (len(x_ND), heads), {"H": heads, "D": size, "DP": padded}
         out_NO = torch.empty_like(q_NO)
         combine = kernels_attention.combine_kernel
-        launch(combine, grid, sums, weights, seen.count_N, out_NO, metas, **shape, num_warps=1)
+        launch(combine, grid, sums, weights, seen.count_N, out_NO, blocks, **shape, num_warps=1)
         return out_NO
 
     def _queries_and_keys(

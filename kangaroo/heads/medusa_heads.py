@@ -85,22 +85,22 @@ class MedusaHeads(Trainable):
         size, count = lm.config.hidden_size, architecture.heads
         outputs = vocabulary_size(lm, vocabulary_K)
         own_heads = count if architecture.own_head else 0
-        self.metas = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
         self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own_heads))
 
     @torch.no_grad()
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> MedusaHeads:
         """Every head begins as the target's own."""
         rows = slice(None) if vocabulary_K is None else vocabulary_K
-        for meta in self.metas:
-            meta.get_parameter("weight").zero_()
+        for block in self.blocks:
+            block.get_parameter("weight").zero_()
         for head in self.heads:
             head.get_parameter("weight").copy_(lm.head.weight[rows])
         return self
 
     def forward(self, h_BND: Tensor, index: int) -> Tensor:
         """What head `index`, counted from 0, reads at each token."""
-        return F.silu(self.metas[index](h_BND)) + h_BND
+        return F.silu(self.blocks[index](h_BND)) + h_BND
 
     def states(
         self,
