@@ -53,17 +53,17 @@ speed: setup  ## time the engine's steps
 soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
 	$(BIN)/python -m pytest -q -s -m soak tests/soak $(ARGS)
 
-# The experiments of the paper, for the embedded model; docs/paper.md names them. A run that was stopped goes on.
+# The experiments of the paper, for the embedded model; docs/results/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
 PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192 trainer.decode_prompts=0
-paper: setup  ## measure the paper's experiments, and write them into docs/paper.md
+paper: setup  ## measure the paper's experiments, and write them into docs/results/paper.md
 	@# first what needs no training: questions that are not there are missed at once
 	$(BIN)/python evaluate.py experiment=paper/table1 $(ARGS)
 	$(BIN)/python train.py experiment=paper/adapters $(PAPER_TRAINING)
 	for name in $(filter-out table1,$(PAPER)); do \
 	  $(BIN)/python evaluate.py experiment=paper/$$name $(ARGS) || exit 1; \
 	done
-	$(BIN)/python evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md
+	$(BIN)/python evaluate.py results=outputs/paper/smollm2-135m page=docs/results/paper.md
 
 # Two workers with one thread each (tests/conftest.py).
 test: setup  ## run the CPU tests

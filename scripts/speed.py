@@ -1,4 +1,4 @@
-"""Measure decoding speed: python scripts/speed.py model=smollm2-135m (see docs/benchmark.md)."""
+"""Measure decoding speed: python scripts/speed.py model=smollm2-135m (see docs/evaluation.md)."""
 
 from kangaroo.cli import speed
 

@@ -1,4 +1,4 @@
-"""Find the fastest drafter for a model: python scripts/tune.py (see docs/tuning.md)."""
+"""Find the fastest drafter for a model: python scripts/tune.py (see docs/evaluation.md)."""
 
 from kangaroo.cli import tune
 

@@ -35,7 +35,7 @@ class AdapterHeadConfig(base.HeadConfig):
     Args:
         attention: an attention layer of the target's shape.
         attention_layers: how many of them, each above the one before. A further one costs a third
-            of a feed-forward part, and brings more (docs/adapters.md).
+            of a feed-forward part, and brings more (docs/training.md).
         feed_forward: the target's feed-forward part after it; alone, without attention, too.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         fused: also read what goes into the target's last layer at the token before, and for a

@@ -156,7 +156,7 @@ def load(
             "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
             "its layers over the GPUs of one process; to train, "
             f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}. See "
-            "docs/scale.md."
+            "docs/training.md."
         )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device

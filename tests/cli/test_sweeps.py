@@ -35,7 +35,7 @@ from kangaroo.utils.tracking import WandbConfig, finished
 
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
-SWEEPS = (ROOT / "docs/sweeps.md").read_text()
+SWEEPS = (ROOT / "docs/training.md").read_text()
 SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
 
 each_study = pytest.mark.parametrize("name", STUDIES)
@@ -258,7 +258,7 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_optuna_searches_for_what_a_command_returns(tmp_path):
-    """The line of docs/sweeps.md, on a tiny model."""
+    """The line of docs/training.md, on a tiny model."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
     shown = re.findall(r"^python (.*search=optuna.*)$", SWEEPS, flags=re.M)
     words = [word for line in shown for word in shlex.split(line)]

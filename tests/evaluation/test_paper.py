@@ -35,7 +35,7 @@ from kangaroo.utils.errors import ConfigError
 
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert {*NAMES, "base", "adapters"} == FILES
-    shown = STUDY.findall((ROOT / "docs/paper.md").read_text())
+    shown = STUDY.findall((ROOT / "docs/results/paper.md").read_text())
     assert sorted(name for _, name, _ in shown) == sorted(NAMES)
     makefile = (ROOT / "Makefile").read_text()
     (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
@@ -238,7 +238,7 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     del pairs[3]
     assert all(b.startswith(a) and b.count(b"\n") == 7 for a, b in pairs)  # two more answers
     assert json.loads((folder / "steps.json").read_text())["questions"] == 5
-    shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
+    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
     typed("evaluate.py", "results=outputs/paper/tiny", "page=paper.md", cwd=here)
     assert "tiny on spec_bench: 5 questions" in (here / "paper.md").read_text()
 
@@ -268,6 +268,6 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
         folder = "adapter_ablation" if name == "parameters" else name
         found = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
         assert found["points"] and found["questions"] == 5
-    shutil.copy(ROOT / "docs/paper.md", here / "paper.md")
+    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
     typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
     assert "Not measured yet" not in (here / "paper.md").read_text()

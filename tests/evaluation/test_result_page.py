@@ -100,13 +100,13 @@ def test_the_page_compares_the_fastest_with_the_others_by_task(finished):
 
 def test_the_page_follows_from_what_lies_beside_it(finished):
     _, summaries, page = finished
-    comparison = json.loads((page.parent / "results/spec_bench.json").read_text())
+    comparison = json.loads(page.with_suffix(".json").read_text())
     assert pages.page_of(comparison, page.stem) == page.read_text()
     images = list(page.parent.glob("img/*.png"))
     assert len(images) == 3
     for image in images:
         assert image.read_bytes().startswith(b"\x89PNG") and f"img/{image.name}" in page.read_text()
-    with (page.parent / "results/spec_bench.csv").open(newline="") as file:
+    with page.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for summary in summaries:  # a line for each question and method adds up to it
         questions = [row for row in rows if row["method"] == summary["drafter"]]
@@ -133,5 +133,5 @@ def test_what_cannot_be_told_is_refused(words, told, tmp_path):
 @pytest.mark.parametrize("committed", sorted((ROOT / "docs/results").glob("*.csv")))
 def test_a_committed_page_follows_from_its_results(committed):
     comparison = json.loads(committed.with_suffix(".json").read_text())
-    page = ROOT / "docs" / f"{committed.stem}.md"
+    page = committed.with_suffix(".md")
     assert pages.page_of(comparison, page.stem) == page.read_text()

@@ -46,5 +46,3 @@ ALONE = [
     *("chat", "speed", "convert import", "convert export"),
     *("prepare datastore", "prepare layers", "prepare calibrate"),
 ]
-
-

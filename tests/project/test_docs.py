@@ -25,7 +25,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.target import TargetModel
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 

@@ -46,17 +46,13 @@ APPENDED = {
     "evaluate.py drafter=kangaroo +variants.threshold=[0.4,0.6] +variants.steps=[2,6]": (
         f"model=tiny {FEW}"
     ),
-    "evaluate.py -m drafter=vanilla,kangaroo": f"model=tiny {FEW}",
     "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb": (
         f"model=tiny {FEW} logger.mode=offline"
     ),
-    "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb logger.group=threshold": (
-        f"model=tiny {FEW} logger.mode=offline"
-    ),
     "evaluate.py experiment=methods": f"model=tiny {FEW}",
-    "evaluate.py experiment=methods bench=spec_bench question_every=20 hardware=gpu": (
+    "evaluate.py experiment=methods bench=spec_bench question_every=20": (
         f"model=tiny {FEW} question_every=1"
     ),
     "evaluate.py experiment=paper/table1": f"model=tiny {FEW} question_every=1",
@@ -85,7 +81,11 @@ APPENDED = {
     ),
     "scripts/serve.py port=8000": None,  # test_serving.py starts servers
     "scripts/serve.py model=vicuna-7b drafter=kangaroo max_batch_size=8": None,
-    "integrations/load_test/load_test.py": None,  # test_load_test.py runs it
+    # test_load_test.py runs it
+    "integrations/load_test/load_test.py": None,
+    "integrations/load_test/load_test.py vanilla kangaroo hybrid --rounds 6": None,
+    "integrations/load_test/load_test.py vanilla kangaroo draft_model hybrid vllm=URL "
+    "--users 1 2 --rounds 2": None,
     "train.py experiment=study": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py experiment=smollm2": f"model=tiny {ONE} {BRIEF} {SHORT}",
     "train.py data=mix adapter=medusa trainer.vocabulary=2048 trainer.cache_target_states=true "
@@ -93,7 +93,6 @@ APPENDED = {
     "scripts/make_data.py model=vicuna-33b recipe=own_text model.device_map=auto": (
         f"{ONE} {BRIEF} {SHORT}"
     ),
-    "scripts/speed.py": f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}",
     "scripts/speed.py +drafter@more.rest=rest": (
         f"model=tiny speed.prompts=1 speed.repeats=1 speed.contexts=[64] {SPEED}"
     ),
@@ -130,7 +129,7 @@ APPENDED = {
     "scripts/prepare.py datastore data=mix": f"model=tiny {MIXED}",
     "scripts/prepare.py datastore model=vicuna-7b": SHORT,
     # tests/evaluation/test_paper.py, tests/evaluation/test_result_page.py
-    "evaluate.py results=outputs/paper/smollm2-135m page=docs/paper.md": None,
+    "evaluate.py results=outputs/paper/smollm2-135m page=docs/results/paper.md": None,
     "evaluate.py results=outputs/demo page=docs/mine.md": None,
     "scripts/convert.py import source=kangaroo-vicuna-7b-v1.3 model=vicuna-7b": (
         "exit_layer=2 output=adapters/imported"
@@ -143,8 +142,6 @@ APPENDED = {
     "output=kangaroo-ours": "",
     "train.py model=smollm2-135m adapter.exit_layers=[1,2,3,4]": f"{BRIEF} {SHORT}",
     "scripts/make_data.py model=smollm2-135m data.shards=3": f"{ONE} {BRIEF} {SHORT}",
-    "evaluate.py -m drafter.threshold=0.4,0.8 drafter.steps=4,6 logger=wandb "
-    "logger.mode=offline": f"model=tiny {FEW}",
     "train.py -m adapter.exit_layers=[2],[3] trainer.learning_rate=2.5e-3,5e-3 logger=wandb "
     "logger.mode=offline": f"model=tiny {BRIEF} {SHORT} hydra.sweep.subdir=${{hydra.job.num}}",
     # test_sweeps.py runs it where Optuna is installed
@@ -157,13 +154,6 @@ APPENDED = {
     "scripts/convert.py pull repo=USER/NAME output=adapters/NAME": None,
     "evaluate.py experiment=compare data.shards=7 "
     "compare.adapters=[adapters/smollm2-135m, ...]": None,
-    "train.py data=mix data.paths=[outputs/data/tasks/smollm2-135m,outputs/data/self2] "
-    "adapter=layer adapter.start=<layer of A> adapter.learning_rate=3e-3 "
-    "+adapter@more.shallow=attention more.shallow.exit_layers=[1,2] "
-    "more.shallow.learning_rate=7e-3 +adapter@more.third=attention "
-    "more.third.start=<attention of A> more.third.learning_rate=4e-3 "
-    "trainer.cache_target_states=true "
-    "trainer.vocabulary=8192 trainer.epochs=3 trainer.holdout=96": None,
 }
 FAST = {"evaluate.py model=smollm2-135m drafter=kangaroo bench=demo", "train.py model=smollm2-135m"}
 
@@ -273,7 +263,7 @@ def test_the_readmes_first_example_answers(smollm2, monkeypatch, capsys):
     assert len(capsys.readouterr().out.split()) > 8
 
 
-# Lines of the README that end in an error, with what it says first.
+# Lines of docs/use.md that end in an error, with what it says first.
 REFUSED = {
     "evaluate.py drafter.adapter=outputs/train/tiny/attention-exit2": "AdapterMismatch: adapter",
     "train.py model=vicuna-7b": "ModelNotFound: 'lmsys/vicuna-7b-v1.3' was found nowhere",
@@ -283,9 +273,9 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", REFUSED)
-def test_an_error_that_the_readme_shows_is_the_one_that_comes(line, begun, tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    assert f"$ python {line}" in readme and REFUSED[line] in readme
+def test_an_error_that_a_page_shows_is_the_one_that_comes(line, begun, tmp_path):
+    page = (ROOT / "docs/use.md").read_text()
+    assert f"$ python {line}" in page and REFUSED[line] in page
     here = shutil.copytree(begun, tmp_path / "here")
     shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
     done = python(*line.split(), cwd=here)

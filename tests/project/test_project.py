@@ -60,7 +60,7 @@ def test_an_issue_form_has_what_github_asks_for(form):
 
 
 def test_every_extra_that_a_message_names_exists():
-    sources = [*(ROOT / "kangaroo").rglob("*.py"), ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    sources = [*(ROOT / "kangaroo").rglob("*.py"), ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     texts = (path.read_text(encoding="utf-8") for path in sources)
     naming = r"""(?:CHECKOUT\[|\binstall\(['"])([\w-]+)['"\]]"""
     named = {extra for text in texts for extra in re.findall(naming, text)}

@@ -219,8 +219,8 @@ def markdown(certificate: dict[str, Any]) -> str:
     parts = [
         "# Lossless at scale: a certificate of `make soak`",
         f"**{certificate['verdict']}**",
-        "What is decoded, and how, is in [evaluation](evaluation.md#a-million-tokens). *accepted* "
-        "is the share of draft tokens: were it 0 or 100% everywhere, little would be tested.",
+        "What is decoded, and how: docs/evaluation.md, 'A million tokens'. *accepted* is the "
+        "share of draft tokens: were it 0 or 100% everywhere, little would be tested.",
         *(tables.markdown(rows) for rows in [*sheets, different] if rows),
         listed(lines),
     ]

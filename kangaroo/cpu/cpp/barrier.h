@@ -2,7 +2,7 @@
 //
 // A pass has seven such places in every layer, and OpenMP's own barrier puts threads to sleep where it counts
 // more of them in the program than there are processors: a thread that does nothing but exist, since it has
-// decoded once, is enough. With that barrier a second Python thread decoded half as fast (docs/speed.md).
+// decoded once, is enough. With that barrier a second Python thread decoded half as fast (docs/architecture.md).
 
 #pragma once
 

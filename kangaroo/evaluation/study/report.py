@@ -1,8 +1,8 @@
 """A study's tables and files, `NAME.json`, `NAME.md` and `NAME.png`, and its place on a page.
 
-A page, such as `docs/paper.md`, has a pair of comments for each study, `<!-- study: NAME -->` and
-`<!-- end -->`, and one for what they say together, `<!-- summary -->`. What stands between is
-written here; all else is the page's own.
+A page, such as `docs/results/paper.md`, has a pair of comments for each study, `<!-- study: NAME
+-->` and `<!-- end -->`, and one for what they say together, `<!-- summary -->`. What stands between
+is written here; all else is the page's own.
 """
 
 from __future__ import annotations
