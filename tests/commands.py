@@ -28,7 +28,7 @@ IMPORTED = (
     "matplotlib.backends.backend_agg",
     "transformers.models.llama.modeling_llama",
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 STREAMS = ("stdin", "stdout", "stderr")
 
 
