@@ -115,10 +115,10 @@ def test_another_draft_model_takes_the_place_of_the_adapter(path, adapter):
 @pytest.mark.parametrize(
     "options, folder",
     [
-        (["bench.path=my/own.jsonl"], "kangaroo-own"),
-        (["bench.path=my/own.jsonl", "bench.name=other"], "kangaroo-other"),
-        (["bench=spec_bench", "bench.path=my/own.jsonl"], "kangaroo-spec_bench"),
-        ([], "kangaroo-demo"),
+        (["bench.path=my/own.jsonl"], "hybrid-own"),
+        (["bench.path=my/own.jsonl", "bench.name=other"], "hybrid-other"),
+        (["bench=spec_bench", "bench.path=my/own.jsonl"], "hybrid-spec_bench"),
+        ([], "hybrid-demo"),
     ],
 )
 def test_a_folder_is_called_by_the_benchs_file(options, folder):
