@@ -41,15 +41,15 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
         vocabulary: how many tokens it drafts from; None is all.
     """
     if not isinstance(parts, AdapterHeadConfig):
-        reason = f"a trained {parts.kind()}, which reads the target's final states"
+        reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
-        reason = "fused: it reads deep states of the target"
+        reason = "it is fused: it reads deep states of the target"
     elif parts.own_head and vocabulary:
-        reason = f"over {vocabulary} tokens, and a model's head needs all of them"
+        reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:
         return
     raise ConfigError(
-        f"this adapter cannot become a draft model: it is {reason}. Export one of "
+        f"this adapter cannot become a draft model: {reason}. Export one of "
         "adapter=attention, layer, mlp, or own_head with trainer.vocabulary=null; or decode with "
         f"it here (drafter={parts.drafter})."
     )
