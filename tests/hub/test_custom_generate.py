@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -351,10 +352,9 @@ def test_another_adapter_may_be_named(tmp_path):
 
 
 def test_without_transformers_the_adapter_has_to_be_named():
-    from kangaroo.hub.custom_generate import generate
-
+    code = runpy.run_path(str(ROOT / "integrations/transformers/generate.py"))
     with pytest.raises(ConfigError, match="Pass adapter="):
-        generate(target(), **padded())
+        code["generate"](target(), **padded())
 
 
 def test_the_pages_example_writes_what_the_model_would(tmp_path, monkeypatch):
