@@ -239,12 +239,6 @@ def test_the_commands_import_and_export(tmp_path):
     assert all(torch.equal(written[name], state[name]) for name in state)
 
 
-def test_a_command_without_what_it_needs_says_so_in_short(tmp_path):
-    result = run("scripts/convert.py import", cwd=tmp_path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "missing mandatory value: source" in result.stderr
-
-
 # ---- what is refused ---------------------------------------------------------------------------
 
 

@@ -35,18 +35,6 @@ TEMPLATES = {
         "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
         "</s>",
     ),
-    "default_system": (  # Qwen 2.5
-        "{% if messages[0].role != 'system' %}"
-        "{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-        "<|im_end|>",
-    ),
-    "pipes": (  # Zephyr
-        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-        "</s>",
-    ),
     "model_turns": (  # Gemma: the assistant is called model, no system turn
         "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
