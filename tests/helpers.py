@@ -6,6 +6,7 @@ Shapes: B rows, N draft nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import Verdict
+from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle_head import EagleHead
-from kangaroo.models.loading import random_model
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
@@ -73,6 +76,30 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
 
 def tiny(architecture: str = "llama", **overrides: object) -> TargetModel:
     return TargetModel(tiny_model(architecture, **overrides))
+
+
+def tiny_target() -> TargetModel:
+    """What `model=tiny model.dtype=float32` stands for in a command."""
+    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+
+
+def saved_adapter(
+    lm: TargetModel,
+    adapter: Trainable,
+    folder: Path,
+    frequent: Sequence[int] | None = (3,),
+    training: dict[str, Any] | None = None,
+    **described: Any,
+) -> Path:
+    """The folder of an adapter, as training leaves it.
+
+    Args:
+        frequent: the most frequent tokens of its training data, in order.
+        described: further arguments of `adapter_files.describe`.
+    """
+    about = adapter_files.describe(lm, adapter, training or {}, **described)
+    frequent_K = None if frequent is None else torch.tensor(frequent)
+    return adapter_files.save(adapter, about, frequent_K, folder)
 
 
 def graphed(lm: TargetModel) -> TargetModel:

@@ -8,8 +8,8 @@ from pathlib import Path
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import ExportCommand, ImportCommand, Layout
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.heads import adapter_files, for_vllm, official
-from kangaroo.heads import export as export_model
+from kangaroo.heads import adapter_files, official
+from kangaroo.heads import export as exporting
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.hub.transfer import PullConfig, PushConfig
@@ -29,9 +29,8 @@ def import_adapter(config: ImportCommand) -> None:
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
     exit_layer = official.exit_layer(config.exit_layer, lm)
-    checkpoint = official.read(config.source)
-    adapter = official.to_adapter(checkpoint, lm, exit_layer)
-    about = {"imported": checkpoint.origin} | provenance()
+    adapter, origin = official.read(config.source, lm, exit_layer)
+    about = {"imported": origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, about), None, folder)
     target = options_of(lm.name, config.model.name)
     use = command_line("evaluate", **target, drafter__adapter=folder)
@@ -43,14 +42,14 @@ def export(config: ExportCommand) -> None:
     """Write an adapter for other software; only a draft model needs the target's weights."""
     source, output = config.source, Path(config.output)
     if config.to is Layout.draft_model:
-        export_model.save(source, config.model, output)
+        exporting.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         target = options_of(config.model.path, config.model.name)
         use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
         threshold = KangarooConfig().threshold
-        for_vllm.write(source, meta_model(config.model), output, threshold)
+        exporting.write_for_vllm(source, meta_model(config.model), output, threshold)
         log.info("%s is for the plugin kangaroo-vllm", output)
     else:
         adapter = official.write(source, meta_model(config.model), output)

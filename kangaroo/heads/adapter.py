@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from kangaroo.cpu import native
 from kangaroo.heads import base
-from kangaroo.heads.base import vocabulary_size
 from kangaroo.heads.layer import Layer
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import TargetModel
@@ -36,7 +35,7 @@ class AdapterHeadConfig(base.HeadConfig):
         attention: an attention layer of the target's shape.
         attention_layers: how many of them, each above the one before. A further one costs a third
             of a feed-forward part, and brings more (docs/training.md).
-        feed_forward: the target's feed-forward part after it; alone, without attention, too.
+        feed_forward: the target's feed-forward part after it, or alone.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         fused: also read what goes into the target's last layer at the token before, and for a
             token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
@@ -57,13 +56,10 @@ class AdapterHeadConfig(base.HeadConfig):
         if not (self.attention or self.feed_forward):
             raise ConfigError(
                 "an adapter of no part drafts nothing: leave adapter.architecture.attention or "
-                "adapter.architecture.feed_forward on."
+                "feed_forward on."
             )
         if self.attention_layers > 1 and not self.attention:
-            raise ConfigError(
-                f"adapter.architecture.attention_layers={self.attention_layers} needs "
-                "adapter.architecture.attention=true."
-            )
+            raise ConfigError("adapter.architecture.attention_layers > 1 needs attention=true.")
 
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
         return Adapter(lm, exit_layer, self, vocabulary_K)
@@ -81,11 +77,7 @@ class AdapterHeadConfig(base.HeadConfig):
 
 
 class Adapter(Layer):
-    """What drafts at an exit layer.
-
-    Args:
-        vocabulary_K: the tokens it drafts from, ascending; None is all of them.
-    """
+    """What drafts at an exit layer; see `HeadConfig.build`."""
 
     architecture: AdapterHeadConfig
 
@@ -117,10 +109,8 @@ class Adapter(Layer):
             self.middle_norm = lm.new_norm()
             self.feed_forward = type(layer.mlp)(lm.config)
         self.norm = lm.new_norm()
-        self.head: nn.Linear | None = None
+        self.head = base.new_head(lm, vocabulary_K) if parts.own_head else None
         self.native_fusing: native.Fusing | None = None
-        if parts.own_head:
-            self.head = nn.Linear(size, vocabulary_size(lm, vocabulary_K), bias=False)
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Adapter:
         """Copy the layers above the exit and, damped, the target's final norm.
@@ -135,9 +125,8 @@ class Adapter(Layer):
             self.norm.get_parameter("weight").mul_(0.3)
             if self.architecture.fused:
                 self.fuse.weight.zero_()  # begins as if it saw the shallow state alone
-            if self.head is not None:
-                rows = slice(None) if vocabulary_K is None else vocabulary_K
-                self.head.weight.copy_(lm.head.weight[rows])
+        if self.head is not None:
+            base.copy_head(self.head, lm, vocabulary_K)
         return self
 
     def _copy_layers(self, lm: TargetModel) -> None:

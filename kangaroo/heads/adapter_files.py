@@ -43,13 +43,10 @@ class AdapterConfig:
     """What an adapter was made for; saved beside its weights.
 
     Args:
-        target: name or path of the target model.
-        target_revision: its revision on the hub, where it has one.
-        target_hash: hash of those fields of the target's config that fix its computation.
-        exit_layer: how many of the target's layers lie below the adapter.
-        n_layers: how many layers the target has.
-        parameters: trained parameters.
-        architecture: what it is made of.
+        target, target_revision: the target model, and its revision on the hub, where it has one.
+        target_hash: of the fields of the target's config that fix its computation.
+        exit_layer: how many of the target's `n_layers` lie below the adapter.
+        parameters: how many were trained.
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
             else is said; None is all.
         facts: what its drafter has to know besides (`Trainable.facts`).
@@ -174,17 +171,15 @@ def _trained(missing: Path) -> Path:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        several = ", ".join(map(str, fitting))
         raise AdapterNotFound(
-            f"no adapter at '{missing}', and training left several: {several}. Pass "
-            "drafter.adapter= one of them."
+            f"no adapter at '{missing}', and training left several: "
+            f"{', '.join(map(str, fitting))}. Pass drafter.adapter= one of them."
         )
     target = options_of(name)
+    way = f"({command_line('train', **target, adapter=drafter)})"
     if drafter == "kangaroo":
         imported = command_line("convert import", "source=CHECKPOINT", **target)
         way = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
-    else:
-        way = f"({command_line('train', **target, adapter=drafter)})"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
         f"Train one {way} or pass drafter.adapter= a folder or hub id."
@@ -243,14 +238,8 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
 def load(
     path: str, lm: TargetModel, kind: type[Kind], vocabulary: int | None = None
 ) -> tuple[Kind, list[DraftHead]]:
-    """Load what was trained for `lm`, in its dtype and where it drafts, and the heads that it
-    drafts with.
-
-    Args:
-        kind: what it has to be; `Trainable` takes any.
-        vocabulary: as of `as_saved`, which also says what is raised.
-
-    Errors: also `AdapterMismatch` for another kind.
+    """What `as_saved` gives, in the dtype of `lm` and where it drafts, and the heads that it drafts
+    with. Errors: also `AdapterMismatch` unless it is of that kind; `Trainable` takes any.
     """
     adapter, vocabulary_K = as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
@@ -287,24 +276,37 @@ def as_saved(
             f"({lm.n_layers} layers, config {this}). Pass drafter.adapter= one trained for it, or "
             f"train one: {command_line('train', **options_of(lm.name))}"
         )
-    warn_of_weights(path, config, lm)
+    if config.target_weights and lm.fingerprint not in (None, config.target_weights):
+        log.warning(
+            "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts "
+            "stay the same, but it may draft worse: drafter.adapter= one trained for it, or train "
+            "one (python train.py model=...).",
+            *(path, config.target, config.target_weights, lm.name, lm.fingerprint),
+        )
     trained_for = config.vocabulary or 0
     size = trained_for if vocabulary is None else vocabulary
+    vocabulary_K = draft_vocabulary(path, size) if size else None
     with torch.device("meta"):
-        own_heads = config.architecture.build(lm, config.exit_layer, None).own_heads()
-    if own_heads and size != trained_for:
+        adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
+    if adapter.own_heads() and size != trained_for:
         raise ConfigError(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
-    vocabulary_K = draft_vocabulary(path, size) if size else None
-    with torch.device("meta"):
-        adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
+    return filled(adapter, state, f"adapter '{path}' does not fit this target"), vocabulary_K
+
+
+def filled(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
+    """The adapter with these weights themselves, ready to draft.
+
+    Errors: `AdapterMismatch`, which begins with `fault` and names what is missing, left over or of
+    another shape.
+    """
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise AdapterMismatch(f"adapter '{path}' does not fit this target: {error}") from error
-    return adapter.eval().requires_grad_(False), vocabulary_K
+        raise AdapterMismatch(f"{fault}: {error}") from error
+    return adapter.eval().requires_grad_(False)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -326,27 +328,8 @@ def not_finite(state: Mapping[str, Tensor]) -> str | None:
     return next((name for name, x in state.items() if not x.isfinite().all()), None)
 
 
-def warn_of_weights(path: str, config: AdapterConfig, lm: TargetModel) -> None:
-    """Warn where the target has the right shape, but other weights than the adapter learnt from.
-
-    An adapter that does not say which these were is judged by the target's name.
-    """
-    before, now = config.target_weights, lm.fingerprint
-    if now is None or (before == now if before else config.target == lm.name):
-        return
-    log.warning(
-        "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts stay "
-        "the same, but it may draft worse: drafter.adapter= one trained for it, or train one "
-        "(python train.py model=...).",
-        *(path, config.target, before or "not recorded", lm.name, now),
-    )
-
-
 def read_config(path: str) -> AdapterConfig:
-    """What an adapter was made for.
-
-    Errors: `AdapterNotFound`, `CorruptFile`.
-    """
+    """What an adapter was made for. Errors: `AdapterNotFound`, `CorruptFile`."""
     folder = find(path)
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
@@ -356,8 +339,7 @@ def read_config(path: str) -> AdapterConfig:
         parts = fields.pop("architecture")
         if (kind := parts.pop("kind", None)) not in kinds():
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
-        architecture = kinds()[kind](**parts)
-        return AdapterConfig(**fields, architecture=architecture)
+        return AdapterConfig(**fields, architecture=kinds()[kind](**parts))
     except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error
 

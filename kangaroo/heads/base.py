@@ -52,12 +52,12 @@ class HeadConfig(Ranged, ABC):
         """The one exit layer that it can have, where there is no choice."""
         return None
 
-    @abstractmethod
     def steps(self, draft_steps: int) -> int:
         """How many draft tokens in a row it is trained for, where so many are asked for.
 
         Errors: `ConfigError` for a number that it cannot be trained for.
         """
+        return draft_steps
 
     def graded_steps(self, most: int) -> int:
         """How many of the first `most` draft tokens have grades of their own: from there on all
@@ -85,19 +85,15 @@ class Trainable(nn.Module, ABC):
     """
 
     def __init__(
-        self,
-        architecture: HeadConfig,
-        exit_layer: int,
-        taps: Sequence[int],
-        deep_tap: int | None,
+        self, architecture: HeadConfig, exit_layer: int, taps: Sequence[int], deep_tap: int | None
     ):
         super().__init__()
         self.architecture, self.exit_layer = architecture, exit_layer
         self.taps, self.deep_tap = tuple(taps), deep_tap
 
-    @abstractmethod
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Begin with weights of the target."""
+        """Begin with weights of the target, where that is better than at random."""
+        return self
 
     @abstractmethod
     def states(
@@ -142,12 +138,8 @@ class Trainable(nn.Module, ABC):
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """What is counted on held-out texts for `facts`; tallies add up.
-
-        Args:
-            states, valid: as of `side_loss`.
-            top_M: the target's likeliest token.
-        """
+        """What is counted on held-out texts for `facts`; tallies add up. `top_M` is the target's
+        likeliest token."""
         return torch.zeros(0)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:
@@ -159,6 +151,13 @@ class Trainable(nn.Module, ABC):
         return lm.layer_devices[max(self.exit_layer, 1) - 1]
 
 
-def vocabulary_size(lm: TargetModel, vocabulary_K: Tensor | None) -> int:
-    """How many outputs a head of its own has."""
-    return lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
+def new_head(lm: TargetModel, vocabulary_K: Tensor | None) -> nn.Linear:
+    """A head of its own over the draft vocabulary."""
+    outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
+    return nn.Linear(lm.config.hidden_size, outputs, bias=False)
+
+
+def copy_head(head: nn.Linear, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
+    """Begin with the target's rows."""
+    rows = slice(None) if vocabulary_K is None else vocabulary_K
+    head.weight.data.copy_(lm.head.weight[rows])

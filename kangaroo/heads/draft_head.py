@@ -57,8 +57,7 @@ class DraftHead:
         if self.native and self.native.takes(adapted_MD):
             return self.native(adapted_MD)
         weight_KD = self.weight_KD
-        logits_MK = F.linear(adapted_MD.to(weight_KD.device, weight_KD.dtype), weight_KD)
-        return logits_MK.to(self.device)
+        return F.linear(adapted_MD.to(weight_KD), weight_KD).to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
         """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""

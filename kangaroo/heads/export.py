@@ -1,36 +1,44 @@
-"""A drafter as an ordinary transformers model, for software that knows nothing of adapters.
+"""An adapter for software that knows nothing of adapters, and for the plugin `kangaroo-vllm`.
 
-The target's layers below the exit and the adapter above them, a layer for each of its attention
-layers: what vLLM calls a draft model, SGLang a standalone one, and transformers an assistant. In
-memory it shares the target's weights; on disk it is complete.
+A draft model is an ordinary transformers model: the target's layers below the exit and a layer for
+each of the adapter's attention layers. vLLM calls it a draft model, SGLang a standalone one, and
+transformers an assistant. In memory it shares the target's weights; on disk it is complete.
+
+The plugin (`integrations/vllm`) reads the adapter's weights alone, by their names here, with
+"vocabulary", the ids of the tokens that it drafts from, where these are not all. `config.json` is
+the target's, of one layer, with what the plugin needs to know under "kangaroo".
 """
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from kangaroo.heads import adapter_files, base
+from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
 
+PLUGIN_FORMAT = 1
 
-def check(parts: base.HeadConfig, vocabulary: int | None, name: str) -> None:
+
+def check(parts: HeadConfig, vocabulary: int | None) -> None:
     """Raise `ConfigError` for what is no layer on the target's first ones.
 
     Args:
         vocabulary: how many tokens it drafts from; None is all.
-        name: what the message calls it.
     """
     if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
@@ -41,9 +49,9 @@ def check(parts: base.HeadConfig, vocabulary: int | None, name: str) -> None:
     else:
         return
     raise ConfigError(
-        f"{name} cannot become a draft model: {reason}. Export one of adapter=attention, "
-        "layer, mlp, or own_head with trainer.vocabulary=null; or decode with this one here "
-        f"(drafter={parts.drafter})."
+        f"this adapter cannot become a draft model: {reason}. Export one of "
+        "adapter=attention, layer, mlp, or own_head with trainer.vocabulary=null; or decode with "
+        f"it here (drafter={parts.drafter})."
     )
 
 
@@ -57,7 +65,7 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
     of `models.load` and of `adapter_files.load`.
     """
     about = adapter_files.read_config(path)
-    check(about.architecture, about.vocabulary, f"adapter '{path}'")
+    check(about.architecture, about.vocabulary)
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
     hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
     lm = TargetModel(hf)
@@ -74,19 +82,10 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     """
     weights = adapter.state_dict()
     head = weights.get("head.weight")
-    partial = None if head is None or len(head) == lm.config.vocab_size else len(head)
-    check(adapter.architecture, partial, "this adapter")
-    state = shallow_state(lm, adapter.exit_layer) | layer_state(lm, adapter)
-    state["model.norm.weight"] = weights["norm.weight"]
-    if head is not None:
-        state["lm_head.weight"] = head
-    return _model(lm, adapter.exit_layer + adapter.depth, state, own_head=head is not None)
-
-
-def layer_state(lm: TargetModel, adapter: Adapter) -> dict[str, Tensor]:
-    """The adapter's layers, by the names that transformers gives those above the exit."""
+    is_whole = head is None or len(head) == lm.config.vocab_size
+    check(adapter.architecture, None if is_whole else len(head))
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
-    state = {  # a part that the adapter does not have adds nothing
+    state = _shallow_state(lm, first) | {  # a part that the adapter does not have adds nothing
         f"model.layers.{layer}.{name}": torch.zeros_like(weight)
         for layer in range(first, last + 1)
         for name, weight in lm.layers[first].state_dict().items()
@@ -100,17 +99,20 @@ def layer_state(lm: TargetModel, adapter: Adapter) -> dict[str, Tensor]:
     for name, part in parts.items():
         if part is not None:
             state |= part.state_dict(prefix=f"model.layers.{name}.")
-    return state
+    state["model.norm.weight"] = weights["norm.weight"]
+    if head is not None:
+        state["lm_head.weight"] = head
+    return _model(lm, last + 1, state, own_head=head is not None)
 
 
 def truncated(lm: TargetModel, layers: int) -> PreTrainedModel:
     """The target's first layers with its own norm and head: a draft that nobody trained."""
-    state = shallow_state(lm, layers)
+    state = _shallow_state(lm, layers)
     state["model.norm.weight"] = lm.hf.state_dict()["model.norm.weight"]
     return _model(lm, layers, state)
 
 
-def shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
+def _shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
     """Embeddings, head and the first layers, by the names that transformers gives them."""
     wanted = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(layers)))
     return {name: w for name, w in lm.hf.state_dict().items() if name.startswith(wanted)}
@@ -137,3 +139,46 @@ def _model(
     model.generation_config = GenerationConfig(**ends)
     # what is not in the state, such as the frequencies of positions, was made on the CPU
     return model.eval().requires_grad_(False).to(lm.device)
+
+
+def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
+    """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone, as the plugin
+    reads it.
+
+    Args:
+        threshold: stop drafting once confidence falls to this, if vLLM is told nothing else.
+
+    Errors: `ConfigError` for an adapter or a target that the plugin cannot run, or a folder that is
+    there already; those of `adapter_files.as_saved`.
+    """
+    if lm.config.model_type != "llama":
+        raise ConfigError(
+            f"{lm.name} is a {lm.config.model_type} model; the plugin kangaroo-vllm runs Llama "
+            "alone. Export to=draft_model instead."
+        )
+    adapter, vocabulary_K = adapter_files.as_saved(path, lm)
+    parts: Any = adapter.architecture
+    one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
+    if not one_layer or not parts.attention or parts.fused:
+        raise ConfigError(
+            f"adapter '{path}' is {parts}, which the plugin kangaroo-vllm cannot run. Export one "
+            "of adapter=attention, layer or own_head, or decode with this one here "
+            f"(drafter={parts.drafter})."
+        )
+    weights = {name: weight.contiguous() for name, weight in adapter.state_dict().items()}
+    fields = lm.config.to_dict() | {"architectures": ["KangarooDraft"], "num_hidden_layers": 1}
+    fields.pop("_name_or_path", None)
+    fields["kangaroo"] = {
+        "format": PLUGIN_FORMAT,
+        "exit_layer": adapter.exit_layer,
+        "target_layers": lm.n_layers,
+        "architecture": {"kind": parts.kind()} | asdict(parts),
+        "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
+        "threshold": threshold,
+    }
+    if vocabulary_K is not None:
+        weights["vocabulary"] = vocabulary_K
+    with new_folder(folder) as partial:
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(fields, indent=2, sort_keys=True)
+        (partial / "config.json").write_text(f"{text}\n")

@@ -1,20 +1,26 @@
 """A drafting layer: parts of a decoder layer of the target's own classes.
 
-Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size.
+In training a layer runs over whole texts as it runs when drafting, all positions and draft steps at
+once.
+
+Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a text, D hidden size.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
 from kangaroo.engine.cache import BlockCache, ForwardMeta, PastKeys
 from kangaroo.heads.base import HeadConfig, Trainable
-from kangaroo.heads.unroll import unroll
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import TargetModel
 
@@ -25,11 +31,9 @@ if TYPE_CHECKING:
 
 
 class Layer(Trainable):
-    """Attention, a feed-forward part, or both, each with the norm before it that it has, and the
-    norm at the end; a subclass makes them, and says what goes in. There may be further attention
-    layers between the first one and the feed-forward part.
-
-    Being of the target's own classes, biases, GQA and RoPE follow the target.
+    """Attention layers, a feed-forward part, or both, each with the norm before it that it has, and
+    the norm at the end; a subclass makes them, and says what goes in. Being of the target's own
+    classes, biases, GQA and RoPE follow the target.
 
     With a `deep_tap` it also reads that state of the token before each, or its own in that place.
     """
@@ -105,11 +109,10 @@ class Layer(Trainable):
             return
         x_BND = self.mix_inputs(f_BND, deep_BND)
         if self.native_layer and self.native_layer.takes(x_BND, meta):
-            last = self.depth - 1
-            if last:
+            *below, last = range(self.depth)
+            if below:
                 x_BND = self.native_layer(x_BND, past.cache, meta, range(last))
-            layers = range(last, last + 1)
-            self.native_layer(x_BND, past.cache, meta, layers, keys_alone=True)
+            self.native_layer(x_BND, past.cache, meta, range(last, last + 1), keys_alone=True)
         else:
             self(f_BND, deep_BND, meta, past)
 
@@ -151,8 +154,7 @@ class Layer(Trainable):
         layers: list[dict[str, Any]] = [
             attention_weights(attention) | {"attention_norm": weight(norm)}
             for norm, attention in self.attentions
-        ]
-        layers = layers or [{}]
+        ] or [{}]
         if self.feed_forward is not None:
             layers[-1] |= feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
@@ -163,3 +165,78 @@ class Layer(Trainable):
 def weight(norm: nn.Module | None) -> Tensor | None:
     """Of a norm, if there is one."""
     return None if norm is None else norm.get_parameter("weight")
+
+
+class Unrolled(PastKeys):
+    """Keys and values of all draft steps so far, one step's T tokens after another's."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[Tensor]] = defaultdict(list)  # by layers
+        self.values: dict[int, list[Tensor]] = defaultdict(list)
+
+    def update(
+        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.append(k_RKTC)
+        values.append(v_RKTC)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def unroll(
+    layer: Layer,
+    f_BTD: Tensor,
+    deep_BTD: Tensor,
+    meta: ForwardMeta,
+    steps: int,
+    read_BT: Tensor | None = None,
+) -> list[Tensor]:
+    """The layer's states `[B, T, D]` at draft steps 1 to `steps`.
+
+    The state of step k at a position is what the layer has there when its draft began k - 1
+    tokens earlier: with the target's deep states up to then and its own after. As in decoding, the
+    keys of the tokens before the draft are those of step 1, and those within it of their own steps
+    (training-time test, EAGLE-3, arXiv 2503.01840).
+
+    Args:
+        deep_BTD: the target's states at the layer's `deep_tap`, normed.
+        read_BT: where heads read them; see `Trainable.states`.
+    """
+    if steps > 1:
+        read_BT = None  # later steps read states where no head does
+    past = Unrolled()
+    states: list[Tensor] = []
+    for step in range(1, steps + 1):
+        deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
+        if step > 1:
+            hidden_RTE = ~in_draft(sees(meta), step)
+            bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
+            at = replace(meta, bias_R1TE=bias_RTE[:, None])
+        deep_BTD = layer(f_BTD, deep_BTD, at, past, read_BT)
+        states.append(deep_BTD)
+    return states
+
+
+def sees(meta: ForwardMeta) -> Tensor:
+    """`[R, T, T]`: which tokens of a text each may attend to."""
+    if meta.bias_R1TE is not None:
+        bias_RTT = meta.bias_R1TE[:, 0]
+        return bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
+    width = meta.positions_RT.shape[1]
+    return torch.ones(1, width, width, dtype=torch.bool, device=meta.positions_RT.device).tril()
+
+
+def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
+    """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys.
+
+    Of step 1, what lies before the draft; of each later step, the draft's one token of that step.
+    """
+    past = [seen_RTT.tril(1 - step)]
+    past += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
+    return torch.cat(past, -1)
+
+
+def before(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:
+    """What stood one token earlier; zeros at the start of a text."""
+    shifted_BTD = F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+    return shifted_BTD * (positions_RT > 0)[..., None]

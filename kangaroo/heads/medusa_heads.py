@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads import base
-from kangaroo.heads.base import Trainable, vocabulary_size
+from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.unroll import before
+from kangaroo.heads.layer import before
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Layers
@@ -54,8 +54,8 @@ class MedusaHeadsConfig(base.HeadConfig):
     def steps(self, draft_steps: int) -> int:
         if draft_steps > 1:
             raise ConfigError(
-                f"adapter.draft_steps={draft_steps} is not for Medusa's heads: each is trained for "
-                "the token that it guesses. Leave it out; adapter.architecture.heads says how many."
+                f"adapter.draft_steps={draft_steps} is not for Medusa's heads, each of which has "
+                "its token. Leave it out; adapter.architecture.heads says how many."
             )
         return self.heads
 
@@ -70,11 +70,7 @@ class MedusaHeadsConfig(base.HeadConfig):
 
 
 class MedusaHeads(Trainable):
-    """Trained on a frozen target, saved and loaded as an adapter is.
-
-    Args:
-        vocabulary_K: the tokens that heads of their own guess from, ascending; None is all of them.
-    """
+    """Trained on a frozen target, saved and loaded as an adapter is; see `HeadConfig.build`."""
 
     architecture: MedusaHeadsConfig
 
@@ -83,19 +79,16 @@ class MedusaHeads(Trainable):
     ):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
-        outputs = vocabulary_size(lm, vocabulary_K)
         own_heads = count if architecture.own_head else 0
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
-        self.heads = nn.ModuleList(nn.Linear(size, outputs, bias=False) for _ in range(own_heads))
+        self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(own_heads))
 
-    @torch.no_grad()
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> MedusaHeads:
         """Every head begins as the target's own."""
-        rows = slice(None) if vocabulary_K is None else vocabulary_K
         for block in self.blocks:
-            block.get_parameter("weight").zero_()
-        for head in self.heads:
-            head.get_parameter("weight").copy_(lm.head.weight[rows])
+            nn.init.zeros_(block.get_parameter("weight"))
+        for head in self.own_heads():
+            base.copy_head(head, lm, vocabulary_K)
         return self
 
     def forward(self, h_BND: Tensor, index: int) -> Tensor:
@@ -125,12 +118,10 @@ class MedusaHeads(Trainable):
     ) -> Tensor:
         """`[H, GUESSES + 1]`: how often each guess of each head is right, and of how many."""
         rows = []
-        for step, state_MD in enumerate(states):
+        for step, (state_MD, drafted_M) in enumerate(zip(states, valid, strict=True)):
             head, right_G = heads[min(step, len(heads) - 1)], torch.zeros(GUESSES)
-            drafted_M = valid[step]
-            for state_CD, top_C in zip(
-                state_MD[drafted_M].split(CHUNK), top_M[drafted_M].split(CHUNK), strict=True
-            ):
+            chunks = (x[drafted_M].split(CHUNK) for x in (state_MD, top_M))
+            for state_CD, top_C in zip(*chunks, strict=True):
                 guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)
                 right_G += (guessed_CG == top_C[:, None]).sum(0).cpu()
             rows.append(torch.cat([right_G, drafted_M.sum()[None].cpu()]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,59 +31,17 @@ NAMES = {
     "norm.weight": "norm.weight",
 }
 # frequencies of positions, which older versions of transformers saved: they follow from the config
-IGNORED = {"layers.0.self_attn.rotary_emb.inv_freq"}
+IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
 KEPT = """
     hidden_size intermediate_size max_position_embeddings num_attention_heads num_key_value_heads
     rms_norm_eps vocab_size hidden_act
 """.split()  # fields of the target's config that go into the official one
+# those of the official one that no shape shows
+COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 WRAPPED = "module."  # before every name, if training in several processes saved the checkpoint
 ROPE_BASE = 10000.0  # of the official code, whatever the target's
 # of the released checkpoints, by their targets
 EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}
-
-
-@dataclass
-class Official:
-    """A checkpoint in the official layout.
-
-    Args:
-        path: its weights, for messages.
-        state: its six tensors by their official names, in their own dtype.
-        config: of the one-layer Llama that the official code makes of it.
-        origin: where it came from, for the adapter's provenance.
-    """
-
-    path: Path
-    state: dict[str, Tensor]
-    config: LlamaConfig
-    origin: dict[str, str]
-
-
-def read(source: str) -> Official:
-    """Read a folder, or a hub id that is downloaded.
-
-    Errors: `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` where it is not the paper's adapter.
-    """
-    files = (WEIGHTS, SAFETENSORS, CONFIG)
-    folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
-    paths = [folder / name for name in files[:2] if (folder / name).is_file()]
-    if not paths:
-        raise AdapterNotFound(
-            f"'{folder}' holds neither {WEIGHTS} nor {SAFETENSORS}: it is no official checkpoint."
-        )
-    if not (folder / CONFIG).is_file():
-        raise AdapterNotFound(
-            f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
-            "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
-        )
-    path, config = paths[0], _config(folder / CONFIG)
-    state = _state(path)
-    if all(name.startswith(WRAPPED) for name in state):
-        state = {name.removeprefix(WRAPPED): tensor for name, tensor in state.items()}
-    _check_parts(path, state, config)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    origin = {"source": source, "file": path.name, "sha256": digest}
-    return Official(path, {name: state[name] for name in NAMES}, config, origin)
 
 
 def exit_layer(given: int | None, lm: TargetModel) -> int:
@@ -103,32 +60,51 @@ def exit_layer(given: int | None, lm: TargetModel) -> int:
     return layer
 
 
-def to_adapter(official: Official, lm: TargetModel, exit_layer: int) -> Adapter:
-    """The adapter for `lm`, of which it takes the shapes alone; the weights keep their dtype.
+def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[str, str]]:
+    """The adapter in a folder, or of a hub id that is downloaded, and where it came from, for its
+    provenance. Of `lm` it takes the shapes alone; the weights keep their dtype.
 
-    Errors: `AdapterMismatch` where checkpoint and target do not fit, with the tensor or setting.
+    Errors: `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` where it is not the paper's adapter,
+    or not for `lm`, with the tensor or setting.
     """
+    files = (WEIGHTS, SAFETENSORS, CONFIG)
+    folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
+    paths = [folder / name for name in files[:2] if (folder / name).is_file()]
+    if not paths:
+        raise AdapterNotFound(
+            f"'{folder}' holds neither {WEIGHTS} nor {SAFETENSORS}: it is no official checkpoint."
+        )
+    if not (folder / CONFIG).is_file():
+        raise AdapterNotFound(
+            f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
+            "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
+        )
+    path, config = paths[0], _config(folder / CONFIG)
+    adapter = fitted(path, _state(path), config, lm, exit_layer)
+    if (wrong := adapter_files.not_finite(adapter.state_dict())) is not None:
+        raise _unreadable(path, f"{wrong} holds numbers that are not finite")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return adapter, {"source": source, "file": path.name, "sha256": digest}
+
+
+def fitted(
+    path: Path, state: dict[str, Tensor], config: LlamaConfig, lm: TargetModel, exit_layer: int
+) -> Adapter:
+    """The adapter that these weights at `path` are for `lm`. Errors: `AdapterMismatch`."""
     _check_target(lm)
-    with torch.device("meta"):
-        adapter = Adapter(lm, exit_layer)
-    own_state = adapter.state_dict()
-    fit = f"Pass model= the target that it was trained for, not {lm.name}."
-    for name, tensor in official.state.items():
-        shape, own_shape = list(tensor.shape), list(own_state[NAMES[name]].shape)
-        if shape != own_shape:
-            raise AdapterMismatch(
-                f"'{official.path}': {name} has shape {shape}; {lm.name} needs {own_shape}. {fit}"
-            )
-    for field in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
-        theirs, ours = getattr(official.config, field), getattr(lm.config, field)
+    fit = f"Pass model= the target that it was trained for, not {lm.name}"
+    for field in COMPARED:
+        theirs, ours = getattr(config, field), getattr(lm.config, field)
         if not math.isclose(theirs, ours, rel_tol=1e-6):  # an epsilon may have been a float32
             raise AdapterMismatch(
-                f"the {CONFIG} beside '{official.path}' says {field}={theirs}; {lm.name} has "
-                f"{ours}. {fit}"
+                f"the {CONFIG} beside '{path}' says {field}={theirs}; {lm.name} has {ours}. {fit}."
             )
-    state = {NAMES[name]: tensor for name, tensor in official.state.items()}
-    adapter.load_state_dict(state, strict=True, assign=True)
-    return adapter.eval().requires_grad_(False)
+    state = {name.removeprefix(WRAPPED): tensor for name, tensor in state.items()}
+    state = {NAMES.get(name, name): tensor for name, tensor in state.items() if name != IGNORED}
+    with torch.device("meta"):
+        adapter = Adapter(lm, exit_layer)
+    fault = f"'{path}' is not the paper's adapter (one attention layer, two norms, and the "
+    return adapter_files.filled(adapter, state, f"{fault}target's head) for this target. {fit}")
 
 
 def write(path: str, lm: TargetModel, folder: Path) -> Adapter:
@@ -177,30 +153,6 @@ def _config(path: Path) -> LlamaConfig:
 
 def _unreadable(path: Path, reason: str) -> CorruptFile:
     return CorruptFile(f"'{path}' cannot be read ({reason}). Fetch it again.")
-
-
-def _check_parts(path: Path, state: dict[str, Tensor], config: LlamaConfig) -> None:
-    """Raise `AdapterMismatch` unless these are the weights of the paper's adapter, and
-    `CorruptFile` where one is not finite."""
-    faults = []
-    if config.num_hidden_layers != 1 or any(name.startswith("layers.1.") for name in state):
-        faults.append(f"has several layers ({CONFIG}: {config.num_hidden_layers})")
-    if heads := sorted(name for name in state if "head" in name):
-        faults.append(f"has a head of its own, {heads[0]}")
-    if missing := [name for name in NAMES if name not in state]:
-        faults.append(f"lacks {', '.join(missing)}")
-    if unknown := sorted(state.keys() - NAMES.keys() - IGNORED):
-        faults.append(f"also holds {', '.join(unknown)}")
-    if faults:
-        raise AdapterMismatch(
-            f"'{path}' {faults[0]}; the paper's adapter has one attention layer, two norms, and "
-            "the target's head."
-        )
-    for name in NAMES:
-        if not state[name].is_floating_point():
-            raise AdapterMismatch(f"'{path}': {name} holds {state[name].dtype}, no weights.")
-    if (wrong := adapter_files.not_finite(state)) is not None:
-        raise _unreadable(path, f"{wrong} holds numbers that are not finite")
 
 
 def _check_target(lm: TargetModel) -> None:

@@ -24,13 +24,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
-from kangaroo.hub import custom_generate
 from kangaroo.hub.card import card
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS, ORIGIN = "README.md", "SHA256SUMS", "hub.json"
 # what is sent of an adapter's folder, and fetched: the first two it must have
 FILES = (WEIGHTS, CONFIG, VOCABULARY, "calibration.json")
+# what transformers' `generate(custom_generate=...)` looks for, taken from integrations/transformers
+CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +98,7 @@ def check(folder: Path) -> AdapterConfig:
 
 
 def prepare(config: PushConfig) -> Path:
-    """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and what
-    transformers' `generate(custom_generate=...)` looks for.
+    """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and `CODE`.
 
     Errors: `ConfigError` for a name that the hub would refuse, or a folder that holds other files;
     those of `check`.
@@ -108,20 +109,21 @@ def prepare(config: PushConfig) -> Path:
     source, output = adapter_files.find(config.source), Path(config.output)
     described = check(source)
     names = [name for name in FILES if (source / name).is_file()]
-    expected = {*FILES, CARD, SUMS, custom_generate.FOLDER}
+    expected = {*FILES, CARD, SUMS, CODE}
     strangers = {file.name for file in output.glob("*")} - expected
     if strangers or output.resolve() == source.resolve():
         what = f"holds {min(strangers)}" if strangers else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {what}; pass output= a folder of its own.")
     shutil.rmtree(output, ignore_errors=True)  # what an earlier push left
-    output.mkdir(parents=True)
+    (output / CODE).mkdir(parents=True)
+    for name in CODE_FILES:
+        shutil.copy(of_project("integrations/transformers") / name, output / CODE)
     for name in names:
-        shutil.copyfile(source / name, output / name)
+        shutil.copy(source / name, output)
     hashes = {name: _sha256(output / name) for name in names}
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
     text = card(described, config.repo, hashes, config.base_model, config.license)
     (output / CARD).write_text(text, encoding="utf-8")
-    custom_generate.write(output)
     return output
 
 
@@ -151,44 +153,37 @@ def push(config: PushConfig) -> str | None:
 
 def pull(config: PullConfig) -> AdapterConfig:
     """Fetch an adapter into a folder that appears whole or not at all, and say what it is. What
-    was stopped goes on where it was.
+    was stopped goes on where it was, in the hub's cache.
 
     Errors: `ConfigError` where the folder is there already; `AdapterNotFound` where there is no
     such repository or revision, or it holds no adapter; `CorruptFile`; `HubError`.
     """
     _check_repo(config.repo)
-    output = Path(config.output)
-    if output.exists():
-        raise ConfigError(
-            f"'{output}' is there already, and nothing is written over it. Pass output= another "
-            "folder, or remove this one."
-        )
-    with _told(f"'{config.repo}' was not fetched"):
-        about = HfApi().model_info(config.repo, revision=config.revision)
-    there = {file.rfilename for file in about.siblings or ()}
-    for name in FILES[:2]:
-        if name not in there:
-            raise AdapterNotFound(f"'{config.repo}' on the hub holds no {name}; it is no adapter.")
-    partial = output.with_name(f".{output.name}.partial")
-    wanted = [name for name in (*FILES, CARD, SUMS) if name in there]
-    with _told(f"'{config.repo}' was not fetched whole"):
-        # of this commit, whatever is committed meanwhile
-        snapshot_download(config.repo, revision=about.sha, local_dir=partial, allow_patterns=wanted)
-    for left in partial.iterdir():  # the client's notes, and files of an earlier commit
-        if left.name not in wanted:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    try:
-        _check_sums(partial)
-        described = check(partial)
-    except (CorruptFile, AdapterNotFound) as error:
-        shutil.rmtree(partial)  # or the client would keep the bad file
-        raise CorruptFile(
-            f"what '{config.repo}' holds at {about.sha} is no whole adapter: {error} If it fails "
-            "again, its owner has to push it again."
-        ) from error
-    origin = {"repo": config.repo, "revision": config.revision, "commit": about.sha}
-    (partial / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-    partial.rename(output)
+    with new_folder(Path(config.output)) as partial:
+        with _told(f"'{config.repo}' was not fetched"):
+            about = HfApi().model_info(config.repo, revision=config.revision)
+        there = {file.rfilename for file in about.siblings or ()}
+        for name in FILES[:2]:
+            if name not in there:
+                raise AdapterNotFound(
+                    f"'{config.repo}' on the hub holds no {name}; it is no adapter."
+                )
+        names = [name for name in (*FILES, CARD, SUMS) if name in there]
+        with _told(f"'{config.repo}' was not fetched whole"):
+            # of this commit, whatever is committed meanwhile
+            cached = snapshot_download(config.repo, revision=about.sha, allow_patterns=names)
+        for name in names:
+            shutil.copy(Path(cached, name), partial)
+        try:
+            _check_sums(partial)
+            described = check(partial)
+        except (CorruptFile, AdapterNotFound) as error:
+            raise CorruptFile(
+                f"what '{config.repo}' holds at {about.sha} is no whole adapter: {error} If it "
+                f"fails again without '{cached}', its owner has to push it again."
+            ) from error
+        origin = {"repo": config.repo, "revision": config.revision, "commit": about.sha}
+        (partial / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
     return described
 
 

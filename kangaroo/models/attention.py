@@ -1,14 +1,11 @@
 """Attention over a cache; only this module decides which kernel runs.
 
-Shapes: R rows of a block, T tokens, E occupied slots, H query heads, K key/value heads, G = H / K,
-C head size, P parts of the keys.
+Shapes: R rows, T tokens, E occupied slots, H query heads, K key/value heads, C head size.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +13,6 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 ATTENTION = "kangaroo"  # the name under which transformers finds it
-FEWEST_KEYS = 256  # in a part: reading fewer takes less time than launching two more kernels
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-
-log = logging.getLogger(__name__)
 
 
 def attention(
@@ -64,11 +56,7 @@ def attention(
         return out.transpose(1, 2), None
     packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
-    parts = parts_of(q_RHTC.device, rows, kv_heads, extent) if bias.dtype != torch.bool else 1
-    if parts > 1:
-        out = in_parts(packed, k_RKEC, v_RKEC, bias, scaling, parts, by_efficient_kernel)
-    else:
-        out = attend(packed, k_RKEC, v_RKEC, bias)
+    out = attend(packed, k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
@@ -110,74 +98,3 @@ def skips_unseen(device: torch.device) -> bool:
     host only after all that was launched before.
     """
     return device.type == "cuda"
-
-
-def parts_of(device: torch.device, rows: int, kv_heads: int, extent: int) -> int:
-    """Into how many parts to split the keys, so that one text alone keeps a whole GPU busy.
-
-    With a mask, torch's kernels give each key head to one multiprocessor. 1 means no split.
-    """
-    if device.type != "cuda" or rows > 1 or not can_split(device):
-        return 1
-    units = torch.cuda.get_device_properties(device).multi_processor_count
-    most = min(units // kv_heads, extent // FEWEST_KEYS)
-    return max((parts for parts in range(2, most + 1) if extent % (8 * parts) == 0), default=1)
-
-
-def in_parts(
-    q_1KTC: Tensor,
-    k_1KEC: Tensor,
-    v_1KEC: Tensor,
-    bias_11TE: Tensor,
-    scaling: float,
-    parts: int,
-    kernel: Kernel,
-) -> Tensor:
-    """Attention over each part of the keys, all at once, weighted by the sums of their scores.
-
-    Args:
-        kernel: returns the output `[P, K, T, C]` and the logarithm of the sum of the exponentiated
-            scores, `[P, K, T]`; both may be anything where a token sees nothing of a part.
-
-    Source: Flash-Decoding (Dao et al. 2023).
-    """
-    k_PKEC, v_PKEC = (x.unflatten(2, (parts, -1))[0].transpose(0, 1) for x in (k_1KEC, v_1KEC))
-    bias_P1TE = bias_11TE[0].unflatten(-1, (parts, -1)).movedim(2, 0)
-    q_PKTC = q_1KTC.expand(parts, -1, -1, -1)
-    out_PKTC, sums_PKT = kernel(q_PKTC, k_PKEC, v_PKEC, bias_P1TE, scaling)
-    seen_PKT = (bias_P1TE > -torch.inf).any(-1).expand_as(sums_PKT)
-    weight_PKT = sums_PKT.masked_fill(~seen_PKT, -torch.inf).softmax(0)
-    out_PKTC = out_PKTC.masked_fill(~seen_PKT[..., None], 0)
-    return (weight_PKT[..., None] * out_PKTC).sum(0, keepdim=True).to(q_1KTC.dtype)
-
-
-def by_efficient_kernel(
-    q_PKTC: Tensor, k_PKEC: Tensor, v_PKEC: Tensor, bias_P1TE: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """torch's memory-efficient attention, which also returns the sums; only on a GPU."""
-    bias_PKTE = bias_P1TE.expand(-1, q_PKTC.shape[1], -1, -1)
-    out_PKTC, sums_PKT, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q_PKTC, k_PKEC, v_PKEC, bias_PKTE, compute_log_sumexp=True, scale=scaling
-    )
-    return out_PKTC, sums_PKT[..., : q_PKTC.shape[2]]  # the kernel pads the sums
-
-
-@cache
-def can_split(device: torch.device) -> bool:
-    """Whether attention in parts is right on this device; tested once, with a warning if not."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        torch.randn(1, 2, width, 64, generator=generator, device=device).half()
-        for width in (3, 512, 512)
-    )
-    bias = torch.zeros(1, 1, 3, 512, device=device).half()
-    bias[..., 100:] = -torch.inf  # the second part is seen by nobody
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.1)
-    try:
-        out = in_parts(q, k, v, bias, 0.1, 2, by_efficient_kernel)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-2)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        log.warning(f"attention cannot be split on {device}, so long texts decode slower: {reason}")
-        return False
-    return True

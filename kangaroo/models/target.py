@@ -69,19 +69,19 @@ class TargetModel(nn.Module):
         Args:
             huge_pages: native code first moves the weights, to where it reads them fastest.
         """
-        kinds = {device.type for device in self.layer_devices}
-        on_one_gpu = kinds == {"cuda"} and len(set(self.layer_devices)) == 1
-        library = native.library() if self.is_native_kind() else None
-        if library is not None and huge_pages:
-            move_to_huge_pages(
-                (*self.layers.parameters(), *self.hf.model.norm.parameters(), self.head.weight)
-            )
-        graphs = Graphs(self.device) if on_one_gpu else None
+        library = graphs = kernels = None
+        sizes, dtype = self.sizes(), self.dtype
         plain = is_plain(self.hf) and self.config.hidden_act == "silu"
-        kernels = (
-            cuda.usable_layers(self.dtype, self.sizes(), plain, self.device) if on_one_gpu else None
-        )
-        return self.decode_by(Acceleration(library, self.sizes(), graphs, kernels))
+        device, *others = {*self.layer_devices, self.head.weight.device}
+        if device.type == "cuda" and not others:
+            graphs = Graphs(self.device)
+            kernels = cuda.usable_layers(dtype, sizes, plain, self.device)
+        elif device.type == "cpu" and not others and plain and dtype in native.DTYPES:
+            library = native.library() if sizes.head_size <= native.WIDEST_HEAD else None
+            if library is not None and huge_pages:
+                norms = self.hf.model.norm.parameters()
+                move_to_huge_pages((*self.layers.parameters(), *norms, self.head.weight))
+        return self.decode_by(Acceleration(library, sizes, graphs, kernels))
 
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
@@ -93,16 +93,6 @@ class TargetModel(nn.Module):
             self.cuda_layers, self.cuda_head = layers, head
         self.acceleration = acceleration
         return self
-
-    def is_native_kind(self) -> bool:
-        """Whether native code can run this model as it lies."""
-        return (
-            {str(device) for device in (*self.layer_devices, self.head.weight.device)} == {"cpu"}
-            and self.dtype in native.DTYPES
-            and self.config.hidden_act == "silu"
-            and self.layers[0].self_attn.head_dim <= native.WIDEST_HEAD
-            and is_plain(self.hf)
-        )
 
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""
@@ -147,13 +137,12 @@ class TargetModel(nn.Module):
         Args:
             device: where this process computes; its part of each layer moves there.
         """
-        _ = self.fingerprint  # while layers are whole
         # imported here: it takes most of a second, and only training at scale needs it
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        # they hold on to whole layers
-        self.acceleration = Acceleration()
+        _ = self.fingerprint  # while layers are whole
+        self.acceleration = Acceleration()  # what decodes holds on to whole layers
         self.native_layers = self.native_head = self.cuda_layers = self.cuda_head = None
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self.layers:
@@ -177,8 +166,8 @@ class TargetModel(nn.Module):
 
     def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
         """A cache for layers of this model's shape, one a device given: an adapter needs one."""
-        shape = self.sizes().kv_heads, self.sizes().head_size
-        return KVCache(batch_size, n_slots, *shape, self.dtype, devices)
+        sizes = self.sizes()
+        return KVCache(batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices)
 
     def extent(self, n_slots: int, used: int) -> int:
         """How many slots attention reads so that `used` are covered."""
@@ -214,9 +203,9 @@ class TargetModel(nn.Module):
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
         tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
-        slots_BN, positions_BN, bias_B1NE, *rope = tensors
-        at = slice(0, len(start_B))
-        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, at, (rope[0], rope[1]), True)
+        slots_BN, positions_BN, bias_B1NE, cos, sin = tensors
+        rows = slice(0, len(start_B))
+        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, (cos, sin), True)
 
     def _placed(
         self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int
@@ -243,11 +232,14 @@ class TargetModel(nn.Module):
         Args:
             hidden_BNE: true for the slots that a token does not see.
         """
-        bias_B1NE = torch.zeros(hidden_BNE.shape, dtype=self.dtype, device=slots_BN.device)
-        bias_B1NE = bias_B1NE.masked_fill_(hidden_BNE, -torch.inf)[:, None]
+        bias_B1NE = self._bias(hidden_BNE)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
         return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+        return bias.masked_fill_(hidden, -torch.inf)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
@@ -255,16 +247,15 @@ class TargetModel(nn.Module):
         by_kernels = self.cuda_layers is not None  # to which rotation is the same as in decoding
         rope = self.rope_within(n_slots, positions_RT) if by_kernels else self.rope(positions_RT)
         rows = slice(row, row + 1)
-        if start == 0:
-            return ForwardMeta(positions_RT, positions_RT, None, stop, rows, rope)
-        if by_kernels or has_flash(self.device, self.dtype):
-            last = causal_lower_right(stop - start, stop)
-            return ForwardMeta(positions_RT, positions_RT, last, stop, rows, rope)
-        extent = occupied(n_slots, stop)
-        slots_E = torch.arange(extent, device=self.device)
-        bias_R1TE = torch.zeros(1, 1, stop - start, extent, dtype=self.dtype, device=self.device)
-        bias_R1TE.masked_fill_(slots_E > positions_RT[..., None], -torch.inf)
-        return ForwardMeta(positions_RT, positions_RT, bias_R1TE, extent, rows, rope)
+        bias: Tensor | None = None
+        extent = stop
+        if start > 0 and (by_kernels or has_flash(self.device, self.dtype)):
+            bias = causal_lower_right(stop - start, stop)
+        elif start > 0:
+            extent = occupied(n_slots, stop)
+            slots_E = torch.arange(extent, device=self.device)
+            bias = self._bias(slots_E > positions_RT[..., None])[None]
+        return ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
 
     def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
@@ -378,8 +369,8 @@ class TargetModel(nn.Module):
         return self.read_out(self.norm(x_BND))
 
     def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after each and its chance, both `[B, N]`, from the output of the last
-        layer: what logits say, by kernels that write none; None without kernels."""
+        """The likeliest token after each and its chance, both `[B, N]`: what logits say, by kernels
+        that write none; None without kernels."""
         if self.cuda_head is None:
             return None
         choice = self.cuda_head.choose(x_BND.flatten(0, 1), self.hf.model.norm.weight)

@@ -23,7 +23,8 @@ LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (
 
 
 def of_project(name: str) -> Path:
-    """`configs` or `adapters`: in the installed package, else beside the package in a checkout."""
+    """`configs`, `adapters` or `integrations/transformers`: in the installed package, else beside
+    the package in a checkout."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 

@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 from commands import ROOT
-from helpers import EXIT, adapter_for, eagle_for, random_prompts, tiny, tiny_model
+from helpers import EXIT, adapter_for, eagle_for, random_prompts, saved_adapter, tiny, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -16,10 +17,10 @@ from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.evaluation.speed.rivals import assistant
-from kangaroo.heads import adapter_files, for_vllm
+from kangaroo.heads import export
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.export import draft_model, save, truncated
+from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.meta_model import meta_model
@@ -59,12 +60,8 @@ def logits(lm, adapter, tokens_1T):
 def test_it_shares_the_targets_weights(tied):
     lm = tiny(tie_word_embeddings=tied)
     state, own = draft_model(lm, adapter_for(lm)).state_dict(), lm.hf.state_dict()
-    for name in (
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "model.layers.0.mlp.up_proj.weight",
-    ):
-        assert state[name].data_ptr() == own[name].data_ptr()
+    for name in ("model.embed_tokens", "lm_head", "model.layers.0.mlp.up_proj"):
+        assert state[f"{name}.weight"].data_ptr() == own[f"{name}.weight"].data_ptr()
 
 
 def test_a_truncated_target_is_its_first_layers():
@@ -86,8 +83,15 @@ def target(folder, family="llama", **overrides):
 
 def saved(lm, adapter, folder, vocabulary=None):
     """The adapter on disk, with tokens to draft from."""
-    about = adapter_files.describe(lm, adapter, {}, vocabulary)
-    return str(adapter_files.save(adapter, about, torch.tensor([7, 3, 5]), folder))
+    return str(saved_adapter(lm, adapter, folder, (7, 3, 5), vocabulary=vocabulary))
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A target on disk as `model=` names it, the model, and an adapter for it."""
+    model = target(tmp_path / "target")
+    lm = TargetModel(load(model)[0])
+    return model, lm, saved(lm, adapter_for(lm), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -162,19 +166,24 @@ def test_a_target_whose_sampling_transformers_would_not_save_is_exported(tmp_pat
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [7, 9]
 
 
-def others(lm):
-    """Everything that is trained, and no layer on the target's first ones."""
-    return {
-        "fused": adapter_for(lm, architecture=AdapterHeadConfig(fused=True)),
-        "medusa_heads": MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
-        "eagle_head": eagle_for(lm),
-    }
+KINDS = {
+    "fused": AdapterHeadConfig(fused=True),
+    "2 attention layers": AdapterHeadConfig(attention_layers=2),
+    "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
+}
+
+
+def trained(lm, kind):
+    """An adapter, or heads."""
+    if kind == "medusa_heads":
+        return MedusaHeads(lm, MedusaHeadsConfig(heads=2))
+    return eagle_for(lm) if kind == "eagle_head" else adapter_for(lm, architecture=KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", ["fused", "medusa_heads", "eagle_head"])
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
-    path = saved(lm, others(lm)[kind], tmp_path / "adapter")
+    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
     nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
         save(path, nowhere, tmp_path / "draft")
@@ -197,14 +206,12 @@ def test_an_adapter_of_another_target_is_refused(tmp_path):
         save(path, other, tmp_path / "draft")
 
 
-def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
-    model = target(tmp_path / "target")
-    lm = TargetModel(load(model)[0])
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+def test_no_export_is_written_over_a_folder_that_is_there(tmp_path, exported):
+    model, lm, path = exported
     (tmp_path / "there").mkdir()
     for write in (
         lambda folder: save(path, model, folder),
-        lambda folder: for_vllm.write(path, lm, folder, 0.6),
+        lambda folder: write_for_vllm(path, lm, folder, 0.6),
     ):
         with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
             write(tmp_path / "there")
@@ -213,82 +220,50 @@ def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [{}, {"feed_forward": True}, {"own_head": True}], ids=str)
-def test_the_plugin_is_told_what_it_needs(tmp_path, parts):
+@pytest.mark.parametrize("vocabulary", [None, 2])
+def test_the_plugin_is_told_what_it_needs(tmp_path, parts, vocabulary):
     lm, architecture = tiny(), AdapterHeadConfig(**parts)
-    adapter = architecture.build(lm, EXIT, torch.tensor([3, 7])).start_from(
-        lm, torch.tensor([3, 7])
-    )
-    path = saved(lm, adapter, tmp_path / "adapter", vocabulary=2)
-    for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+    vocabulary_K = None if vocabulary is None else torch.tensor([3, 7])  # of 7, 3, 5
+    adapter = architecture.build(lm, EXIT, vocabulary_K).start_from(lm, vocabulary_K)
+    path = saved(lm, adapter, tmp_path / "adapter", vocabulary)
+    write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    expected = dict(adapter.state_dict())
+    if vocabulary_K is not None:
+        expected["vocabulary"] = vocabulary_K
     state = load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(state.pop("vocabulary"), torch.tensor([3, 7]))  # of 7, 3, 5
-    own = adapter.state_dict()
-    assert state.keys() == own.keys()
-    assert all(torch.equal(state[name], own[name]) for name in own)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["kangaroo"] == {
         "format": 1,
         "exit_layer": EXIT,
         "target_layers": 4,
-        "architecture": {
-            "kind": "adapter",
-            "attention": True,
-            "attention_layers": 1,
-            "feed_forward": "feed_forward" in parts,
-            "own_head": "own_head" in parts,
-            "fused": False,
-        },
-        "draft_vocabulary": 2,
+        "architecture": {"kind": "adapter"} | asdict(architecture),
+        "draft_vocabulary": vocabulary,
         "threshold": 0.6,
     }
     assert config["architectures"] == ["KangarooDraft"] and config["num_hidden_layers"] == 1
-    kept = (
-        "model_type",
-        "hidden_size",
-        "rms_norm_eps",
-        "vocab_size",
-        "rope_parameters",
-        "head_dim",
-    )
+    kept = "model_type hidden_size rms_norm_eps vocab_size rope_parameters head_dim".split()
     assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
 
 
-def test_the_plugin_drafts_from_all_tokens_where_the_adapter_does(tmp_path):
-    lm = tiny()
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
-    for_vllm.write(path, lm, tmp_path / "out", threshold=0.3)
-    assert "vocabulary" not in load_file(tmp_path / "out/model.safetensors")
-    own = json.loads((tmp_path / "out/config.json").read_text())["kangaroo"]
-    assert own["draft_vocabulary"] is None and own["threshold"] == 0.3
-
-
-def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path):
-    model = target(tmp_path / "target")
-    lm = TargetModel(load(model)[0])
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+def test_the_plugins_folder_needs_no_weights_of_the_target(tmp_path, exported):
+    model, lm, path = exported
     (tmp_path / "target/model.safetensors").unlink()
-    for_vllm.write(path, meta_model(model), tmp_path / "out", threshold=0.6)
-    for_vllm.write(path, lm, tmp_path / "with", threshold=0.6)
+    write_for_vllm(path, meta_model(model), tmp_path / "out", threshold=0.6)
+    write_for_vllm(path, lm, tmp_path / "with", threshold=0.6)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "with" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "kind", ["fused", "2 attention layers", "medusa_heads", "eagle_head", "mlp"]
-)
+@pytest.mark.parametrize("kind", [*KINDS, "medusa_heads", "eagle_head"])
 def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
     lm = tiny()
-    layers = {
-        "2 attention layers": AdapterHeadConfig(attention_layers=2),
-        "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
-    }
-    made = {name: adapter_for(lm, architecture=parts) for name, parts in layers.items()}
-    adapter = (others(lm) | made)[kind]
-    path = saved(lm, adapter, tmp_path / "adapter")
+    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
     with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
-        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+        write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     assert not (tmp_path / "out").exists()
 
 
@@ -296,21 +271,19 @@ def test_the_plugin_is_for_llama_alone(tmp_path):
     lm = tiny("qwen2")
     path = saved(lm, adapter_for(lm), tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"is a qwen2 model.*to=draft_model"):
-        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+        write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     lm = tiny()
     path = saved(lm, adapter_for(lm), tmp_path / "adapter")
-    monkeypatch.setattr(for_vllm, "_config", lambda *parts: {"not": json})
+    monkeypatch.setattr(export, "PLUGIN_FORMAT", json)  # which no JSON can hold
     with pytest.raises(TypeError):
-        for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
+        write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
     monkeypatch.undo()
     left = tmp_path / ".out.partial"  # by a process that was killed
     shutil.copytree(tmp_path / "adapter", left / "more")
-    for_vllm.write(path, lm, tmp_path / "out", threshold=0.6)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-    }
+    write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "model.safetensors"}

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from commands import python as run
-from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny
+from helpers import EXIT, adapter_for, random_prompts, saved_adapter, tiny, tiny_target
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.heads import adapter_files, medusa_heads, official
+from kangaroo.heads import adapter_files, official
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.models.meta_model import meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
@@ -78,10 +78,8 @@ def checkpoint(folder: Path, state: object, config: object, file: str = official
 
 
 def imported(source: str, lm: TargetModel, folder: Path) -> str:
-    read = official.read(source)
-    adapter = official.to_adapter(read, lm, EXIT)
-    about = adapter_files.describe(lm, adapter, {"imported": read.origin})
-    return str(adapter_files.save(adapter, about, None, folder))
+    adapter, origin = official.read(source, lm, EXIT)
+    return str(saved_adapter(lm, adapter, folder, None, {"imported": origin}))
 
 
 # ---- what it drafts ----------------------------------------------------------------------------
@@ -175,14 +173,12 @@ def test_there_and_back_every_bit_is_the_same(lm, tmp_path, file, dtype):
     assert back.keys() == state.keys()
     for name, tensor in state.items():
         assert back[name].dtype == dtype and torch.equal(back[name], tensor)
-    config = json.loads((tmp_path / "back" / official.CONFIG).read_text())
-    same = config_of(lm)
-    assert {name: config[name] for name in same if name in config} == {
-        name: same[name] for name in same if name in config
-    }
-    assert config.keys() >= {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps"}
-    again = official.read(str(tmp_path / "back"))  # what was written can be read
-    assert all(torch.equal(again.state[name], state[name]) for name in state)
+    config, same = json.loads((tmp_path / "back" / official.CONFIG).read_text()), config_of(lm)
+    shared = config.keys() & same.keys()
+    assert all(config[name] == same[name] for name in shared)
+    assert shared >= {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps"}
+    again, _ = official.read(str(tmp_path / "back"), lm, EXIT)  # what was written can be read
+    assert all(torch.equal(again.get_parameter(official.NAMES[n]), state[n]) for n in state)
 
 
 def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_path):
@@ -191,9 +187,8 @@ def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_pat
     saved = state | {f"{ATTENTION}rotary_emb.inv_freq": torch.ones(4)}
     wrapped = {f"module.{name}": tensor for name, tensor in saved.items()}
     for i, kind in enumerate((saved, wrapped)):
-        read = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)))
-        assert read.state.keys() == state.keys()
-        assert all(torch.equal(read.state[name], state[name]) for name in state)
+        adapter, _ = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
+        assert all(torch.equal(adapter.get_parameter(official.NAMES[n]), state[n]) for n in state)
 
 
 def test_an_import_says_where_it_came_from(lm, tmp_path):
@@ -213,16 +208,15 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
         config = official.LlamaConfig(vocab_size=32000, num_hidden_layers=1, **heads)
         shapes = {name: (size, size) if "proj" in name else (size,) for name in official.NAMES}
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        released = official.Official(tmp_path, state, config, {})
         assert official.exit_layer(None, vicuna) == layer
-        adapter = official.to_adapter(released, vicuna, layer)
+        adapter = official.fitted(tmp_path, state, config, vicuna, layer)
         assert sum(p.numel() for p in adapter.parameters()) == 4 * size**2 + 2 * size
         assert official.exit_layer(5, vicuna) == 5
 
 
 @pytest.mark.slow
 def test_the_commands_import_and_export(tmp_path):
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = tiny_target()
     state = random_state(lm, torch.float16)
     checkpoint(tmp_path / "official", state, config_of(lm))
     asked = ("scripts/convert.py import", "model=tiny", "source=official")
@@ -245,24 +239,18 @@ def test_the_commands_import_and_export(tmp_path):
     assert all(torch.equal(written[name], state[name]) for name in state)
 
 
-def test_a_command_without_what_it_needs_says_so_in_short(tmp_path):
-    result = run("scripts/convert.py import", cwd=tmp_path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "missing mandatory value: source" in result.stderr
-
-
 # ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_what_is_no_official_checkpoint_is_refused_by_what_it_lacks(lm, tmp_path):
     with pytest.raises(AdapterNotFound, match=r"no adapter at 'nobody/nothing'.*source="):
-        official.read("nobody/nothing")
+        official.read("nobody/nothing", lm, EXIT)
     with pytest.raises(AdapterNotFound, match=r"neither pytorch_model\.bin nor model\.safetensors"):
-        official.read(str(tmp_path))
+        official.read(str(tmp_path), lm, EXIT)
     source = checkpoint(tmp_path, random_state(lm), config_of(lm))
     (tmp_path / official.CONFIG).unlink()
     with pytest.raises(AdapterNotFound, match=r"no config\.json.*vicuna_7B_config\.json"):
-        official.read(source)
+        official.read(source, lm, EXIT)
 
 
 @pytest.mark.parametrize("length", [0, 1, 9, 100, 1000, -1000, -1])
@@ -272,10 +260,10 @@ def test_truncated_weights_are_reported_as_such(lm, tmp_path, kind, length):
     source = checkpoint(tmp_path, state, config_of(lm), file)
     if kind == "old bin":  # as torch saved it before version 1.6
         torch.save(state, tmp_path / file, _use_new_zipfile_serialization=False)
-        official.read(source)
+        official.read(source, lm, EXIT)
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:length])
     with pytest.raises(CorruptFile, match=rf"{file}' cannot be read .* Fetch it again"):
-        official.read(source)
+        official.read(source, lm, EXIT)
 
 
 @pytest.mark.parametrize(
@@ -285,81 +273,55 @@ def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
     """A function would be code to run: it is not even loaded."""
     source = checkpoint(tmp_path, held, config_of(lm))
     with pytest.raises(CorruptFile, match=official.WEIGHTS):
-        official.read(source)
+        official.read(source, lm, EXIT)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", b"\xff\xfe", '{"hidden_size": "large"}', '{"rms_norm_eps": null}']
+    "text", [b"", b"{", b"[1]", b"\xff\xfe", b'{"hidden_size": "large"}', b'{"rms_norm_eps": null}']
 )
 def test_a_config_that_cannot_be_read_is_reported_as_such(lm, tmp_path, text):
     source = checkpoint(tmp_path, random_state(lm), {})
-    (tmp_path / official.CONFIG).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / official.CONFIG).write_bytes(text)
     with pytest.raises(CorruptFile, match=official.CONFIG):
-        official.read(source)
+        official.read(source, lm, EXIT)
 
 
-OTHER_ADAPTERS = {
-    "two layers": ({"layers.1.input_layernorm.weight": (32,)}, "several layers"),
-    "a head": ({"lm_head.weight": (VOCABULARY, 32)}, r"head of its own, lm_head\.weight"),
-    "the head's other name": ({"head_model.weight": (VOCABULARY, 32)}, r"own, head_model\.weight"),
-    "feed-forward": (
-        {"layers.0.mlp.up_proj.weight": (64, 32)},
-        r"also holds layers\.0\.mlp\.up_proj\.weight",
-    ),
-    "embeddings": ({"embed_tokens.weight": (VOCABULARY, 32)}, r"holds embed_tokens\.weight"),
-    "biases": ({f"{ATTENTION}q_proj.bias": (32,)}, r"holds layers\.0\.self_attn\.q_proj\.bias"),
+NORM = "layers.0.input_layernorm.weight"
+OTHER_WEIGHTS = {
+    "two layers": ({"layers.1.input_layernorm.weight": torch.ones(32)}, r"layers\.1\.input_layern"),
+    "a head": ({"lm_head.weight": torch.ones(64, 32)}, r"lm_head\.weight"),
+    "feed-forward": ({"layers.0.mlp.up_proj.weight": torch.ones(64, 32)}, r"mlp\.up_proj\.weight"),
+    "biases": ({f"{ATTENTION}q_proj.bias": torch.ones(32)}, r"self_attn\.q_proj\.bias"),
+    "whole numbers": ({"norm.weight": torch.ones(32, dtype=torch.int8)}, "floating point"),
+    "one missing": ({NORM: None}, r"Missing.*input_norm\.weight"),
+    "a shape": ({NORM: torch.ones(40)}, r"input_norm\.weight.*\[40\].*\[32\]"),
 }
 
 
-@pytest.mark.parametrize("what", OTHER_ADAPTERS)
-def test_anything_but_the_papers_adapter_is_refused_by_name(lm, tmp_path, what):
-    more, message = OTHER_ADAPTERS[what]
-    state = random_state(lm) | {name: torch.zeros(shape) for name, shape in more.items()}
-    with pytest.raises(AdapterMismatch, match=message):
-        official.read(checkpoint(tmp_path, state, config_of(lm)))
-
-
-def test_a_checkpoint_of_several_layers_or_of_missing_or_whole_numbers_is_refused(lm, tmp_path):
-    state = random_state(lm)
-    with pytest.raises(AdapterMismatch, match=r"several layers \(config\.json: 2\)"):
-        official.read(checkpoint(tmp_path, state, config_of(lm, num_hidden_layers=2)))
-    for name in official.NAMES:
-        rest = {other: tensor for other, tensor in state.items() if other != name}
-        with pytest.raises(AdapterMismatch, match=f"lacks {name}; the paper's adapter"):
-            official.read(checkpoint(tmp_path, rest, config_of(lm)))
-    whole = state | {"norm.weight": torch.ones(32, dtype=torch.int8)}
-    with pytest.raises(AdapterMismatch, match=r"norm\.weight holds torch\.int8"):
-        official.read(checkpoint(tmp_path, whole, config_of(lm)))
+@pytest.mark.parametrize("what", OTHER_WEIGHTS)
+def test_anything_but_the_papers_adapter_for_this_target_is_refused_by_name(lm, tmp_path, what):
+    change, message = OTHER_WEIGHTS[what]
+    state = {name: x for name, x in (random_state(lm) | change).items() if x is not None}
+    source = checkpoint(tmp_path, state, config_of(lm))
+    with pytest.raises(AdapterMismatch, match=rf"(?s)Pass model= .* not tiny/llama: .*{message}"):
+        official.read(source, lm, EXIT)
 
 
 def test_weights_that_are_not_finite_are_refused(lm, tmp_path):
     state = random_state(lm)
-    name = next(iter(official.NAMES))
-    state[name].view(-1)[0] = torch.nan
-    with pytest.raises(CorruptFile, match=f"{name} holds numbers that are not finite"):
-        official.read(checkpoint(tmp_path / "x", state, config_of(lm)))
-
-
-@pytest.mark.parametrize("name", official.NAMES)
-def test_a_shape_that_does_not_fit_the_target_is_named_with_the_one_that_would(lm, tmp_path, name):
-    state = random_state(lm)
-    wanted = list(state[name].shape)
-    state[name] = torch.zeros(wanted[0] + 8, *wanted[1:])
-    read = official.read(checkpoint(tmp_path, state, config_of(lm)))
-    message = rf"{name} has shape \[{wanted[0] + 8}.*tiny/llama needs \[{wanted[0]}.*Pass model="
-    with pytest.raises(AdapterMismatch, match=message):
-        official.to_adapter(read, lm, EXIT)
+    state[NORM].view(-1)[0] = torch.nan
+    with pytest.raises(CorruptFile, match=r"input_norm\.weight holds numbers that are not finite"):
+        official.read(checkpoint(tmp_path, state, config_of(lm)), lm, EXIT)
 
 
 @pytest.mark.parametrize(
-    "field, value",
-    [("num_attention_heads", 8), ("rms_norm_eps", 1e-5), ("vocab_size", 65)],
+    "field, value", [("num_attention_heads", 8), ("rms_norm_eps", 1e-5), ("vocab_size", 65)]
 )
 def test_a_setting_that_no_shape_shows_has_to_be_the_targets(lm, tmp_path, field, value):
-    read = official.read(checkpoint(tmp_path, random_state(lm), config_of(lm, **{field: value})))
+    source = checkpoint(tmp_path, random_state(lm), config_of(lm, **{field: value}))
     own = getattr(lm.config, field)
     with pytest.raises(AdapterMismatch, match=f"{field}={value}; tiny/llama has {own}.*model="):
-        official.to_adapter(read, lm, EXIT)
+        official.read(source, lm, EXIT)
 
 
 def test_a_config_without_key_heads_has_as_many_as_query_heads(tmp_path):
@@ -367,7 +329,7 @@ def test_a_config_without_key_heads_has_as_many_as_query_heads(tmp_path):
     lm = tiny(num_key_value_heads=4)
     config = config_of(lm)
     del config["num_key_value_heads"]
-    official.to_adapter(official.read(checkpoint(tmp_path, random_state(lm), config)), lm, EXIT)
+    official.read(checkpoint(tmp_path, random_state(lm), config), lm, EXIT)
 
 
 OTHER_TARGETS = {
@@ -384,9 +346,9 @@ OTHER_TARGETS = {
 def test_a_target_that_the_official_code_does_not_know_is_refused_both_ways(lm, tmp_path, what):
     other = tiny(**OTHER_TARGETS[what])
     other.config.name_or_path = "some/other"
-    read = official.read(checkpoint(tmp_path / "official", random_state(lm), config_of(lm)))
+    source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
-        official.to_adapter(read, other, EXIT)
+        official.read(source, other, EXIT)
     with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
         official.write(str(tmp_path / "nothing"), other, tmp_path / "back")
 
@@ -395,23 +357,21 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
     with pytest.raises(ConfigError, match=r"tiny/llama.*2 for lmsys/vicuna-7b.*exit_layer="):
         official.exit_layer(None, lm)
     assert official.exit_layer(3, lm) == 3
-    read = official.read(checkpoint(tmp_path, random_state(lm), config_of(lm)))
+    source = checkpoint(tmp_path, random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 1 to 3"):
-        official.to_adapter(read, lm, 4)
+        official.read(source, lm, 4)
 
 
-@pytest.mark.parametrize("parts", [{"feed_forward": True}, {"own_head": True}, {"fused": True}])
-def test_an_adapter_with_more_parts_is_not_exported(lm, tmp_path, parts):
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
-    about = adapter_files.describe(lm, adapter, {})
-    path = adapter_files.save(adapter, about, None, tmp_path / "ours")
-    with pytest.raises(ConfigError, match=f"is not the paper's.*{next(iter(parts))}=True"):
-        official.write(str(path), lm, tmp_path / "official")
-    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
-    about = adapter_files.describe(lm, heads, {})
-    path = adapter_files.save(heads, about, None, tmp_path / "heads")
-    with pytest.raises(ConfigError, match="heads=2"):
-        official.write(str(path), lm, tmp_path / "official")
+@pytest.mark.parametrize("part", ["feed_forward", "own_head", "fused", "heads"])
+def test_what_is_not_the_papers_is_not_exported(lm, tmp_path, part):
+    adapter = (
+        MedusaHeads(lm, MedusaHeadsConfig(heads=2))
+        if part == "heads"
+        else adapter_for(lm, architecture=AdapterHeadConfig(**{part: True}))
+    )
+    path = str(saved_adapter(lm, adapter, tmp_path / "ours"))
+    with pytest.raises(ConfigError, match=f"is not the paper's.*{part}=(True|2)"):
+        official.write(path, lm, tmp_path / "official")
     assert not (tmp_path / "official").exists()
 
 

@@ -13,31 +13,21 @@ from torch import Tensor
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.heads.layer import Layer
-from kangaroo.heads.unroll import unroll
+from kangaroo.heads.layer import Layer, unroll
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
+FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
 
 
-MADE = {
-    "attention": lambda lm: adapter_for(lm, architecture=AdapterHeadConfig(fused=True)),
-    "layer": lambda lm: adapter_for(
-        lm, architecture=AdapterHeadConfig(feed_forward=True, fused=True)
-    ),
-    "two layers": lambda lm: adapter_for(
-        lm, architecture=AdapterHeadConfig(attention_layers=2, fused=True)
-    ),
-    "eagle": eagle_for,
-}
-
-
-@pytest.fixture(scope="module", params=MADE)
+@pytest.fixture(scope="module", params=[*FUSED, "eagle"], ids=str)
 def fused(request) -> tuple[TargetModel, Layer]:
     """Layers that read deep states."""
     lm = tiny()
-    return lm, MADE[request.param](lm)
+    if request.param == "eagle":
+        return lm, eagle_for(lm)
+    return lm, adapter_for(lm, architecture=AdapterHeadConfig(**request.param, fused=True))
 
 
 def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:

@@ -53,8 +53,13 @@ class Hub:
     repos: dict[str, Repo] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)  # files by how often they were sent
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of each file
     cut: set[str] = field(default_factory=set)  # files whose transfer breaks off half-way
+
+    def uploaded(self, name: str) -> dict[str, bytes]:
+        """The files of a repository's main branch."""
+        repo = self.repos[name]
+        return repo.commits[repo.branches["main"]]
 
 
 class Refused(Exception):
@@ -73,17 +78,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_GET(self) -> None:
-        self.answer("GET")
-
-    def do_HEAD(self) -> None:
-        self.answer("HEAD")
-
-    def do_POST(self) -> None:
-        self.answer("POST")
-
-    def answer(self, verb: str) -> None:
-        path = unquote(urlsplit(self.path).path)
+    def answer(self) -> None:
+        verb, path = self.command, unquote(urlsplit(self.path).path)
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             self.body = b"".join(self.chunks())
         else:
@@ -100,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             headers = {"X-Error-Message": refused.told, "X-Error-Code": refused.code}
             self.reply(refused.body or {"error": refused.told}, refused.status, headers)
+
+    do_GET = do_HEAD = do_POST = answer
 
     def chunks(self) -> Iterator[bytes]:
         while size := int(self.rfile.readline(), 16):
@@ -208,15 +206,10 @@ class Handler(BaseHTTPRequestHandler):
         if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             status, begin = 206, int(asked[1])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        if self.command == "GET" and name in self.hub.cut:
-            self.send_response(status)
-            for key, value in (headers | {"Content-Length": str(len(data) - begin)}).items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(data[begin : begin + (len(data) - begin) // 2])
-            self.close_connection = True
-            return
-        if self.command == "GET":
+        if name in self.hub.cut:
+            headers["Content-Length"] = str(len(data) - begin)
+            data, self.close_connection = data[: (begin + len(data)) // 2], True
+        elif self.command == "GET":
             self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data) - begin
         self.reply(data[begin:], status, headers)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from commands import ROOT, python
-from helpers import adapter_for
-from huggingface_hub import ModelCard, constants
+from helpers import adapter_for, saved_adapter, tiny_target
+from huggingface_hub import constants
 from local_hub import TOKEN, Hub, serving
 
 import kangaroo
@@ -24,7 +24,6 @@ from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.hub.card import card, is_hub_id, short_name
 from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 SHIPPED = sorted(path.parent for path in ROOT.glob(f"adapters/*/{WEIGHTS}"))
@@ -58,15 +57,14 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def lm():
-    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    return tiny_target()
 
 
 @pytest.fixture
 def adapter(lm, tmp_path):
     """A folder such as training leaves, and a file that does not belong to it."""
-    made = adapter_for(lm)
-    about = adapter_files.describe(lm, made, TRAINING, vocabulary=2)
-    folder = adapter_files.save(made, about, torch.tensor([5, 9, 3]), tmp_path / "made")
+    folder = tmp_path / "made"
+    saved_adapter(lm, adapter_for(lm), folder, (5, 9, 3), TRAINING, vocabulary=2)
     (folder / "notes.txt").write_text("mine")
     return folder
 
@@ -98,7 +96,7 @@ def test_what_is_pulled_is_what_was_pushed(hub, adapter):
 
 def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapter, capsys):
     push(pushing(adapter))
-    text = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]["README.md"].decode()
+    text = hub.uploaded(REPO)["README.md"].decode()
     code, in_transformers = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     code = code.replace("max_new_tokens=128", "max_new_tokens=24")
     told: dict = {}
@@ -146,10 +144,9 @@ def test_pushing_again_adds_a_commit_and_pulling_takes_the_asked_one(hub, adapte
     push(pushing(adapter))
     first = hub.repos[REPO].branches["main"]
     weights = (adapter / WEIGHTS).read_bytes()
-    made = adapter_for(lm)
-    made.norm.weight.data *= 2
-    about = adapter_files.describe(lm, made, TRAINING, vocabulary=2)
-    adapter_files.save(made, about, torch.tensor([5, 9, 3]), adapter)
+    better = adapter_for(lm)
+    better.norm.weight.data *= 2
+    saved_adapter(lm, better, adapter, (5, 9, 3), TRAINING, vocabulary=2)
     push(pushing(adapter, message="better"))
     assert hub.repos[REPO].summaries[-1] == "better"
     pull(pulling(output="new"))
@@ -159,20 +156,13 @@ def test_pushing_again_adds_a_commit_and_pulling_takes_the_asked_one(hub, adapte
 
 def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(hub, adapter):
     assert push(pushing(adapter, dry_run=True)) is None
-    assert {file.name for file in Path("out").iterdir()} == {
-        *FILES[:3],
-        "README.md",
-        "SHA256SUMS",
-        "custom_generate",
-    }
+    code = {f"custom_generate/{name}" for name in ("generate.py", "requirements.txt")}
+    expected = {*FILES[:3], "README.md", "SHA256SUMS", *code}
+    files = (file for file in Path("out").rglob("*") if file.is_file())
+    assert {file.relative_to("out").as_posix() for file in files} == expected
     assert hub.asked == []
     push(pushing(adapter))  # over what the dry run left
-    assert set(hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]) == {
-        *(file.name for file in Path("out").iterdir() if file.is_file()),
-        "custom_generate/generate.py",
-        "custom_generate/requirements.txt",
-        ".gitattributes",
-    }
+    assert hub.uploaded(REPO).keys() == expected | {".gitattributes"}
 
 
 def test_a_folder_with_other_files_is_not_cleared(hub, adapter):
@@ -201,7 +191,7 @@ def test_a_pull_that_broke_off_goes_on_and_its_folder_appears_whole(hub, adapter
     hub.cut.add(WEIGHTS)
     with pytest.raises(HubError, match="not fetched whole: the hub cannot be reached"):
         pull(pulling())
-    assert not Path("adapters/theirs").exists() and Path("adapters/.theirs.partial").is_dir()
+    assert list(Path("adapters").iterdir()) == []
     hub.cut.clear()
     sent = dict(hub.sent)
     pull(pulling())
@@ -223,10 +213,9 @@ def test_a_pull_that_broke_off_goes_on_and_its_folder_appears_whole(hub, adapter
 )
 def test_a_file_that_is_not_the_one_pushed_is_refused(hub, adapter, name, content, told):
     push(pushing(adapter))
-    repo = hub.repos[REPO]
-    files = dict(repo.commits[repo.branches["main"]])
+    files = hub.uploaded(REPO)
     files.pop(name)
-    repo.commits[repo.branches["main"]] = files | ({name: content} if content is not None else {})
+    files |= {} if content is None else {name: content}
     if told is None:  # of other software
         assert pull(pulling()).exit_layer == 2
         return
@@ -242,8 +231,7 @@ def test_an_adapter_that_cannot_be_used_is_not_sent(hub, adapter, lm, broken):
         (adapter / WEIGHTS).write_bytes(weights[:-4])
         told = (CorruptFile, "cannot be read")
     elif broken == "another's":
-        larger = EagleHead(lm)
-        adapter_files.save(larger, adapter_files.describe(lm, larger, {}), None, Path("larger"))
+        saved_adapter(lm, EagleHead(lm), Path("larger"))
         shutil.copy(f"larger/{WEIGHTS}", adapter)
         told = (CorruptFile, r"holds \d+ weights, and config.json says \d+")
     else:
@@ -270,7 +258,7 @@ def test_what_the_hub_says_of_a_failure_is_told(hub, adapter, monkeypatch):
         pull(pulling())
     with pytest.raises(HubError, match=r"refused what was sent.*\"license\" must be one of"):
         push(pushing(adapter, license="mine"))
-    assert set(hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]) == {".gitattributes"}
+    assert set(hub.uploaded(REPO)) == {".gitattributes"}
     with pytest.raises(AdapterNotFound, match=r"no such revision.*Invalid rev id: nowhere"):
         pull(pulling(revision="nowhere"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
@@ -286,16 +274,15 @@ def test_without_a_hub_both_say_so(adapter, tmp_path, monkeypatch):
     assert Path("out/README.md").exists()
     with pytest.raises(HubError, match="was not fetched: the hub cannot be reached"):
         pull(pulling())
-    assert not Path("adapters").exists()
+    assert not Path("adapters/theirs").exists()
 
 
 def test_a_machine_that_does_not_answer_is_told_too(hub, adapter, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    with pytest.raises(HubError, match="the hub cannot be reached"):
-        push(pushing(adapter))
-    with pytest.raises(HubError, match="the hub cannot be reached"):
-        pull(pulling())
+    for act in (lambda: push(pushing(adapter)), lambda: pull(pulling())):
+        with pytest.raises(HubError, match="the hub cannot be reached"):
+            act()
 
 
 def test_the_commands_offline(adapter, tmp_path):
@@ -319,20 +306,14 @@ def front_matter(text):
 def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
     config = check(folder)
     text = card(config, "someone/x", SUMS, "user/target", "apache-2.0")
-    drafter = config.architecture.drafter
-    assert (
-        ModelCard(text).data.to_dict()
-        == front_matter(text)
-        == {
-            "library_name": "kangaroo",
-            "tags": list(
-                dict.fromkeys(["kangaroo", "speculative-decoding", "custom_generate", drafter])
-            ),
-            "base_model": "user/target",
-            "base_model_relation": "adapter",
-            "license": "apache-2.0",
-        }
-    )
+    tags = ["kangaroo", "speculative-decoding", "custom_generate", config.architecture.drafter]
+    assert front_matter(text) == {
+        "library_name": "kangaroo",
+        "tags": list(dict.fromkeys(tags)),
+        "base_model": "user/target",
+        "base_model_relation": "adapter",
+        "license": "apache-2.0",
+    }
     progress = config.training["progress"]
     for part in (
         f"{config.parameters:,}",
@@ -351,12 +332,12 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
 
 
 def test_a_card_claims_nothing_that_the_config_does_not_say(lm):
-    made = adapter_for(lm)
-    text = card(adapter_files.describe(lm, made, {}), REPO, SUMS)
+    about = adapter_files.describe(lm, adapter_for(lm), {})
+    text = card(about, REPO, SUMS)
     assert set(front_matter(text)) == {"library_name", "tags"}
     for heading in ("## Results", "## How it was trained", "None", "| loss"):
         assert heading not in text
-    imported = card(adapter_files.describe(lm, made, {"imported": {"source": "x"}}), REPO, SUMS)
+    imported = card(replace(about, training={"imported": {"source": "x"}}), REPO, SUMS)
     assert "## Where it comes from" in imported and "| imported from | source=x |" in imported
 
 

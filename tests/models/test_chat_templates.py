@@ -35,18 +35,6 @@ TEMPLATES = {
         "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
         "</s>",
     ),
-    "default_system": (  # Qwen 2.5
-        "{% if messages[0].role != 'system' %}"
-        "{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-        "<|im_end|>",
-    ),
-    "pipes": (  # Zephyr
-        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-        "</s>",
-    ),
     "model_turns": (  # Gemma: the assistant is called model, no system turn
         "{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
@@ -251,15 +239,24 @@ def test_a_user_turn_that_ends_with_nothing_is_refused(backend):
         user_header(with_template(backend, BARE))
 
 
-def test_a_template_that_fails_at_a_conversation_refuses_it(backend):
-    fails_later = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
-    marked = fails_later + "{% generation %}{% endgeneration %}"
-    for template in (fails_later, marked):
-        tokenizer = with_template(backend, template)
-        assert prompt_ids(tokenizer, turns("Why?"))
-        for ids in (prompt_ids, masked_ids):
-            with pytest.raises(PromptError, match=r"of user, assistant, user, .*TypeError"):
-                ids(tokenizer, CONVERSATION)
+FAILS_LATER = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
+        ("{% if %}", "TemplateSyntaxError"),
+        (FAILS_LATER, "TypeError"),
+        (FAILS_LATER + "{% generation %}{% endgeneration %}", "TypeError"),
+        ("{{ messages[8].content.strip() }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_at_a_conversation_refuses_it(backend, template, message):
+    tokenizer = with_template(backend, template)
+    for ids in (prompt_ids, masked_ids):
+        with pytest.raises(PromptError, match=rf"of user, assistant, .*{message}.* or vicuna"):
+            ids(tokenizer, CONVERSATION)
 
 
 def test_where_there_is_no_template_all_that_are_shipped_are_named(backend):

@@ -1,25 +1,19 @@
 """Targets load from everywhere they may come from, and what cannot load says why."""
 
 import json
-import os
 import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-import yaml
-from commands import ROOT
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kangaroo.api import load_target
 from kangaroo.models import checkpoints, embedded
-from kangaroo.models import loading as models
 from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
 from kangaroo.models.target import TargetModel
@@ -36,7 +30,6 @@ CHAT = [
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "2+2?"},
 ]
-MODEL_CONFIGS = sorted((ROOT / "configs/model").glob("*.yaml"))
 
 
 def config(path, **changes) -> ModelConfig:
@@ -64,17 +57,15 @@ def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
     assert torch.equal(model(tokens).logits, random_model()(tokens).logits)
 
 
-def memory(monkeypatch, room):
-    """What accelerate finds free, for placing and for the message."""
-    for module in (transformers.integrations.accelerate, checkpoints):
-        monkeypatch.setattr(module, "get_max_memory", lambda given=None: room)
-
-
 def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypatch):
     """Really placed by transformers, which says nothing, in memory for half of the model."""
     size = sum(p.numel() * 4 for p in random_model().parameters())
     spread = config(folder, dtype=Dtype.float32, device_map="auto")
-    memory(monkeypatch, {"cpu": size // 2})
+    load(spread)  # what fits is left alone
+    room = {"cpu": size // 2}
+    monkeypatch.setattr(
+        transformers.integrations.accelerate, "get_max_memory", lambda given=None: room
+    )
     with pytest.raises(ModelTooLarge) as raised:
         load(spread)
     message = str(raised.value)
@@ -82,56 +73,51 @@ def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypat
     assert 2 <= int(layers) <= 5 and "lm_head.weight" in message
     assert f"take {size / 1e9:.3g} GB in float32" in message
     assert "model.device_map=sequential" in message and "trainer.shard_target=true" in message
-    memory(monkeypatch, {"cpu": 10**9})
-    load(spread)  # what fits is left alone
 
 
 def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
     model, _ = load(config(folder))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    memory(monkeypatch, {0: 5 * 10**9, 1: 10**9, "cpu": 7})
-    with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, lm_head\.weight, .*2 GPUs had 6 GB"):
+    with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, .*lm_head\.weight"):
         checkpoints.check_placed(model)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     load(config(folder))  # model.device=cpu: as asked
 
 
-MISSING = {
-    "lmsys/vicuna-7b-v1.3": r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m",  # offline
-    **dict.fromkeys(["/no/such", "./no-such", "~/no/such/folder", ""], "there is no folder"),
-}
-
-
-@pytest.mark.parametrize("path", MISSING)
+@pytest.mark.parametrize(
+    "path", ["lmsys/vicuna-7b-v1.3", "/no/such", "./no-such", "~/no/such/folder", ""]
+)
 def test_what_is_no_model_is_named_with_the_fix(path):
-    with pytest.raises(ModelNotFound, match=MISSING[path]):
+    offline = path.startswith("lmsys")
+    message = r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m" if offline else "there is no folder"
+    with pytest.raises(ModelNotFound, match=message):
         load(config(path))
 
 
-UNUSABLE = [
-    ({"tp_plan": "auto"}, r"model\.tp_plan=auto.*model\.device_map=auto.*shard_t"),
-    ({"chat_template": "alpaca"}, "'alpaca'.*chatml or vicuna"),
-    ({"eos_token": "</s>"}, r"eos_token=</s> is no token.*<\|im_end\|>"),
-]
-
-
-@pytest.mark.parametrize("changes, message", UNUSABLE)
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"chat_template": "alpaca"}, "'alpaca'.*chatml or vicuna"),
+        ({"eos_token": "</s>"}, r"eos_token=</s> is no token.*<\|im_end\|>"),
+        ({"path": "random:nobody/knows"}, "random:nobody/knows.*not known; known are"),
+    ],
+)
 def test_a_setting_that_cannot_be_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
-        load(config(TINY, **changes))
+        load(config(**{"path": TINY} | changes))
 
 
 @pytest.mark.parametrize(
     "content, reason",
-    {
-        b"": "it is empty",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n": "git lfs pull",
-        b"<!DOCTYPE html><html></html>": "it is a web page",
-        5: "",  # bytes that are left of it
-        1000: "",
-        5000: "",  # of which torch makes an OSError
-        -1: "",
-    }.items(),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "it is a web page"),
+        (5, ""),  # bytes that are left of it
+        (1000, ""),
+        (5000, ""),  # of which torch makes an OSError
+        (-1, ""),
+    ],
     ids=["empty", "lfs", "html", "5", "1000", "5000", "cut by one"],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
@@ -226,29 +212,6 @@ def test_vicuna_template_of_a_conversation_and_with_another_system_message():
     assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ({"rag": "{{ messages }}"}, "multiple chat templates with no default"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{{ messages[5].content.strip() }}", "UndefinedError"),
-        (None, None),  # these may take no first turn of a user
-        ("{{ raise_exception('no user first') }}", None),
-    ],
-)
-def test_a_template_that_fails_is_refused_at_load(monkeypatch, template, message):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    monkeypatch.setattr(models, "byte_tokenizer", lambda: tokenizer)
-    if message is None:
-        load(config(TINY))
-        return
-    with pytest.raises(ConfigError, match=rf"cannot be used \(.*{message}.*chatml or vicuna"):
-        load(config(TINY))
-    load(config(TINY, chat_template="vicuna"))
-
-
 # ---- random models -----------------------------------------------------------------------------
 
 
@@ -264,13 +227,12 @@ def test_byte_tokenizer_round_trips_any_text(tmp_path):
 
 def test_byte_tokenizer_writes_chatml():
     tokenizer = byte_tokenizer()
-    text = (
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == (
         "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    template = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.decode(template) == text
-    assert [template.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [4, 3]
+    assert [ids.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [4, 3]
 
 
 def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
@@ -281,18 +243,6 @@ def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     assert torch.equal(wide.lm_head.weight.bfloat16(), narrow.lm_head.weight)
     assert narrow.dtype == narrow.config.dtype == torch.bfloat16
     assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-def test_a_shallow_part_of_the_tiny_model_is_often_right():
-    model, tokenizer = load(config(TINY, dtype=Dtype.float32))
-    tokens = torch.tensor(
-        [tokenizer("The quick brown fox jumps over the lazy dog. " * 4).input_ids]
-    )
-    output = model(tokens, output_hidden_states=True)
-    choice = output.logits.argmax(-1)
-    early = model.lm_head(model.model.norm(output.hidden_states[2])).argmax(-1)
-    assert 0.4 < (early == choice).float().mean() < 0.95
-    assert choice.unique().numel() > 20
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
@@ -376,34 +326,14 @@ def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_g
     assert len(conversions) == 2 and weights.read_text() == "whole"
 
 
-def test_what_a_killed_conversion_left_is_removed_once_it_is_old(cache, conversions):
-    old, young = (cache / "models" / f"{embedded.CONVERTED}.partial-{name}" for name in "ab")
-    for left in (old, young):
-        (left / "checkpoint").mkdir(parents=True)
-        (left / "checkpoint" / "model.safetensors").write_text("ha")
-    os.utime(old, (0, 0))
+def test_what_a_killed_conversion_left_is_not_taken_for_the_model(cache, conversions):
+    left = cache / "models" / f"{embedded.CONVERTED}.partial" / "checkpoint"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("ha")
     folder = embedded.embedded_checkpoint()
     assert (folder / "model.safetensors").read_text() == "whole"
-    assert young.exists() and not old.exists()
-
-
-def test_a_process_that_converts_despite_the_lock_takes_nothing_away(
-    cache, conversions, monkeypatch
-):
-    """Both may get the lock where a file system has none; the later one finds a model."""
-    convert = embedded.convert
-    first = cache / "models" / embedded.CONVERTED
-
-    def convert_while_another_ends(gguf, folder):
-        convert(gguf, folder)
-        first.mkdir()
-        (first / "model.safetensors").write_text("the first one's")
-
-    monkeypatch.setattr(embedded, "convert", convert_while_another_ends)
-    assert embedded.embedded_checkpoint() == first
-    assert (first / "model.safetensors").read_text() == "the first one's"
-    names = sorted(path.name for path in first.parent.iterdir())
-    assert names == [first.name, f"{first.name}.lock"]
+    names = sorted(path.name for path in folder.parent.iterdir())
+    assert names == [folder.name, f"{folder.name}.lock"]
 
 
 def test_any_of_torchruns_processes_saves_the_model(tmp_path):
@@ -435,20 +365,6 @@ def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-# ---- configs/model -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", MODEL_CONFIGS, ids=lambda file: file.stem)
-def test_model_config_has_its_files_name_and_known_fields(file):
-    settings = yaml.safe_load(file.read_text())
-    assert settings.pop("defaults") == ["schema"]
-    assert settings["name"] == file.stem
-    defaults = {field.name: field.default for field in fields(ModelConfig)}
-    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), settings))
-    assert isinstance(merged, ModelConfig)
-    assert not [name for name in settings if getattr(merged, name) == defaults[name]]
-
-
 def test_a_known_shape_with_random_weights(monkeypatch):
     small = {"hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2}
     shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | small
@@ -457,5 +373,3 @@ def test_a_known_shape_with_random_weights(monkeypatch):
     model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))
     assert model.config.vocab_size == 152064 and model.dtype == torch.bfloat16
     assert model.config.num_hidden_layers == 2 and len(tokenizer) < 300
-    with pytest.raises(ConfigError, match=r"random:nobody/knows.*not known; known are"):
-        load(ModelConfig("shape", "random:nobody/knows"))

@@ -1,9 +1,7 @@
 """The promise on a real model: in float32 every text is vanilla's, and vanilla's transformers'."""
 
 import itertools
-import os
 from functools import cache
-from pathlib import Path
 
 import pytest
 from commands import ROOT
@@ -33,9 +31,6 @@ SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but vanilla, draft models from the hub, and EAGLE, for which nothing trained is shipped
 OTHERS = {"vanilla", "eagle"}
 SHIPPED = sorted(set(DRAFTERS) - OTHERS)
-SPEC_BENCH = Path(
-    os.environ.get("SPEC_BENCH", ROOT.parent / "shared/spec_bench/question.jsonl")
-)  # not ours to ship
 
 
 @pytest.fixture(scope="module")
@@ -143,30 +138,18 @@ def conversations(target, engine, bench, new_tokens, sampling):
     return written
 
 
-def assert_lossless(target, bench, new_tokens, temperature, drafter=None):
-    lm, _ = target
-    sampling = Sampling(temperature=temperature)
-    drafter = drafter or KangarooConfig(adapter=ADAPTER, threshold=0.3).build(lm)
-    vanilla = conversations(target, Engine(lm, Vanilla()), bench, new_tokens, sampling)
-    kangaroo = conversations(target, Engine(lm, drafter), bench, new_tokens, sampling)
-    assert kangaroo == vanilla
-    return len(vanilla)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_whole_demo_bench(target, temperature):
-    assert assert_lossless(target, BenchConfig(), 64, temperature) == 82
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_whole_demo_bench_by_every_method(target, monkeypatch, name, temperature):
     monkeypatch.chdir(ROOT)
+    lm, sampling = target[0], Sampling(temperature=temperature)
     config = OmegaConf.to_object(composed("evaluate", f"drafter={name}").drafter)
-    drafter = config.build(target[0])
-    assert assert_lossless(target, BenchConfig(), 32, temperature, drafter) == 82
+    vanilla, drafted = (
+        conversations(target, Engine(lm, drafter), BenchConfig(), 32, sampling)
+        for drafter in (Vanilla(), config.build(lm))
+    )
+    assert drafted == vanilla and len(vanilla) == 82
 
 
 @pytest.mark.slow
@@ -178,11 +161,3 @@ def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
     (summary,) = evaluate(lm, tokenizer, [method], config, model_name="smollm2-135m")
     result = summary["lossless"]
     assert result["turns"] == result["identical"] == result["hf_identical"] == 82
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SPEC_BENCH.exists(), reason="Spec-Bench's questions: set SPEC_BENCH=")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_spec_bench_cut_to_32_tokens(target, temperature):
-    bench = BenchConfig(name="spec_bench", path=str(SPEC_BENCH))
-    assert assert_lossless(target, bench, 32, temperature) == 560

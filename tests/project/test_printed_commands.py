@@ -116,7 +116,6 @@ TEXTS = {
     "one process for many": lambda lm, other: backend.check(
         TrainerConfig(shard_target=True), Ranks()
     ),
-    "tensor parallelism": lambda lm, other: load(ModelConfig("tiny", TINY, tp_plan="auto")),
     "slow training": lambda lm, other: SLOW_BFLOAT16,
     "a study not measured yet": lambda lm, other: report.section("table1", None),
     "a pulled adapter": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),

@@ -73,7 +73,7 @@ def installed(tmp_path_factory):
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells which files are the project's")
 def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    folders = ["kangaroo", "configs", "adapters"]
+    folders = ["kangaroo", "configs", "adapters", "integrations/transformers"]
     told = subprocess.check_output([*listed, *folders], cwd=ROOT, text=True).splitlines()
     expected = {
         name if name.startswith("kangaroo/") else f"kangaroo/{name}"
@@ -88,6 +88,8 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
         "serving/page.html",
         "models/templates/vicuna.jinja",
         "evaluation/benches/demo.jsonl",
+        "hub/card.md",
+        "integrations/transformers/generate.py",
     ):
         assert f"kangaroo/{part}" in names
     assert {"kangaroo/configs/train.yaml", f"kangaroo/{ADAPTER}/config.json"} <= names

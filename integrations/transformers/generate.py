@@ -1,8 +1,8 @@
 """Decode for transformers: `model.generate(..., custom_generate=FOLDER_OR_REPOSITORY)`.
 
-transformers fetches `custom_generate/generate.py` of an adapter's repository and calls it in place
-of its own generation. That file is one import of `generate` below. The model is the caller's: it
-is borrowed, and given back as it was.
+`convert push` puts this file into an adapter's repository as `custom_generate/generate.py`, which
+transformers fetches and calls in place of its own generation. The model is the caller's: it is
+borrowed, and given back as it was.
 
 Shapes: B rows, T tokens of the longest prompt, N new tokens.
 """
@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,11 +39,6 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, PromptError
 
-FOLDER = "custom_generate"
-FILES = {
-    "generate.py": "from kangaroo.hub.custom_generate import generate\n",
-    "requirements.txt": "kangaroo\ntransformers>=5.17\n",
-}
 TAKEN = ("inputs", "input_ids", "attention_mask")  # of a model's own inputs
 REFUSED = ("logits_processor", "stopping_criteria", "assistant_model", "synced_gpus")
 WARPERS = {
@@ -52,13 +46,6 @@ WARPERS = {
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
 }
-
-
-def write(folder: Path) -> None:
-    """Make an adapter's folder, or repository, one that `generate(custom_generate=...)` takes."""
-    (folder / FOLDER).mkdir()
-    for name, text in FILES.items():
-        (folder / FOLDER / name).write_text(text, encoding="utf-8")
 
 
 def generate(
