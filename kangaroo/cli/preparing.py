@@ -16,7 +16,6 @@ from kangaroo.cli.schema import (
     SplitCommand,
 )
 from kangaroo.data import splitting, store
-from kangaroo.data.documents import documents
 from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source
 from kangaroo.drafters import acceptance, calibration, layer_search
@@ -38,7 +37,7 @@ def datastore(config: DatastoreCommand) -> None:
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
-    texts, origin = documents(config.data and config.data.path, config.texts, tokenizer)
+    texts, origin = store.documents(config.data and config.data.path, config.texts, tokenizer)
     built = datastores.index(texts, lm.config.vocab_size)
     folder = datastores.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))

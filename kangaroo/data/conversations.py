@@ -35,6 +35,10 @@ from kangaroo.utils.ranks import Ranks
 log = logging.getLogger(__name__)
 
 CHARACTERS = 3  # a token; most texts have more
+# settings that change no shard; a shard's name says which conversations it answers
+NOT_IN_SHARDS = """
+    source subset split revision column limit skip_bad keep_system regenerate filters
+""".split()
 
 
 @dataclass
@@ -91,36 +95,61 @@ class ConversationsConfig(WrittenConfig):
         dropped: Counter[str] = Counter()
         records = read(self.origin(), self.limit, dropped if self.skip_bad else None)
         count = len(records) + dropped.total()
-        conversations = _usable(records, self, dropped)
-        log.info(
-            "%d conversations in %s are usable; not usable or cut: %s",
-            *(len(conversations), self.source, list_reasons(dropped)),
-        )
+        conversations = self._usable(records, dropped)
+        usable = len(conversations), self.source, list_reasons(dropped)
+        log.info("%d conversations in %s are usable; not usable or cut: %s", *usable)
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
         path, ranks = Path(self.path), ranks or Ranks()
         if ranks.broadcast(store.is_of(path, settings)):
             return
-        speed = None
         if self.regenerate:
             parts = self._parts(conversations)
             of_shards = self.settings(lm, leave_out=NOT_IN_SHARDS)
-            raw, speed = write_parts(lm, tokenizer, self, parts, self.max_length, of_shards, ranks)
+            raw = write_parts(lm, tokenizer, self, parts, self.max_length, of_shards, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
-            raw = _as_they_are(tokenizer, self, conversations, dropped)
+            raw = self._as_they_are(tokenizer, conversations, dropped)
         if ranks.is_first:
-            finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
+            finish(path, settings, raw, count, dropped, self.filters, lm.name)
+
+    def _usable(
+        self, conversations: Sequence[list[Message]], dropped: Counter[str]
+    ) -> list[list[Message]]:
+        """The turns that are used of each conversation that has something to learn from.
+
+        Args:
+            dropped: counts those that are dropped or cut, by reason.
+
+        Errors: `DataError` where nothing is left.
+        """
+        usable, last = [], "user" if self.regenerate else "assistant"
+        unused = {"assistant"} if self.regenerate else set()
+        unused |= set() if self.keep_system else {"system"}
+        for messages in conversations:
+            turns, reason = regular(messages)
+            turns = [turn for turn in turns if turn["role"] not in unused]
+            while turns and turns[-1]["role"] != last:
+                turns = turns[:-1]
+            if turns:
+                usable.append(turns)
+            if reason or not turns:
+                dropped[cut_by(reason) if turns else reason or "no answer"] += 1
+        if not usable:
+            raise DataError(
+                f"none of the {len(conversations)} conversations in {self.source} has a user turn"
+                f"{'' if self.regenerate else ' with an answer'}: {list_reasons(dropped)}."
+            )
+        return usable
 
     def _parts(self, conversations: Sequence[list[Message]]) -> list[Part]:
+        """The shards in which they are answered."""
         parts = []
-        for first in range(0, len(conversations), self.shard_size):
+        for number, first in enumerate(range(0, len(conversations), self.shard_size)):
             some = conversations[first : first + self.shard_size]
-            number = first // self.shard_size
             questions = sum(map(_questions, some))
-            written = questions * self.max_answer_tokens
-            tokens = _characters(some) // CHARACTERS + written
+            prompt_tokens = _characters(some) // CHARACTERS
             write = partial(self._write, number, some)
-            parts.append(Part(f"{number:05d}-{_hash(some)}", questions, tokens, written, write))
+            parts.append(Part(f"{number:05d}-{_hash(some)}", questions, prompt_tokens, write))
         return parts
 
     def _write(
@@ -149,80 +178,32 @@ class ConversationsConfig(WrittenConfig):
         writer.answer(dialogues, self.max_answer_tokens, temperature, done, more)
         return dialogues
 
+    def _as_they_are(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        conversations: Sequence[list[Message]],
+        dropped: Counter[str],
+    ) -> list[Sample]:
+        """Conversations as samples, each up to the last answer that ends within `max_length`.
 
-# settings that change no shard; a shard's name says which conversations it answers
-NOT_IN_SHARDS = """
-    source subset split revision column limit skip_bad keep_system regenerate filters
-""".split()
-
-
-def _usable(
-    conversations: Sequence[list[Message]], config: ConversationsConfig, dropped: Counter[str]
-) -> list[list[Message]]:
-    """The turns that are used of each conversation that has something to learn from.
-
-    Args:
-        dropped: counts those that are dropped or cut, by reason.
-
-    Errors: `DataError` where nothing is left.
-    """
-    usable = []
-    for messages in conversations:
-        turns, reason = _shown(messages, config)
-        if turns:
-            usable.append(turns)
-            reason = reason and cut_by(reason)
-        if reason:
-            dropped[reason] += 1
-    if not usable:
-        raise DataError(
-            f"none of the {len(conversations)} conversations in {config.source} has a user turn"
-            f"{'' if config.regenerate else ' with an answer'}: {list_reasons(dropped)}."
-        )
-    return usable
-
-
-def _shown(messages: list[Message], config: ConversationsConfig) -> tuple[list[Message], str]:
-    """The turns of a conversation that are used, none if there is nothing to learn from them; and
-    what is wrong with the turn after them, or an empty string.
-    """
-    turns, reason = regular(messages)
-    if not config.keep_system:
-        turns = [turn for turn in turns if turn["role"] != "system"]
-    if config.regenerate:
-        turns = [turn for turn in turns if turn["role"] != "assistant"]
-    wanted = "user" if config.regenerate else "assistant"
-    while turns and turns[-1]["role"] != wanted:
-        turns = turns[:-1]
-    return turns, reason or ("" if turns else "no answer")
-
-
-def _as_they_are(
-    tokenizer: PreTrainedTokenizerBase,
-    config: ConversationsConfig,
-    conversations: Sequence[list[Message]],
-    dropped: Counter[str],
-) -> list[Sample]:
-    """Conversations as samples, each up to the last answer that ends within `max_length`.
-
-    Args:
-        dropped: counts those that are dropped or cut, by reason.
-    """
-    folder = Path(config.path).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    check_room(folder, _characters(conversations) // CHARACTERS * BYTES_PER_TOKEN)
-    samples = []
-    for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
-        ids, mask = masked_ids(tokenizer, messages)
-        whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
-        ends = [stop for _, stop in answers(mask)]
-        fitting = sum(stop <= config.max_length for stop in ends)
-        if fitting:
-            dropped[cut_by("too long")] += fitting < len(ends)
-            samples.append(cut(whole, fitting))
-        else:
-            dropped["too long" if ends else "no answer"] += 1
-    return samples
+        Args:
+            dropped: counts those that are dropped or cut, by reason.
+        """
+        folder = Path(self.path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder, _characters(conversations) // CHARACTERS * BYTES_PER_TOKEN)
+        samples = []
+        for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
+            ids, mask = masked_ids(tokenizer, messages)
+            whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
+            ends = [stop for _, stop in answers(mask)]
+            fitting = sum(stop <= self.max_length for stop in ends)
+            if fitting:
+                dropped[cut_by("too long")] += fitting < len(ends)
+                samples.append(cut(whole, fitting))
+            else:
+                dropped["too long" if ends else "no answer"] += 1
+        return samples
 
 
 def _questions(messages: Sequence[Message]) -> int:

@@ -53,7 +53,9 @@ def select(
         keep, reason = healthy_turns(sample, config)
         if keep == 0:
             dropped[reason] += 1
-        elif again := earlier.met(_first_question(sample)):
+        elif again := earlier.met(
+            next(m["content"] for m in sample["messages"] if m["role"] == "user")
+        ):
             dropped[again] += 1
         elif reason:
             dropped[cut_by(reason)] += 1
@@ -92,7 +94,7 @@ def answers(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Each answer's first token and the one after its last: the runs of ones in a loss mask."""
     steps = np.diff([0, *mask, 0])
     starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
-    return [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def cut(sample: Sample, turns: int) -> Sample:
@@ -139,10 +141,8 @@ class Questions:
         if text in self.exact:
             return "duplicate"
         signature_H = self._signature(text)
-        keys = [
-            bytes([band]) + signature_H[band * ROWS : (band + 1) * ROWS].tobytes()
-            for band in range(BANDS)
-        ]
+        bands = enumerate(signature_H.reshape(BANDS, ROWS))
+        keys = [bytes([band]) + part.tobytes() for band, part in bands]
         if self.similarity < 1:
             for index in {i for key in keys for i in self.bands.get(key, ())}:
                 if (self.signatures[index] == signature_H).mean() >= self.similarity:
@@ -159,7 +159,3 @@ class Questions:
         shingles = {zlib.crc32(text[i : i + SHINGLE].encode()) % _PRIME for i in range(last + 1)}
         hashes_HS = (self.factor_H * np.array(sorted(shingles)) + self.offset_H) % _PRIME
         return hashes_HS.min(1).astype(np.uint32)
-
-
-def _first_question(sample: Sample) -> str:
-    return next(m["content"] for m in sample["messages"] if m["role"] == "user")

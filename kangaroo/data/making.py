@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.shards import Shards
-from kangaroo.data.statistics import statistics, stored_logits
-from kangaroo.data.writing import Dialogue, DialogueWriter, Speed
+from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.topk_logits import Likeliest
 from kangaroo.models.prompts import Sample
@@ -83,17 +82,15 @@ class Part:
     """What one shard takes at most, and how to write it.
 
     Args:
-        name: name of its file.
-        answers: number of answers that are asked for.
-        tokens: number of tokens in its samples.
-        written: how many of them are the answers'.
+        name: of its file.
+        answers: how many are asked for.
+        prompt_tokens: of its samples, beside those of answers.
         write: returns the finished dialogues, and calls its second argument after every answer.
     """
 
     name: str
     answers: int
-    tokens: int
-    written: int
+    prompt_tokens: int
     write: Callable[[DialogueWriter, Callable[[], object]], list[Dialogue]]
 
 
@@ -105,81 +102,50 @@ def write_parts(
     longest: int,
     settings: dict[str, Any],
     ranks: Ranks,
-) -> tuple[list[Sample], dict[str, float] | None]:
+) -> list[Sample]:
     """Write the shards that are missing, and log beforehand what that takes.
 
     Process r of W writes the missing shards r, r + W, ... So shares differ by one shard at most, no
     file says whose a shard is, and what a killed process did not finish is simply missing at the
-    next start.
+    next start. All return when the last shard is written.
 
     Args:
         longest: no conversation grows beyond this many tokens.
         settings: of the shards.
-        ranks: the processes that share the work, on one disk; they return when the last shard is
-            written.
+        ranks: the processes that share the work, on one disk.
 
-    Returns the samples of all parts (in the first process alone, none in the others), and how fast
-    they were written (None where nothing was missing).
+    Returns the samples of all parts, in the first process alone.
 
     Errors: `DataError` where the disk has not enough room, or the folder was begun with other
     settings.
     """
     shards = Shards(Path(config.path + ".shards"), settings)
     there = ranks.broadcast({part.name for part in parts if shards.path(part.name).exists()})
-    facts = None
     if missing := [part for part in parts if part.name not in there]:
-        tokens, answer_tokens = _expected_tokens(shards, parts, missing)
+        written = sum(part.answers for part in missing) * config.max_answer_tokens
+        tokens = written + sum(part.prompt_tokens for part in missing)
         size = tokens * BYTES_PER_TOKEN
         if config.teacher:
             record = topk_logits.layout(lm.config.vocab_size, config.teacher)
-            size += answer_tokens * COPIES * record.itemsize
+            size += written * COPIES * record.itemsize
         check_room(shards.folder, size)
+        counts = len(missing), len(parts), tokens, size / 1e6
+        log.info("%d of %d shards to write: up to %d tokens, %.1f MB on disk", *counts)
         writer = DialogueWriter(lm, tokenizer, config.batch_size, longest, config.teacher)
-        mine = missing[ranks.rank :: ranks.world]
-        if mine:
-            writer.time_trials()
-        trial = Speed.together(ranks.all_gather(writer.speed))
-        log.info(
-            f"{len(missing)} of {len(parts)} shards to write: up to {tokens} tokens, "
-            f"{timedelta(seconds=int(tokens / trial.trial))} at {trial.trial:.0f} tokens/s "
-            f"(the first steps; shards at a time: {min(ranks.world, len(missing))}; a plain "
-            f"forward runs {trial.forward:.0f}), {size / 1e6:.1f} MB on disk"
-        )
-        _write(shards, mine, writer, is_shown=ranks.is_first)
-        facts = Speed.together(ranks.all_gather(writer.speed)).facts()
-        log.info(
-            f"wrote {facts['tokens_written']} tokens at {facts['tokens_per_second']:.1f} tokens/s: "
-            f"with the prompts {facts['share_of_forward']:.0%} of a plain forward's "
-            f"{facts['forward_tokens_per_second']:.1f}"
-        )
-    raw = [sample for part in parts for sample in shards.read(part.name)] if ranks.is_first else []
-    return raw, facts
-
-
-def _write(shards: Shards, parts: Sequence[Part], writer: DialogueWriter, is_shown: bool) -> None:
-    """Write shards. A bar of the first process is enough: no share is larger."""
-    answers, ended = sum(part.answers for part in parts), 0
-    with tqdm(total=answers, unit="answer", desc="writing", disable=not is_shown) as bar:
-        for part in parts:
-            dialogues = part.write(writer, bar.update)
-            shards.write(part.name, [d.sample() for d in dialogues if d.input_ids])
-            ended += part.answers
-            bar.update(ended - bar.n)  # answers that were not asked for in the end
-            bar.set_postfix(tokens_per_second=writer.speed.written / writer.speed.seconds)
-
-
-def _expected_tokens(
-    shards: Shards, parts: Sequence[Part], missing: Sequence[Part]
-) -> tuple[int, int]:
-    """Tokens to write, and those of answers among them: the maximum, scaled by what the first
-    existing shard took of its own.
-    """
-    most, answers = sum(part.tokens for part in missing), sum(part.written for part in missing)
-    for part in parts:
-        if part.tokens and shards.path(part.name).exists():
-            there = sum(len(sample["input_ids"]) for sample in shards.read(part.name))
-            return most * there // part.tokens, answers * there // part.tokens
-    return most, answers
+        started, mine, ended = time.perf_counter(), missing[ranks.rank :: ranks.world], 0
+        answers = sum(part.answers for part in mine)
+        # a bar of the first process is enough: no share is larger
+        is_hidden = not ranks.is_first
+        with tqdm(total=answers, unit="answer", desc="writing", disable=is_hidden) as bar:
+            for part in mine:
+                dialogues = part.write(writer, bar.update)
+                shards.write(part.name, [d.sample() for d in dialogues if d.input_ids])
+                ended += part.answers
+                bar.update(ended - bar.n)  # answers that were not asked for in the end
+        written = sum(ranks.all_gather(writer.written))
+        rate = written / (time.perf_counter() - started)
+        log.info("wrote %d tokens at %.1f tokens/s", written, rate)
+    return [sample for part in parts for sample in shards.read(part.name)] if ranks.is_first else []
 
 
 def finish(
@@ -189,7 +155,6 @@ def finish(
     count: int,
     dropped: Counter[str],
     filters: FilterConfig,
-    speed: dict[str, float] | None = None,
     wrote: str | None = None,
 ) -> None:
     """Filter raw samples, save them as a dataset, and log what became of them. In one process.
@@ -198,7 +163,6 @@ def finish(
         count: how many conversations there should have been.
         dropped: counts, by reason, the conversations that are not in `raw`, and those that are and
             were cut; takes what the filters do.
-        speed: how fast they were written (`Speed.facts`), if this run wrote them.
         wrote: the model whose distributions are kept beside the samples, if they are.
 
     Errors: `DataError` where nothing is left.
@@ -212,10 +176,12 @@ def finish(
             "does its template end a user turn? data.filters.* and the limits on tokens set what "
             "is kept."
         )
-    facts = {"asked": count, "dropped": dict(dropped), "statistics": statistics(samples)}
-    facts |= {"speed": speed, "teacher": stored_logits(samples, wrote)}
     log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), count, reasons)
-    log.info("%s", facts["statistics"])
+    records = next((sample["teacher"] for sample in samples if "teacher" in sample), None)
+    kept = None
+    if records is not None:
+        kept = {"model": wrote, "likeliest": topk_logits.likeliest_kept(records)}
+    facts = {"asked": count, "dropped": dict(dropped), "teacher": kept}
     store.save(samples, path, settings, facts)
 
 

@@ -58,31 +58,25 @@ class MixConfig(Ranged):
         if store.is_of(path, settings):
             return
         samples = [sample for some, _ in parts for sample in some]
-        wrote = _alike([about.get("teacher") for _, about in parts], samples, self.paths)
+        wrote = _alike([about.get("teacher") for _, about in parts], samples)
         random.Random(self.seed).shuffle(samples)
-        finish(path, settings, samples, len(samples), Counter(), self.filters, wrote=wrote)
+        finish(path, settings, samples, len(samples), Counter(), self.filters, wrote)
 
 
-def _alike(
-    stored: Sequence[dict[str, Any] | None], samples: Sequence[Sample], paths: Sequence[str]
-) -> str | None:
+def _alike(stored: Sequence[dict[str, Any] | None], samples: Sequence[Sample]) -> str | None:
     """Make the records of the target's distributions alike in all samples: as many likeliest tokens
     as the part with the fewest has, and none where a part has none, or another model's.
 
     Returns the model that they are of.
     """
-    models = {about["model"] if about else None for about in stored}
-    if len(models) > 1 or None in models:
+    models = [about["model"] if about else None for about in stored]
+    if len(set(models)) > 1 or None in models:
         for sample in samples:
             sample.pop("teacher", None)
-        if any(stored):
-            without = [path for path, about in zip(paths, stored, strict=True) if not about]
-            log.warning(
-                "the mix has no kept distributions, since %s",
-                f"there are none in {', '.join(without)}" if without else f"they are of {models}",
-            )
+        if any(models):
+            log.warning("the mix has no kept distributions: those of its parts are of %s", models)
         return None
     fewest = min(about["likeliest"] for about in stored if about)
     for sample in samples:
         sample["teacher"] = topk_logits.first(sample["teacher"], fewest)
-    return models.pop()
+    return models[0]

@@ -35,15 +35,7 @@ SOURCES = (
 
 @dataclass
 class Source:
-    """Where conversations come from.
-
-    Args:
-        path: a .json or .jsonl file, one that `datasets` reads, a folder, an id on the hub, or one
-            file there, `hf://datasets/owner/name/file`.
-        subset, split, revision: of a dataset on the hub or in a folder.
-        column: the column that holds the conversation; None takes "messages", "conversations",
-            "conversation", or the "turns" of a bench's question, of which the first is read.
-    """
+    """Where conversations come from: the options of `ConversationsConfig`, `path` its `source`."""
 
     path: str
     subset: str | None = None
@@ -87,10 +79,7 @@ def read(
 def named_records(
     source: Source, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
-    """Every record of a source as it is, and its conversation.
-
-    Args and errors: those of `read`.
-    """
+    """Every record of a source as it is, and its conversation; otherwise as `read`."""
     for number, record in enumerate(_records(source), start=1):
         try:
             messages = _messages(_turns(record, source.column))
@@ -136,39 +125,28 @@ def is_local(source: str) -> bool:
 
 
 def _records(source: Source) -> Iterator[Any]:
-    if source.path.startswith(HUB_FILE):
-        source = replace(source, path=_fetched(source))
-    path = Path(source.path).expanduser()
-    if path.suffix in (".json", ".jsonl") and path.is_file():
-        return _from_json(path)
-    if is_local(source.path) and not path.exists():
-        raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
     # imported where it is used: it takes seconds, which other commands need not wait for
     from datasets.exceptions import DatasetsError
 
     try:
+        if source.path.startswith(HUB_FILE):
+            owner, name, file = [*source.path.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
+            fetched = hf_hub_download(
+                f"{owner}/{name}", file, repo_type="dataset", revision=source.revision
+            )
+            source = replace(source, path=fetched)
+        path = Path(source.path).expanduser()
+        if path.suffix in (".json", ".jsonl") and path.is_file():
+            return _from_json(path)
+        if is_local(source.path) and not path.exists():
+            raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
         return iter(_from_datasets(source, path))
-    except (OSError, ValueError, DatasetsError) as error:
-        raise _unreadable(source, error) from error
-
-
-def _fetched(source: Source) -> str:
-    """The local copy of one file of a dataset on the hub."""
-    owner, name, file = [*source.path.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
-    try:
-        return hf_hub_download(
-            f"{owner}/{name}", file, repo_type="dataset", revision=source.revision
-        )
-    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
-        raise _unreadable(source, error) from error
-
-
-def _unreadable(source: Source, error: Exception) -> DataError:
-    return DataError(
-        f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
-        f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
-        "and a gated dataset needs `hf auth login`."
-    )
+    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+        raise DataError(
+            f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
+            f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
+            "and a gated dataset needs `hf auth login`."
+        ) from error
 
 
 def _from_datasets(source: Source, path: Path) -> Iterable[Any]:
@@ -190,7 +168,11 @@ def _from_datasets(source: Source, path: Path) -> Iterable[Any]:
 
 
 def _from_json(path: Path) -> Iterator[Any]:
-    """Records of a file that is one JSON list, or has one JSON object per line."""
+    """Records of a file that is one JSON list, or has one JSON object per line; of a line that is
+    not JSON a `BadRecord`.
+
+    Not by `datasets`, which wants all records alike and does not say which one is not.
+    """
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = next((line for line in file if line.strip()), "")
@@ -200,22 +182,17 @@ def _from_json(path: Path) -> Iterator[Any]:
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _line(number, line)
+                    try:
+                        yield json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        form = "a file is one JSON list, or one object per line"
+                        yield BadRecord("not JSON", f"line {number} is not JSON ({error}); {form}")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
     except (ValueError, RecursionError) as error:  # too many digits, too many brackets
         raise DataError(f"{path} is not JSON: {error}.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _line(number: int, line: str) -> Any:
-    """A line's record; one that cannot be read is a `BadRecord`."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        details = f"line {number} is not JSON ({error}); a file is one JSON list, or one object "
-        return BadRecord("not JSON", details + "per line")
 
 
 def _turns(record: Any, column: str | None) -> list[Any]:
@@ -250,10 +227,16 @@ def _turns(record: Any, column: str | None) -> list[Any]:
 
 
 def _messages(turns: list[Any]) -> list[Message]:
-    numbered = list(enumerate(turns, start=1))
-    roles = [_role(number, turn) for number, turn in numbered]  # a tool's turns may lack text too
-    texts = [_text(number, turn) for number, turn in numbered]
-    return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
+    roles = [_role(i, turn) for i, turn in enumerate(turns, start=1)]  # a tool's may lack text too
+    messages = []
+    for number, (role, turn) in enumerate(zip(roles, turns, strict=True), start=1):
+        try:
+            content = mended(content_text(_first(turn, "content", "value")))
+        except ValueError as error:
+            details = f"turn {number}: its 'content' or 'value' {error}"
+            raise BadRecord("turn without text", details) from error
+        messages.append(Message(role=role, content=content))
+    return messages
 
 
 def _role(number: int, turn: Any) -> str:
@@ -266,15 +249,6 @@ def _role(number: int, turn: Any) -> str:
         details = f"turn {number} has the role {role!r} (in 'role' or 'from'); known are "
         raise BadRecord(reason, details + ", ".join(ROLES))
     return ROLES[role]
-
-
-def _text(number: int, turn: dict[str, Any]) -> str:
-    try:
-        content = content_text(_first(turn, "content", "value"))
-    except ValueError as error:
-        details = f"turn {number}: its 'content' or 'value' {error}"
-        raise BadRecord("turn without text", details) from error
-    return mended(content)
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:

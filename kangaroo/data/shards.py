@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kangaroo.data import logit_store
+from kangaroo.data import store
 from kangaroo.models.prompts import Sample
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.provenance import changes
@@ -48,16 +48,14 @@ class Shards:
         """The file of that shard, written or not."""
         return self.folder / f"{name}.jsonl"
 
-    def write(self, name: str, samples: Iterable[Sample]) -> None:
-        """Write a shard; a process that is killed meanwhile leaves no `.jsonl` file, which is the
-        last to be put in its place.
-        """
-        written, part = list(samples), self.path(name).with_suffix(".part")
+    def write(self, name: str, samples: Sequence[Sample]) -> None:
+        """Write a shard; its `.jsonl` file comes last, so one of a killed process has none."""
         if self.keeps:
-            logit_store.save(self.path(name).with_suffix(".npy"), written)
+            store.save_records(self.path(name).with_suffix(".npy"), samples)
+        part = self.path(name).with_suffix(".part")
         with part.open("w", encoding="utf-8") as file:
-            for sample in written:
-                file.write(json.dumps(logit_store.without(sample)) + "\n")
+            for sample in samples:
+                file.write(json.dumps(store.without_records(sample)) + "\n")
         os.replace(part, self.path(name))
 
     def read(self, name: str) -> list[Sample]:
@@ -66,7 +64,7 @@ class Shards:
         with path.open(encoding="utf-8") as file:
             samples: list[Sample] = [_json(path, line) for line in file]
         if self.keeps:
-            logit_store.attach(path.with_suffix(".npy"), samples, path)
+            store.attach_records(path.with_suffix(".npy"), samples, path)
         return samples
 
 

@@ -9,13 +9,12 @@ import json
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kangaroo.data.reading import Source, named_records
-from kangaroo.models.prompts import Message, mended
+from kangaroo.models.prompts import mended
 from kangaroo.utils.errors import DataError
 
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"
@@ -67,48 +66,37 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
     """
     if held < 1:
         raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
-    pairs = ((record, user_turns(messages)) for record, messages in named_records(source, left_out))
-    questions = [(record, turns) for record, turns in pairs if turns]
+    questions = []
+    for record, messages in named_records(source, left_out):
+        turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
+        if turns:
+            questions.append((record, turns))
     if not questions:
         raise DataError(f"{source.path} holds no questions.")
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
     for record, turns in questions:
-        by_task[task_of(record)].append((record, turns))
+        task = mended(str(record.get("task") or record.get("category") or "all"))
+        by_task[task].append((record, turns))
     for task, some in by_task.items():
         if len(some) <= held:
             raise DataError(
                 f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
-                f"held out. Pass a --held= below {len(some)}, or a file that has more."
+                f"held out. Pass held= below {len(some)}, or a file that has more."
             )
     held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
-    passages = {run for _, turns in held_out for text in turns for run in runs(text)}
+    passages = {run for _, turns in held_out for run in _runs(turns)}
     rest = [item for some in by_task.values() for item in some[held:]]
     random.Random(seed).shuffle(rest)
-    training = [
-        record
-        for record, turns in rest
-        if not any(passages.intersection(runs(text)) for text in turns)
-    ]
+    training = [record for record, turns in rest if passages.isdisjoint(_runs(turns))]
     bench = [
-        {"question_id": number, "category": task, "turns": list(turns)}
+        {"question_id": number, "category": task, "turns": turns}
         for number, (task, turns) in enumerate(held_out)
     ]
     return Split(training, bench, len(rest) - len(training))
 
 
-def task_of(record: dict[str, Any]) -> str:
-    """What its source calls a record's task."""
-    return mended(str(record.get("task") or record.get("category") or "all"))
-
-
-def user_turns(messages: Sequence[Message]) -> list[str]:
-    """What the user says, empty turns left out."""
-    said = (m["content"] for m in messages if m["role"] == "user")
-    return [text for text in said if text.strip()]
-
-
-def runs(text: str) -> Iterable[int]:
-    """A number for every `SHARED` words in a row."""
-    words = text.split()
-    return (hash(tuple(words[i : i + SHARED])) for i in range(len(words) - SHARED + 1))
+def _runs(turns: list[str]) -> set[tuple[str, ...]]:
+    """Every `SHARED` words in a row."""
+    texts = [turn.split() for turn in turns]
+    return {tuple(ws[i : i + SHARED]) for ws in texts for i in range(len(ws) - SHARED + 1)}

@@ -1,19 +1,27 @@
-"""A dataset on disk: a `datasets` folder with its provenance beside it."""
+"""A dataset on disk: a `datasets` folder with its provenance beside it.
+
+Records of the target's distributions (`topk_logits.py`), one for each token of the assistant, lie
+in a file of their own: an array in numpy's format, sample after sample. It is read where it lies,
+and memory holds what is used alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kangaroo.data import logit_store
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from kangaroo.models.prompts import Sample
-from kangaroo.utils.errors import DataError
+from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.provenance import provenance
 
-PROVENANCE = "provenance.json"
+PROVENANCE, RECORDS = "provenance.json", "teacher.npy"
 
 
 def save(
@@ -28,8 +36,8 @@ def save(
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     from datasets import Dataset  # here, since it takes seconds to import
 
-    Dataset.from_list([dict(logit_store.without(sample)) for sample in samples]).save_to_disk(path)
-    logit_store.save(path / logit_store.NAME, samples)
+    Dataset.from_list([dict(without_records(sample)) for sample in samples]).save_to_disk(path)
+    save_records(path / RECORDS, samples)
     recorded = {
         "settings": settings,
         "fingerprint": fingerprint(samples),
@@ -53,10 +61,7 @@ def is_of(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """The provenance of a complete dataset.
-
-    Errors: `DataError` where there is none.
-    """
+    """The provenance of a complete dataset. Errors: `DataError` where there is none."""
     if not is_complete(path):
         raise DataError(f"'{path}' holds no complete dataset ({PROVENANCE} is missing).")
     return json.loads((path / PROVENANCE).read_text())
@@ -76,7 +81,7 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
     if recorded.get("teacher"):
-        logit_store.attach(path / logit_store.NAME, samples, path)
+        attach_records(path / RECORDS, samples, path)
     if fingerprint(samples) != recorded["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
     return samples, recorded
@@ -90,3 +95,74 @@ def fingerprint(samples: list[Sample]) -> str:
         if "teacher" in sample:
             digest.update(sample["teacher"].tobytes())
     return digest.hexdigest()[:16]
+
+
+def save_records(path: Path, samples: Sequence[Sample]) -> None:
+    """Write the records of all samples, or nothing where there are none."""
+    stored = [sample["teacher"] for sample in samples if "teacher" in sample]
+    if not stored:
+        path.unlink(missing_ok=True)
+        return
+    part = path.with_suffix(".npy.part")
+    shape = (sum(map(len, stored)),)
+    written = np.lib.format.open_memmap(part, mode="w+", dtype=stored[0].dtype, shape=shape)
+    np.concatenate(stored, out=written)
+    written.flush()
+    os.replace(part, path)
+
+
+def attach_records(path: Path, samples: Sequence[Sample], whole: Path) -> None:
+    """Give every sample its records.
+
+    Errors: `CorruptFile` where they are not those of these samples, and `whole` is to be deleted.
+    """
+    if not samples:
+        return
+    counts = [sum(sample["loss_mask"]) for sample in samples]
+    try:
+        records = np.load(path, mmap_mode="r").view(np.ndarray)
+        if len(records) != sum(counts):
+            raise ValueError(f"{len(records)} records for {sum(counts)} tokens of the assistant")
+    except (OSError, ValueError) as error:
+        raise CorruptFile(
+            f"{path} cannot be read ({error}); delete {whole}, so that it is written anew."
+        ) from error
+    stops = np.cumsum(counts)
+    for sample, start, stop in zip(samples, stops - counts, stops, strict=True):
+        sample["teacher"] = records[start:stop]
+
+
+def without_records(sample: Sample) -> Sample:
+    """The sample as it stands in text."""
+    return Sample(
+        messages=sample["messages"],
+        input_ids=sample["input_ids"],
+        loss_mask=sample["loss_mask"],
+    )
+
+
+def documents(
+    dataset: str | None, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The token ids of each document of a datastore, and the origin of all as JSON values.
+
+    Args:
+        dataset: folder of a finished dataset; each conversation is a document.
+        texts: files; each is a document, without BOS or other special tokens.
+
+    Errors: `DataError` where there is nothing, or a file cannot be read as text.
+    """
+    if dataset is None and not texts:
+        raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
+    collected: list[list[int]] = []
+    origin: dict[str, Any] = {"dataset": None, "texts": list(texts)}
+    if dataset is not None:
+        samples, origin["dataset"] = load(Path(dataset))
+        collected += [sample["input_ids"] for sample in samples]
+    for path in texts:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"text '{path}' cannot be read ({error}); pass UTF-8 files.") from error
+        collected.append(tokenizer.encode(text, add_special_tokens=False))
+    return collected, origin

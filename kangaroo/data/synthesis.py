@@ -65,16 +65,15 @@ class SynthesisConfig(WrittenConfig):
         parts = []
         for number in range(self.shards):
             answers = self.shard_size * self.turns[number % len(self.turns)]
-            written = answers * self.max_answer_tokens
-            tokens = answers * self.max_question_tokens + written
+            prompt_tokens = answers * self.max_question_tokens
             write = partial(self._write, number)
-            parts.append(Part(f"{number:05d}", answers, tokens, written, write))
+            parts.append(Part(f"{number:05d}", answers, prompt_tokens, write))
         of_shards = self.settings(lm, leave_out=("shards", "filters"))
-        raw, speed = write_parts(lm, tokenizer, self, parts, lm.context, of_shards, ranks)
+        raw = write_parts(lm, tokenizer, self, parts, lm.context, of_shards, ranks)
         if ranks.is_first:
             count = self.shards * self.shard_size
             dropped = Counter({"no finished question": count - len(raw)})
-            finish(path, settings, raw, count, dropped, self.filters, speed, lm.name)
+            finish(path, settings, raw, count, dropped, self.filters, lm.name)
 
     def _write(
         self, number: int, writer: DialogueWriter, done: Callable[[], object]

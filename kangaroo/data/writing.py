@@ -1,26 +1,20 @@
-"""The target writes user turns and answers for many conversations at once, and how fast."""
+"""The target writes user turns and answers for many conversations at once."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
-from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, Sample, masked_ids, plain_text, user_header
 from kangaroo.models.target import TargetModel
-
-TRIAL_SECONDS = 0.5  # a forward this long is timed well enough and fills the device
-TRIAL_STEPS, TRIAL_LENGTH = 8, 512  # tokens a row, decoded and read
 
 
 @dataclass
@@ -56,9 +50,8 @@ class Dialogue:
     def append(self, prompt: Sequence[int], mask: Sequence[int], said: Generation) -> None:
         """Take the tokens of a further answer, and those before it as they are now."""
         if said.teacher is not None:
-            self.topk_logits = np.concatenate(
-                [self._carried(prompt, mask, said.teacher), said.teacher]
-            )
+            carried = self._carried(prompt, mask, said.teacher)
+            self.topk_logits = np.concatenate([carried, said.teacher])
         self.input_ids = [*prompt, *said.tokens]
         self.loss_mask = [*mask, *[1] * len(said.tokens)]
 
@@ -80,41 +73,6 @@ class Dialogue:
         return carried
 
 
-@dataclass
-class Speed:
-    """How fast text was written.
-
-    Args:
-        written, read: tokens decoded, and tokens of prompts, but for those that were read before.
-        seconds: the time for both.
-        trial: tokens per second of a short trial with a full batch, before anything is written.
-        forward: tokens per second of a plain forward over full rows, LM head included.
-    """
-
-    written: int = 0
-    read: int = 0
-    seconds: float = 0.0
-    trial: float = 0.0
-    forward: float = 0.0
-
-    @staticmethod
-    def together(speeds: Sequence[Speed]) -> Speed:
-        """The speed of processes that write at the same time, until the last one is done."""
-        names = "written", "read", "trial", "forward"
-        sums = {name: sum(getattr(speed, name) for speed in speeds) for name in names}
-        return Speed(**sums, seconds=max(speed.seconds for speed in speeds))
-
-    def facts(self) -> dict[str, float]:
-        """For the provenance; `share_of_forward` compares with a plain forward over all tokens."""
-        return {
-            "tokens_written": self.written,
-            "seconds": round(self.seconds, 1),
-            "tokens_per_second": round(self.written / self.seconds, 1),
-            "forward_tokens_per_second": round(self.forward, 1),
-            "share_of_forward": round((self.written + self.read) / self.forward / self.seconds, 4),
-        }
-
-
 class DialogueWriter:
     """Lets the target write turns of dialogues.
 
@@ -122,6 +80,9 @@ class DialogueWriter:
         longest: no conversation grows beyond this many tokens, nor beyond the model's context; a
             turn that might do so is not begun, and closes its dialogue.
         keep: likeliest tokens that are kept of every distribution an answer is written from.
+
+    Attributes:
+        written: how many tokens it has written.
     """
 
     def __init__(
@@ -132,10 +93,10 @@ class DialogueWriter:
         longest: int,
         keep: int = 0,
     ):
-        self.lm, self.tokenizer, self.batch_size, self.keep = lm, tokenizer, batch_size, keep
+        self.tokenizer, self.batch_size, self.keep = tokenizer, batch_size, keep
         self.engine = Engine(lm, Vanilla(), tokenizer, prefix_cache=True)
         self.longest = min(longest, lm.context)
-        self.speed = Speed()
+        self.written = 0
 
     def ask(
         self,
@@ -149,21 +110,18 @@ class DialogueWriter:
         Args:
             keep_unfinished: keep a turn that reached `max_tokens`; false closes its dialogue.
         """
-        going, openings, requests = [], [], []
+        going, requests = [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
             header, end = user_header(self.tokenizer, dialogue.messages)
-            opening = "" if dialogue.messages else dialogue.opening
-            header += self.tokenizer(opening, add_special_tokens=False).input_ids
+            header += self.tokenizer(_opening(dialogue), add_special_tokens=False).input_ids
             dialogue.open = len(header) + max_tokens <= self.longest
             if dialogue.open:
                 going.append(dialogue)
-                openings.append(opening)
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        written = zip(going, openings, requests, generations, strict=True)
-        for dialogue, opening, request, question in written:
-            text = plain_text(self.tokenizer, question.tokens)
-            text = (opening + text.removesuffix(request.stop[0])).strip()
+        for dialogue, request, question in zip(going, requests, generations, strict=True):
+            text = plain_text(self.tokenizer, question.tokens).removesuffix(request.stop[0])
+            text = (_opening(dialogue) + text).strip()
             dialogue.open = bool(text) and (question.finish != "length" or keep_unfinished)
             if dialogue.open:
                 dialogue.messages.append(Message(role="user", content=text))
@@ -217,34 +175,6 @@ class DialogueWriter:
         dialogue.open = len(prompt) + max_tokens <= self.longest
         return (Request(prompt, max_tokens, dialogue.seed), mask) if dialogue.open else None
 
-    def time_trials(self) -> None:
-        """Measure, in a few seconds, how fast a full batch decodes and a plain forward runs."""
-        length = min(self.longest, TRIAL_LENGTH)
-        requests = [Request([0], TRIAL_STEPS, seed) for seed in range(self.batch_size)]
-        for _ in range(2):  # the first one warms up
-            self.speed = Speed()
-            self._decode(requests, temperature=1.0, keep=self.keep)
-        rows, seconds = 1, self._forward(1, length)
-        while seconds < TRIAL_SECONDS and rows < self.batch_size:
-            rows = min(2 * rows, self.batch_size)
-            self._forward(rows, length)
-            seconds = self._forward(rows, length)
-        self.speed = Speed(
-            trial=self.speed.written / self.speed.seconds, forward=rows * length / seconds
-        )
-
-    @torch.no_grad()
-    def _forward(self, rows: int, length: int) -> float:
-        """Seconds that a plain causal forward takes, LM head included."""
-        tokens_BT = torch.arange(rows * length, device=self.lm.device).view(rows, length)
-        start = now(self.lm.device)
-        meta = self.lm.chunk(0, length, row=0, n_slots=length)
-        x_BTD = self.lm.embed(tokens_BT % self.lm.config.vocab_size)
-        x_BTD, _ = self.lm.run(x_BTD, None, meta, range(self.lm.n_layers))
-        for x_TD in x_BTD:  # by row: logits of all of them need not fit
-            self.lm.logits(x_TD[None])
-        return now(self.lm.device) - start
-
     def _decode(
         self,
         requests: Sequence[Request],
@@ -255,16 +185,16 @@ class DialogueWriter:
     ) -> list[Generation]:
         """A generation for each request, in their order; of those that `after` lets follow each
         other, the last. `after` and `longest` are those of `Engine.completions`."""
-        start, current = time.perf_counter(), list(requests)
 
         def following(index: int, generation: Generation) -> Request | None:
-            self.speed.written += len(generation.tokens)
-            self.speed.read += len(current[index].prompt) - generation.reused
-            request = after(index, generation)
-            current[index] = request or current[index]
-            return request
+            self.written += len(generation.tokens)
+            return after(index, generation)
 
         limits = Sampling(temperature=temperature), self.batch_size, keep
         texts = dict(self.engine.completions(requests, *limits, following, longest))
-        self.speed.seconds += time.perf_counter() - start
         return [texts[index] for index in range(len(requests))]
+
+
+def _opening(dialogue: Dialogue) -> str:
+    """How the next user turn begins: only the first one is not left to the target."""
+    return "" if dialogue.messages else dialogue.opening

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,8 +52,7 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
     if config.shard_target and config.cache_target_states:
         raise ConfigError(
             "trainer.cache_target_states=true and trainer.shard_target=true exclude each other: "
-            "all processes run a sharded target at once, and one that remembers a micro-batch "
-            "would not."
+            "all processes run a sharded target at once, and one that remembers would not."
         )
 
 
@@ -86,8 +84,6 @@ class TorchBackend:
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
         self.steps = 0
-        averaged = self.parameters.values() if options.average is not None else ()
-        self.means = [p.detach().clone() for p in averaged]
         self._begin()
 
     def collect(self) -> None:
@@ -114,41 +110,17 @@ class TorchBackend:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
         self.steps += 1
-        # of few steps it is nearly the mean: the start, which is far from all, soon counts little
-        share = min(self.options.average or 0.0, (1 + self.steps) / (10 + self.steps))
-        for parameter, mean in self._pairs():
-            mean.lerp_(parameter.detach(), 1 - share)
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within it the adapters have the running means of their weights, where these are asked
-        for; else what they have.
-        """
-        weights = [p.detach().clone() for p, _ in self._pairs()]
-        for parameter, mean in self._pairs():
-            parameter.data.copy_(mean)
-        try:
-            yield
-        finally:
-            for (parameter, _), weight in zip(self._pairs(), weights, strict=True):
-                parameter.data.copy_(weight)
-
-    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Parameters with the running means of their values; none without `average`."""
-        return list(zip(self.parameters.values(), self.means, strict=False))
-
     def state(self) -> dict[str, Any]:
-        """Weights, their means and the optimizers' moments in float32 on the CPU, by name: whole,
-        whoever holds them.
+        """Weights and the optimizers' moments in float32 on the CPU, by name: whole, whoever holds
+        them.
 
         Every process has to call this. Before the first step there are no moments.
         """
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
-        named = zip(self.parameters, self.means, strict=False)
-        means = {name: mean.cpu().clone() for name, mean in named}
-        return {"steps": self.steps, "weights": weights, "means": means} | self._moments()
+        return {"steps": self.steps, "weights": weights} | self._moments()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from the `state()` of any backend at any number of processes."""
@@ -156,8 +128,6 @@ class TorchBackend:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["weights"][name])
-            for name, mean in zip(self.parameters, self.means, strict=False):
-                mean.copy_(state["means"][name])
         self._load_moments(state)
 
     def _begin(self) -> None:
@@ -167,14 +137,11 @@ class TorchBackend:
         self.optimizers: list[torch.optim.Optimizer] = [self._adamw(others)]
         if self.options.muon:
             groups = [{"params": group} for group in matrices]
-            self.optimizers.append(Muon(groups, self.ranks, weight_decay=self.options.weight_decay))
+            self.optimizers.append(Muon(groups, weight_decay=self.options.weight_decay))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            [{"params": group} for group in groups],
-            betas=self.options.betas,
-            weight_decay=self.options.weight_decay,
-        )
+        options, named = self.options, [{"params": group} for group in groups]
+        return torch.optim.AdamW(named, betas=options.betas, weight_decay=options.weight_decay)
 
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:
@@ -231,29 +198,23 @@ class DeepSpeedBackend(TorchBackend):
         if not dist.is_initialized():  # started without torchrun
             os.environ.setdefault("LOCAL_RANK", "0")
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        # DeepSpeed acts on every backward pass through its parameters. It gets twins, which share
-        # their memory with the adapters' but not their gradients.
-        twins = [
-            nn.ParameterList(p.detach().clone() for p in a.parameters()) for a in self.adapters
-        ]
-        # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
-        # moments of the first alone
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": self.options.zero_stage},
             "gradient_clipping": 0.0,
             "steps_per_print": None,
         }
-        self.engines = [
-            deepspeed.initialize(
-                model=group,
-                optimizer=self._adamw([list(group)]),
-                config=config,
-                dist_init_required=False,
-            )[0]
-            for group in twins
-        ]
-        self.twins = [twin for group in twins for twin in group]
+        self.engines, self.twins = [], []
+        # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
+        # moments of the first alone
+        for adapter in self.adapters:
+            # DeepSpeed acts on every backward pass through its parameters. It gets twins, which
+            # share their memory with the adapter's but not their gradients.
+            twins = nn.ParameterList(p.detach().clone() for p in adapter.parameters())
+            optimizer, alone = self._adamw([list(twins)]), {"dist_init_required": False}
+            engine = deepspeed.initialize(model=twins, optimizer=optimizer, config=config, **alone)
+            self.engines.append(engine[0])
+            self.twins += twins
         for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
             parameter.data = twin.data
 

@@ -5,8 +5,6 @@ Shapes: B rows, T tokens of a row, M wanted positions, J stored tokens.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ from torch import Tensor
 
 from kangaroo.data.filters import answers
 from kangaroo.engine import topk_logits
-from kangaroo.engine.cache import ForwardMeta
 from kangaroo.models.prompts import Sample
-from kangaroo.models.target import TargetModel
 from kangaroo.training.config import TrainerConfig
 from kangaroo.utils.errors import ConfigError, DataError
 
@@ -47,7 +43,7 @@ class Work:
         left to train on."""
         check_trainable(samples, config.max_length)
         check_holdout(config.holdout, len(samples))
-        training = first(samples[: -config.holdout], config.tokens, config.max_length)
+        training = samples[: -config.holdout]
         tokens = lengths_of(training, config.max_length)
         stored = bool(config.use_stored_logits)
         wanted = (wanted_of(sample, config.max_length, stored) for sample in training)
@@ -56,7 +52,7 @@ class Work:
         batches = [
             batch
             for epoch in range(config.epochs)
-            for batch in plan(tokens, config.batch_tokens, config.seed, epoch, config.packing, same)
+            for batch in plan(tokens, config.batch_tokens, config.seed, epoch, same)
         ]
         return Work(training, samples[-config.holdout :], tokens, positions, batches)
 
@@ -78,27 +74,10 @@ def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
         spans = ", ".join(f"{start} to {stop - 1}" for start, stop in answers(sample["loss_mask"]))
         text = "; ".join(f"{m['role']}: {m['content'][:200]!r}" for m in sample["messages"])
         raise DataError(
-            f"sample {index} has no trainable token among its first {max_length}: of its "
-            f"{len(sample['input_ids'])} tokens the loss mask has {spans or 'none'} as the "
-            "assistant's, and the first of all has nothing to be predicted from. Raise "
+            f"sample {index} has no trainable token among its first {max_length}: the assistant's "
+            f"are {spans or 'none'}, and the first of all has nothing to be predicted from. Raise "
             f"trainer.max_length or drop the sample. It reads: {text}"
         )
-
-
-def first(samples: Sequence[Sample], tokens: int | None, max_length: int) -> Sequence[Sample]:
-    """The first samples that together hold so many of the assistant's tokens; None is all.
-
-    Errors: `ConfigError` where all of them hold fewer.
-    """
-    if tokens is None:
-        return samples
-    sums = list(itertools.accumulate(sum(s["loss_mask"][1:max_length]) for s in samples))
-    if tokens > sums[-1]:
-        raise ConfigError(
-            f"trainer.tokens={tokens} is more than the {sums[-1]} tokens of the assistant that "
-            "the data has beside what is held out. Lower it, or make more data."
-        )
-    return samples[: bisect.bisect_left(sums, tokens) + 1]
 
 
 def lengths_of(samples: Sequence[Sample], max_length: int) -> list[int]:
@@ -118,17 +97,11 @@ def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
 
 
 def plan(
-    lengths: Sequence[int],
-    batch_tokens: int,
-    seed: int,
-    epoch: int,
-    packing: bool = False,
-    same: int = 0,
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, same: int = 0
 ) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample), in shuffled order.
 
-    Without packing samples of similar length go together, so that little is padding; with it any
-    samples do, as many as fit into the rows that `rows_of` makes of them.
+    Samples of similar length go together, so that little is padding.
 
     Args:
         same: unless 0, the micro-batches of epoch 0 in another order. The n-th of a step of so many
@@ -137,7 +110,7 @@ def plan(
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
-        batches = plan(lengths, batch_tokens, seed, 0, packing)
+        batches = plan(lengths, batch_tokens, seed, 0)
         count = len(batches)  # epochs follow each other without a gap, wherever steps begin
         order = torch.randperm(count, generator=generator).tolist()
         before = sorted(order, key=lambda i: i % same)
@@ -146,70 +119,28 @@ def plan(
     # the order within one length is random, else the same samples would meet every epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
     batches = [[]]
-    for index in shuffled if packing else sorted(shuffled, key=lambda i: lengths[i]):
-        together = [lengths[i] for i in (*batches[-1], index)]
-        rows = len(rows_of(together)) if packing else len(together)
-        if batches[-1] and rows * max(together) > batch_tokens:
+    for index in sorted(shuffled, key=lambda i: lengths[i]):  # so the last one is the longest
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > batch_tokens:
             batches.append([])
         batches[-1].append(index)
-    if packing:
-        return batches
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-def rows_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Which samples share a row as wide as the longest: best fit, the longest first.
-
-    Wider rows would hold a little less padding and cost more, since attention computes the whole
-    square of a row, whatever the mask.
-    """
-    width = max(lengths)
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [row for row in range(len(rows)) if room[row] >= lengths[index]]
-        if fitting:
-            best = min(fitting, key=lambda row: room[row])
-            rows[best].append(index)
-            room[best] -= lengths[index]
-        else:
-            rows.append([index])
-            room.append(width - lengths[index])
-    return rows
 
 
 @dataclass
 class Tokens:
-    """A micro-batch of rows that hold one sample each, or several one after another.
+    """A micro-batch, a row for each sample.
 
     Args:
-        input_BT: token ids, padded on the right.
+        input_BT: token ids, padded on the right, where a causal mask hides them.
         wanted_BT: true where the *next* token was written by the assistant: there, and only there,
             the adapter would have drafted.
-        sample_BT: which sample of the micro-batch a token belongs to, -1 for padding; None where a
-            row is one sample, whose padding a causal mask hides.
-        position_BT: place within the sample; None likewise.
         stored: where the target's distributions were stored, those of the wanted positions, row
             after row: likeliest tokens and their chances, each `[M, J]`.
     """
 
     input_BT: Tensor
     wanted_BT: Tensor
-    sample_BT: Tensor | None = None
-    position_BT: Tensor | None = None
     stored: tuple[Tensor, Tensor] | None = None
-
-    def forward_meta(self, lm: TargetModel) -> ForwardMeta:
-        """Where the tokens sit: no token sees another sample, and positions restart with each."""
-        width = self.input_BT.shape[1]
-        if self.sample_BT is None or self.position_BT is None:
-            return lm.chunk(0, width, row=0, n_slots=width)
-        slots_BT = torch.arange(width, device=self.input_BT.device).expand_as(self.input_BT)
-        same_BTT = self.sample_BT[:, :, None] == self.sample_BT[:, None, :]
-        seen_BTT = same_BTT & (slots_BT[:, :, None] >= slots_BT[:, None, :])
-        rows, rope = slice(0, len(slots_BT)), lm.rope(self.position_BT)
-        # boolean: the target and the adapter, which trains in float32, share it
-        return ForwardMeta(slots_BT, self.position_BT, seen_BTT[:, None], width, rows, rope)
 
 
 def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
@@ -223,40 +154,26 @@ def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
 
 
 def collate(
-    samples: Sequence[Sample],
-    max_length: int,
-    device: torch.device,
-    packing: bool = False,
-    stored: bool = False,
+    samples: Sequence[Sample], max_length: int, device: torch.device, stored: bool = False
 ) -> Tokens:
-    """Cut samples at `max_length` tokens, place them in rows, and pad those on the right.
+    """Cut samples at `max_length` tokens, and pad them on the right.
 
     Args:
         stored: the distributions to learn are those that were stored.
     """
     lengths = lengths_of(samples, max_length)
-    rows = rows_of(lengths) if packing else [[index] for index in range(len(samples))]
-    shape = len(rows), max(sum(lengths[index] for index in row) for row in rows)
-    input_BT, position_BT = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    wanted_BT, sample_BT = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    input_BT = torch.zeros(len(samples), max(lengths), dtype=torch.long)
+    wanted_BT = torch.zeros_like(input_BT, dtype=torch.bool)
     records = []
-    for row, indices in enumerate(rows):
-        start = 0
-        for index in indices:
-            sample, length, stop = samples[index], lengths[index], start + lengths[index]
-            input_BT[row, start:stop] = torch.tensor(sample["input_ids"][:length])
-            # the last token of a sample has no next one to learn
-            wanted_BT[row, start : stop - 1] = torch.from_numpy(wanted_of(sample, length, stored))
-            sample_BT[row, start:stop] = index
-            position_BT[row, start:stop] = torch.arange(length)
-            start = stop
-            if stored:
-                mask = sample["loss_mask"][:length]
-                records_M = sample["teacher"][mask[0] : sum(mask)]
-                records.append(records_M[topk_logits.known(records_M)])
+    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        input_BT[row, :length] = torch.tensor(sample["input_ids"][:length])
+        # the last token of a sample has no next one to learn
+        wanted_BT[row, : length - 1] = torch.from_numpy(wanted_of(sample, length, stored))
+        if stored:
+            mask = sample["loss_mask"][:length]
+            records_M = sample["teacher"][mask[0] : sum(mask)]
+            records.append(records_M[topk_logits.known(records_M)])
     tokens = Tokens(input_BT.to(device), wanted_BT.to(device))
-    if packing:
-        tokens.sample_BT, tokens.position_BT = sample_BT.to(device), position_BT.to(device)
     if stored:
         likeliest, chances = topk_logits.tensors(np.concatenate(records))
         tokens.stored = likeliest.to(device), chances.to(device)

@@ -14,8 +14,9 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.provenance import changes
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
-# options by the names that runs from before have them under
+# options by the names that runs from before have them under, and those that are no more
 RENAMED = {"kept": "use_stored_logits", "remember": "cache_target_states"}
+DROPPED = ("packing", False), ("average", None)
 
 
 @dataclass
@@ -106,5 +107,6 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise CorruptFile(
             f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
         ) from error
-    state["identity"] = {RENAMED.get(k, k): v for k, v in state["identity"].items()}
+    identity = {RENAMED.get(k, k): v for k, v in state["identity"].items()}
+    state["identity"] = {k: v for k, v in identity.items() if (k, v) not in DROPPED}
     return state

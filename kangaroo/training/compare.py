@@ -16,7 +16,7 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.loop import evaluate
 from kangaroo.training.recipe import AdapterRecipe, Trainee
-from kangaroo.training.results import STEPS
+from kangaroo.training.results import STEPS, below
 from kangaroo.utils import tables
 from kangaroo.utils.errors import CorruptFile
 from kangaroo.utils.ranges import Count, CountOrZero, Ranged
@@ -50,31 +50,14 @@ def compare(
     held_out = samples[-config.holdout :]
     prompts = prompts_of(held_out, config.prompts, lm.context, config.new_tokens)
     loaded = [_trainee(lm, path) for path in config.adapters]
-    trained = [trainee for trainee, _ in loaded]
-    results = decode(lm, trained, prompts, config.new_tokens)
-    for group in _by_vocabulary(trained):  # one frozen pass each
-        results |= evaluate(lm, group, held_out, TrainerConfig(), Ranks())[0]
-    return [
-        about
-        | {
-            "held_out": _below(results, f"held_out/{trainee.name}/"),
-            "decoded": _below(results, f"decode/{trainee.name}/"),
-        }
-        for trainee, about in loaded
-    ]
-
-
-def _by_vocabulary(trained: Sequence[Trainee]) -> list[list[Trainee]]:
-    groups: dict[tuple[int, ...], list[Trainee]] = {}
-    for trainee in trained:
-        vocabulary_K = trainee.vocabulary_K
-        key = () if vocabulary_K is None else tuple(vocabulary_K.tolist())
-        groups.setdefault(key, []).append(trainee)
-    return list(groups.values())
-
-
-def _below(results: dict[str, float], prefix: str) -> dict[str, float]:
-    return {k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)}
+    results = decode(lm, [trainee for trainee, _ in loaded], prompts, config.new_tokens)
+    rows = []
+    for trainee, about in loaded:
+        results |= evaluate(lm, [trainee], held_out, TrainerConfig(), Ranks())[0]
+        of_text = below(results, f"held_out/{trainee.name}/")
+        decoded = below(results, f"decode/{trainee.name}/")
+        rows.append(about | {"held_out": of_text, "decoded": decoded})
+    return rows
 
 
 def _trainee(lm: TargetModel, path: str) -> tuple[Trainee, dict[str, Any]]:

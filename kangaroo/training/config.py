@@ -22,7 +22,7 @@ LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
 MOVES_NOTHING = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
-ADDED_LATER = "use_stored_logits", "tokens", "muon"
+ADDED_LATER = "use_stored_logits", "muon"
 
 
 @dataclass
@@ -33,7 +33,6 @@ class TrainerConfig(Ranged):
         epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        packing: samples stand one after another in shared rows, without seeing each other.
         cache_target_states: keep what the target computes of each micro-batch, in memory: only the
             first epoch runs it. Micro-batches then stay the same, in another order every epoch.
         use_stored_logits: learn from the distributions that were stored when the data was written
@@ -44,12 +43,8 @@ class TrainerConfig(Ranged):
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
-        average: adapters are measured and saved with a running mean of their weights, in which a
-            step's count 1 minus this (more at the beginning), such as 0.999. None: the last ones.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
-        tokens: learn from the first samples alone, until they hold so many different tokens of the
-            assistant; None is all of them.
         loss_chunk: assistant positions whose logits exist at a time; None is what `loss_chunk_of`
             says, and a run that is resumed keeps the number it began with.
         evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
@@ -71,15 +66,12 @@ class TrainerConfig(Ranged):
     muon: bool = False
     warmup_steps: CountOrZero = 30
     batch_tokens: Count = 512
-    packing: bool = False
     cache_target_states: bool = False
     use_stored_logits: bool | None = None
     accumulate: Count | None = None
     clip: Positive = 1.0
-    average: Annotated[float, Range(above=0, below=1)] | None = None
     max_length: TextLength = 2048
     holdout: Count = 128
-    tokens: Count | None = None
     loss_chunk: Count | None = None
     evaluate_every: Count = 200
     save_every: Count = 50

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -52,51 +51,43 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     # twenty that can be told apart; the tenth and the eleventh are unlike, unlike tab20's pairs
     shades = [*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Set2"]]
     colors = dict(zip(dict.fromkeys(trained), itertools.cycle(shades), strict=False))
+    line, dots = {"lw": 1.2, "alpha": 0.5}, {"lw": 1.2, "ms": 4.5}
+    diamonds = {"ls": "", "marker": "D", "ms": 6, "mec": INK, "mew": 0.8}
     figure = Figure(figsize=(11.5, 6.6), layout="constrained")
     figure.suptitle(f"Training of {title}", fontsize=12, x=0.01, ha="left")
     *panels, last = figure.subplots(2, 3).flat
     for axes, (metric, heading) in zip(panels, HEADINGS.items(), strict=True):
-        _lay_out(axes, heading, rows[-1]["step"])
+        axes.set_title(heading, fontsize=10, loc="left")
+        axes.set_xlabel("optimizer step", fontsize=8)
+        axes.set_xlim(0, 1.03 * rows[-1]["step"])
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=FAINT, linewidth=0.8)
         for name, color in colors.items():
-            means = smooth(*series(rows, f"train/{name}/{metric}"))
-            axes.plot(*means, color=color, lw=1.2, alpha=0.5)
-            held_out = series(rows, f"held_out/{name}/{metric}")
-            axes.plot(*held_out, "o-", color=color, lw=1.2, ms=4.5, mec="white", mew=0.6)
+            axes.plot(*_means(*_series(rows, f"train/{name}/{metric}")), color=color, **line)
+            axes.plot(*_series(rows, f"held_out/{name}/{metric}"), "o-", color=color, **dots)
             # another name, since what one expects the other counts
-            decoded = series(rows, f"decode/{name}/{metric.replace('expected', 'sampled')}")
-            axes.plot(*decoded, "D", color=color, ms=6, mec=INK, mew=0.8)
+            decoded = _series(rows, f"decode/{name}/{metric.replace('expected', 'sampled')}")
+            axes.plot(*decoded, color=color, **diamonds)
     last.axis("off")  # the legend has a panel of its own, so that it covers no data
     for name, color in colors.items():
         last.plot([], [], color=color, lw=3, label=name)
-    last.plot([], [], color=INK, lw=1.2, alpha=0.5, label="training, mean of steps")
-    last.plot([], [], "o-", color=INK, lw=1.2, ms=4.5, label="held-out text")
-    last.plot([], [], "D", color="white", ms=6, mec=INK, mew=0.8, label="decoded, measured")
-    columns = 1 if len(colors) < 10 else 2
-    last.legend(loc="upper left", frameon=False, fontsize=8, ncols=columns)
+    last.plot([], [], color=INK, label="training, mean of steps", **line)
+    last.plot([], [], "o-", color=INK, label="held-out text", **dots)
+    last.plot([], [], color="white", label="decoded, measured", **diamonds)
+    last.legend(loc="upper left", frameon=False, fontsize=8, ncols=1 + (len(colors) >= 10))
     return figure
 
 
-def series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a metric, where it is known."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
 
 
-def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _means(steps: np.ndarray, values: np.ndarray) -> list[list[float]]:
     """At most `_POINTS` points, each the mean of as many steps in a row."""
     count = max(1, -(-len(values) // _POINTS))
     starts = range(0, len(values), count)
-    means = [[x[i : i + count].mean() for i in starts] for x in (steps, values)]
-    return np.array(means[0]), np.array(means[1])
-
-
-def _lay_out(axes: Axes, heading: str, last: float) -> None:
-    axes.set_title(heading, fontsize=10, loc="left")
-    axes.set_xlabel("optimizer step", fontsize=8)
-    axes.set_xlim(0, 1.03 * last)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.grid(color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
+    return [[x[i : i + count].mean() for i in starts] for x in (steps, values)]

@@ -60,36 +60,29 @@ def decode(
     not for drafters that do not tell what their tokens were drawn from, as Medusa's, nor where
     every text ended with its first token, before anything was drafted.
     """
+
+    def rounds(drafter: Drafter, sampling: Sampling) -> list[StepRecord]:
+        engine = Engine(lm, drafter, always_drafts=True)
+        done = engine.generate(prompts, new_tokens, sampling, batch_size=_ROWS)
+        return [record for generation in done for record in generation.steps]
+
     metrics: dict[str, float] = {}
     for trainee in trained:
         name = f"decode/{trainee.name}"
         adapter, heads = frozen(lm, trainee)
         method = DRAFTERS[trainee.recipe.architecture.drafter]
         drafter = method.chain(STEPS).of(lm, adapter, heads)
-        greedy = _rounds(lm, drafter, prompts, new_tokens, Sampling())
+        greedy = rounds(drafter, Sampling())
         reached = ctar([record.accepted for record in greedy], STEPS)
         written = sum(len(record.tokens) for record in greedy)
         metrics |= compression(name, reached, compression_rate(written, len(greedy)))
         if isinstance(drafter, Chain):  # which says what its tokens were drawn from
-            drafter = method.chain(1).of(lm, adapter, heads)
-            sampling = Sampling(temperature=1.0, rule=Rule.rejection)
-            sampled = _rounds(lm, drafter, prompts, new_tokens, sampling)
+            single = method.chain(1).of(lm, adapter, heads)
+            sampled = rounds(single, Sampling(temperature=1.0, rule=Rule.rejection))
             if drafted := sum(record.drafted for record in sampled):
                 share = sum(record.accepted for record in sampled) / drafted
                 metrics[f"{name}/sampled_acceptance"] = share
     return metrics
-
-
-def _rounds(
-    lm: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    sampling: Sampling,
-) -> list[StepRecord]:
-    engine = Engine(lm, drafter, always_drafts=True)
-    done = engine.generate(prompts, new_tokens, sampling, batch_size=_ROWS)
-    return [record for generation in done for record in generation.steps]
 
 
 def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:

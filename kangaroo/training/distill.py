@@ -21,7 +21,7 @@ from torch import Tensor
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss, divergence, overlap
-from kangaroo.training.outcomes import Outcomes
+from kangaroo.training.outcomes import outcomes
 
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
 
@@ -110,8 +110,7 @@ class StoredDistributions:
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
         """As of `WholeDistributions`."""
-        log_q_CO, best_C = Outcomes.apply(logits_CK, self.index_MJ[part], self.inside_MJ[part])
-        return log_q_CO, best_C
+        return outcomes(logits_CK, self.index_MJ[part], self.inside_MJ[part])
 
 
 TargetDistributions = WholeDistributions | StoredDistributions

@@ -24,7 +24,6 @@ from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
-from kangaroo.data.writing import TRIAL_LENGTH
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
@@ -37,16 +36,14 @@ Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
 
 # Dense half-precision FLOP/s by NVIDIA's data sheets, by a part of the driver's name.
 PEAK = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
-PREFILL = 1024  # tokens of a prompt that the engine reads at a time
-SMALLER_BATCH = "Pass a smaller trainer.batch_tokens= or trainer.max_length="
 FIXES = {  # by the part that takes most
     "target": "Choose a smaller model, start fewer processes where they share that memory, or "
     "spread it: trainer.shard_target=true in several processes, model.device_map=auto on "
     "several GPUs",
-    "remembered states": "Pass trainer.cache_target_states=false, or ask for less data",
+    "adapters": "Train fewer adapters at a time",
+    "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
-    "activations": SMALLER_BATCH,
-    "frozen forward": SMALLER_BATCH,
+    "remembered states": "Pass trainer.cache_target_states=false, or ask for less data",
 }
 # Assumed: the share of the peak that training reaches; tokens of a chat template around a turn; of
 # data that is not there yet how many conversations (ShareGPT's in the released code), their mean
@@ -77,9 +74,8 @@ class Devices:
             return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
         gpu = torch.cuda.current_device() if index is None else index
-        return Devices(
-            torch.cuda.get_device_name(gpu), *torch.cuda.mem_get_info(gpu), f"cuda:{gpu}"
-        )
+        memory = torch.cuda.mem_get_info(gpu)
+        return Devices(torch.cuda.get_device_name(gpu), *memory, f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> tuple[float, str]:
         """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
@@ -93,10 +89,9 @@ class Devices:
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
         """Raise `ConfigError` where a process has no room for these parts."""
         if (needed := sum(memory.values())) > self.free:
-            most = max(memory, key=memory.__getitem__)
-            fix = fix or FIXES.get(most, "Train fewer adapters at a time")
+            fix = fix or FIXES[max(memory, key=memory.__getitem__)]
             raise ConfigError(
-                f"{what} takes {needed / 1e9:.1f} GB in each process ({_most(memory)}), and "
+                f"{what} takes {needed / 1e9:.1f} GB in each process ({_listed(memory)}), and "
                 f"{self.name} has {self.free / 1e9:.1f} GB free for each. {fix}."
             )
 
@@ -119,29 +114,28 @@ class Text:
 
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read.
         """
-        lengths, source, is_there = [max_length], "assumed", store.is_complete(Path(data.path))
+        lengths, source = [max_length], "assumed"
         if isinstance(data, SynthesisConfig):
             lengths = [min(_turn(data) * turns, max_length) for turns in data.turns]
         elif isinstance(data, ConversationsConfig):
             lengths = [min(data.max_length, max_length)]
+        is_there = store.is_complete(Path(data.path))
         if is_there or isinstance(data, MixConfig):
-            folders = data.paths if isinstance(data, MixConfig) and not is_there else [data.path]
+            folders = [data.path] if is_there or not isinstance(data, MixConfig) else data.paths
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
+            counts = [sum(part[name] for part in parts) for name in names]
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            source = f"as they lie in {', '.join(folders)}"
-            return Text(count, tokens, learnt, max(lengths), stored, source)
+            return Text(*counts, max(lengths), stored, f"as they lie in {', '.join(folders)}")
         if isinstance(data, SynthesisConfig):
-            count = data.shards * data.shard_size
-            tokens = count * sum(lengths) // len(lengths)
+            count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:
-            count = min(CONVERSATIONS, data.limit or CONVERSATIONS)
+            count, length = min(CONVERSATIONS, data.limit or CONVERSATIONS), min(LENGTH, *lengths)
             if reading.is_local(data.source):
                 bad = Counter[str]() if data.skip_bad else None
                 count = len(reading.read(data.origin(), data.limit, bad))
                 source = f"as many as in {data.source}, of an assumed length"
-            tokens = count * min(LENGTH, *lengths)
+        tokens = int(count * length)
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
 
 
@@ -169,15 +163,9 @@ class TrainingEstimate:
         """One line for the log."""
         return (
             f"expect {self.steps} steps, about {sum(self.memory.values()) / 1e9:.1f} GB of memory "
-            f"in each process ({_most(self.memory)}), {self.disk / 1e9:.2f} GB of disk (hidden "
-            f"states: none), for {text.conversations} conversations, {text.tokens} tokens "
-            f"({text.source})"
+            f"in each process ({_listed(self.memory)}), {self.disk / 1e9:.2f} GB of disk, for "
+            f"{text.conversations} conversations, {text.tokens} tokens ({text.source})"
         )
-
-
-def _most(memory: dict[str, int]) -> str:
-    parts = sorted(memory.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts) + ", ..."
 
 
 def estimate(
@@ -189,10 +177,9 @@ def estimate(
 ) -> TrainingEstimate:
     """What `train` takes with the same arguments; `lm` may have no weights."""
     width, whole, size = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
-    layers, epochs = _count(lm.layers), config.epochs
-    vocabulary = config.vocabulary or whole
+    layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or whole
     with FakeTensorMode():  # tensors have shapes and types, and no numbers
-        tokens_K = None if config.vocabulary is None else torch.empty(config.vocabulary)
+        tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
         places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
         planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
     parameters = sum(_count(adapter) for _, adapter in planned)
@@ -200,10 +187,7 @@ def estimate(
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
     # likeliest tokens that are read of each distribution
     stored = 0 if config.use_stored_logits is False else text.likeliest
-
     share = max(0, 1 - config.holdout / text.conversations)
-    if config.tokens is not None:
-        share = min(share, config.tokens / text.learnt)
     tokens, learnt = int(share * text.tokens), int(share * text.learnt)
     accumulate = config.accumulate or processes  # micro-batches of a step
     longest = min(text.longest, config.max_length)
@@ -214,19 +198,16 @@ def estimate(
         learnt *= not stored or lm.n_layers in deep
         return ((len(taps) + len(deep)) * tokens + learnt) * width * size
 
-    # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
-    logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
+    # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
+    moments = 12 / processes if config.zero_stage else 8
+    # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
+    logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
     memory = {
-        "target": (_count(lm) - spared) * size,
-        "weights and gradients": 8 * parameters,
-        "exact sum": 8 * parameters if accumulate > 1 else 0,
-        # spread, with a copy of the weights
-        "optimizer": 12 * parameters // processes if config.zero_stage else 8 * parameters,
-        "draft head": (config.vocabulary or 0) * width * size,
-        "frozen forward": batch * _in_layer(lm) + states(batch, wanted),
-        "activations": 0,
+        "target": (_count(lm) - spared + (config.vocabulary or 0) * width) * size,
+        "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
+        "a micro-batch": batch * _in_layer(lm) + states(batch, wanted),
         "logits": min(config.chunk, wanted) * logits,
     }
     if config.cache_target_states:  # of the process with most micro-batches
@@ -235,20 +216,16 @@ def estimate(
         memory["remembered states"] = int(part * (states(tokens, learnt) + records))
 
     looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
-    flops = 2.0 * layers * tokens * looks
-    if stored:
-        flops *= max(taps | deep) / lm.n_layers
-    else:  # over the whole vocabulary the teacher's head and the adapters' targets are one
-        targets = epochs if config.vocabulary else epochs - looks
-        flops += of_head * (whole * looks + vocabulary * targets)
+    flops = looks * 2.0 * layers * tokens
+    flops = flops * max(taps | deep) / lm.n_layers if stored else flops + looks * of_head * whole
     for recipe, adapter in planned:
         steps, heads = recipe.steps, adapter.own_heads()
         passes = recipe.architecture.passes(steps)
         products = {m for m in adapter.modules() if isinstance(m, nn.Linear)} - set(heads)
         features = sum(m.in_features + m.out_features for m in products)
         # what autograd keeps; gathered states and their gradients
-        autograd = batch * passes * features * (5 if size == 4 else 4)
-        memory["activations"] += autograd + 12 * steps * wanted * width
+        kept = batch * passes * features * (5 if size == 4 else 4)
+        memory["a micro-batch"] += kept + 12 * steps * wanted * width
         weights = _count(adapter) - sum(map(_count, heads))
         flops += 6.0 * weights * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
@@ -273,11 +250,8 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
         longest = min(longest, max(data.turns) * (_turn(data) + 2 * TEMPLATE))
     else:
         longest = min(longest, data.max_length)
-    # before it writes, the target is timed on plain passes over as many short texts
-    keys = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
-    row = max(keys, min(longest, TRIAL_LENGTH) * _in_layer(lm))
-    memory["a prompt"] = PREFILL * _in_layer(lm)
-    fitting = (devices.free - sum(memory.values())) // row
+    row = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
+    fitting = (devices.free - memory["target"]) // row
     memory["keys and values"] = rows * row
     what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
@@ -311,8 +285,9 @@ def foresee(
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    trainer = trainer.on(devices.total, lm.config.vocab_size)
-    expected = estimate(lm, recipes, trainer, text, processes)
+    expected = estimate(
+        lm, recipes, trainer.on(devices.total, lm.config.vocab_size), text, processes
+    )
     memory = {k: size for k, size in expected.memory.items() if k != "remembered states"}
     devices.check("training", memory)
     peak, source = devices.speed(lm.dtype)
@@ -324,6 +299,11 @@ def foresee(
         f"{UTILISATION:.0%} (assumed) of {peak / 1e12:.3g} TFLOP/s ({source})",
     ]
     return devices, expected, lines + writing
+
+
+def _listed(memory: dict[str, int]) -> str:
+    parts = sorted(memory.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts) + ", ..."
 
 
 def _turn(data: SynthesisConfig) -> int:

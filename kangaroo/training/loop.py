@@ -75,12 +75,6 @@ class Trainer:
         self.accumulate = config.accumulate or 1
         self.work = Work.of(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
-        if self.ranks.is_first and self.accumulate < self.ranks.world:
-            log.warning(
-                "trainer.accumulate=%d keeps %d of the %d processes busy, and the others wait. "
-                "Start fewer, or begin a new run (output=) without trainer.accumulate.",
-                *(self.accumulate, self.accumulate, self.ranks.world),
-            )
         # a sharded target is run by all processes at once, and gathers its layers for every token
         decoded = 0 if config.shard_target else config.decode_prompts
         longest = min(config.max_length, lm.context - config.decode_tokens)
@@ -111,8 +105,7 @@ class Trainer:
         while progress.step < self.total:
             metrics = self._step()
             self._check_finite([name for name, x in metrics.items() if not math.isfinite(x)])
-            with self.backend.averaged():
-                metrics |= self._measure()
+            metrics |= self._measure()
             if is_first:
                 self.checkpoint.log(progress.step, metrics)
                 tracker.log(metrics, progress.step)
@@ -128,9 +121,8 @@ class Trainer:
             bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
         bar.close()
         if is_first:
-            with self.backend.averaged():
-                for trainee in self.trained:
-                    self._save(trainee, output / trainee.name)
+            for trainee in self.trained:
+                self._save(trainee, output / trainee.name)
             curves.write(output)
         return [output / trainee.name for trainee in self.trained]
 
@@ -172,10 +164,8 @@ class Trainer:
         return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
 
     def _check_finite(self, broken: Sequence[str]) -> None:
-        """Stop where something is not finite any more; the last checkpoint has what came before.
-
-        Errors: `Diverged`.
-        """
+        """Errors: `Diverged` where something is not finite any more; the last checkpoint has what
+        came before."""
         if broken:
             fix = "Train anew, with a lower trainer.learning_rate="
             if self.checkpoint.path.exists():
@@ -209,8 +199,7 @@ class Trainer:
         progress = asdict(self.progress)
         facts = progress.pop("facts")[trainee.name]
         for part, prefix in (("held_out", "held_out"), ("decoded", "decode")):
-            name, metrics = f"{prefix}/{trainee.name}/", progress[part].items()
-            progress[part] = {k.removeprefix(name): v for k, v in metrics if k.startswith(name)}
+            progress[part] = results.below(progress[part], f"{prefix}/{trainee.name}/")
         training = {
             "adapter": trainee.settings(),
             "trainer": asdict(self.config),
@@ -234,25 +223,23 @@ def uses_stored_logits(
     """
     if config.use_stored_logits is False:
         return False
-    stored, fix = about.get("teacher"), ""
+    stored, wrong = about.get("teacher"), ""
     if not all("teacher" in sample for sample in samples):
-        fix = (
-            "this dataset has no kept distributions. Let the target write one with data.teacher=32 "
-            "(and another data.path=), or leave trainer.use_stored_logits out."
-        )
+        wrong = "this dataset has no kept distributions"
     elif stored and stored["model"] != lm.name:
-        fix = (
-            f"the distributions of this dataset are those of '{stored['model']}', and the target "
-            f"is '{lm.name}'. Let the target write its own data, or leave "
-            "trainer.use_stored_logits out."
+        wrong = (
+            f"this dataset has distributions of '{stored['model']}', and the target is '{lm.name}'"
         )
-    if fix and config.use_stored_logits:
-        raise ConfigError(f"trainer.use_stored_logits=true: {fix}")
-    if not fix:
+    if wrong and config.use_stored_logits:
+        raise ConfigError(
+            f"trainer.use_stored_logits=true: {wrong}. Let the target write its own with "
+            "data.teacher=32 (and another data.path=), or leave trainer.use_stored_logits out."
+        )
+    if not wrong:
         log.info("learning from kept distributions: the target runs as far as adapters read")
-    elif any("teacher" in sample for sample in samples):
-        log.info("kept distributions are not used: %s", fix)
-    return not fix
+    elif stored:
+        log.info("kept distributions are not used: %s", wrong)
+    return not wrong
 
 
 def resolve_options(
@@ -262,8 +249,6 @@ def resolve_options(
     run in `output`, else one micro-batch for each process, and what suits the first process's
     device.
     """
-    if config.accumulate is not None and config.loss_chunk is not None:
-        return config
     begun = begun_with(output) if ranks.is_first else {}
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
@@ -284,8 +269,7 @@ def evaluate(
     """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its drafter
     has to know (`Trainable.facts`).
     """
-    lengths = lengths_of(samples, config.max_length)
-    batches = plan(lengths, config.batch_tokens, seed=0, epoch=0, packing=config.packing)
+    batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
 
     def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         outputs = _forward(lm, samples, batch, config, trained)
@@ -315,5 +299,5 @@ def _forward(
     trained: Sequence[Trainee],
 ) -> TargetOutputs:
     chosen, stored = [samples[i] for i in batch], bool(config.use_stored_logits)
-    tokens = collate(chosen, config.max_length, lm.device, config.packing, stored)
+    tokens = collate(chosen, config.max_length, lm.device, stored)
     return forward_target(lm, tokens, trained, config.chunk)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,8 @@ def forward_target(
 
     With stored distributions it leaves out the head, and ends where the last adapter reads.
     """
-    meta = replace(tokens.forward_meta(lm), rows=slice(0, len(tokens.input_BT)))
+    rows, width = tokens.input_BT.shape
+    meta = replace(lm.chunk(0, width, row=0, n_slots=width), rows=slice(0, rows))
     read = {tap for trainee in trained for tap in trainee.adapter.taps}
     deep = {tap for trainee in trained if (tap := trainee.adapter.deep_tap) is not None}
     stop = lm.n_layers if tokens.stored is None else max(read | deep)
@@ -80,13 +82,16 @@ def train_step(
 
     Returns each adapter's draft steps, graded.
     """
-    counts = [trainee.recipe.steps for trainee in trained]
-    students = _graded(lm, outputs, trained, counts, loss_chunk, weight)
+    students = [
+        _students(lm, outputs, trainee, trainee.recipe.steps, weight) for trainee in trained
+    ]
+    target, together = outputs.distributions, list(chain(*students))
+    distill(target, trained[0].targets, together, loss_chunk, backward=True)
     for trainee, graded in zip(trained, students, strict=True):
         # one walk through the adapter, for all its steps and chunks
         pairs = [pair for student in graded for pair in student.gradients]
         roots, gradients = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        side = trainee.adapter.side_loss(*_together(graded), outputs.distributions.state_MD)
+        side = trainee.adapter.side_loss(*_together(graded), target.state_MD)
         if side is not None:
             roots.append(side)
             gradients.append(torch.full_like(side, weight))
@@ -100,36 +105,21 @@ def grade(
 ) -> tuple[list[list[Student]], list[Tensor]]:
     """Of each adapter the first `steps` draft steps, as far as they differ, graded; and its tally
     for what its drafter has to know."""
-    counts = [trainee.recipe.architecture.graded_steps(steps) for trainee in trained]
-    students = _graded(lm, outputs, trained, counts, loss_chunk)
+    students = [
+        _students(lm, outputs, trainee, trainee.recipe.architecture.graded_steps(steps))
+        for trainee in trained
+    ]
+    target = outputs.distributions
+    distill(target, trained[0].targets, list(chain(*students)), loss_chunk, backward=False)
     tallies = [
-        trainee.adapter.tally(trainee.heads, *_together(graded), outputs.distributions.top_M)
+        trainee.adapter.tally(trainee.heads, *_together(graded), target.top_M)
         for trainee, graded in zip(trained, students, strict=True)
     ]
     return students, tallies
 
 
-def _graded(
-    lm: TargetModel,
-    outputs: TargetOutputs,
-    trained: Sequence[Trainee],
-    counts: Sequence[int],
-    loss_chunk: int,
-    weight: float | None = None,
-) -> list[list[Student]]:
-    """So many draft steps of each adapter, graded; with a weight, for training."""
-    students = [
-        _students(lm, outputs, trainee, count, 1.0 if weight is None else weight)
-        for trainee, count in zip(trained, counts, strict=True)
-    ]
-    together = [student for of_adapter in students for student in of_adapter]
-    backward = weight is not None
-    distill(outputs.distributions, trained[0].targets, together, loss_chunk, backward)
-    return students
-
-
 def _students(
-    lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float
+    lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float = 1.0
 ) -> list[Student]:
     """An adapter at each of its draft steps."""
     adapter, wanted_BT = trainee.adapter, outputs.tokens.wanted_BT
@@ -143,8 +133,7 @@ def _students(
     is_half = lm.dtype != torch.float32
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=is_half):
         states = adapter.states(taps, deep_BTD, meta, steps, read_BT)
-    valid_BT = wanted_BT
-    students = []
+    students, valid_BT = [], wanted_BT
     for step, state_BTD in enumerate(states):
         student = Student(
             state_MD=state_BTD[wanted_BT.to(state_BTD.device)],

@@ -139,12 +139,9 @@ def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and isinstance(adapter, Adapter):
         trained = trained.grown(lm, adapter.architecture)
-    kinds = [(a.exit_layer, a.architecture) for a in (trained, adapter)]
+    kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
-        raise ConfigError(
-            f"adapter.start={path} is for exit layer {kinds[0][0]} with {kinds[0][1]}; this one is "
-            f"for exit layer {kinds[1][0]} with {kinds[1][1]}."
-        )
+        raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
     shapes = [{name: x.shape for name, x in a.state_dict().items()} for a in (trained, adapter)]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"adapter.start={path} has a head of its own over another vocabulary.")

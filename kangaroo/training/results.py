@@ -72,8 +72,7 @@ def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> 
     Args:
         most: a draft has no more tokens than this.
     """
-    counts = []
-    alive_BT = wanted_BT
+    counts, alive_BT = [], wanted_BT
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
         if step < most:
@@ -87,3 +86,8 @@ def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, fl
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
     shares = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
     return shares | {f"{prefix}/compression_rate": rate}
+
+
+def below(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """Those whose names begin so, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}

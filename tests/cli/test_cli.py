@@ -296,7 +296,6 @@ cli.NAME()
     "name, asked, told",
     [
         ("evaluate", ["drafter=vanilla", "question_begin=900"], "select none of"),
-        ("train", ["trainer.holdout=2", "trainer.tokens=99999"], "trainer.tokens=99999 is more"),
         ("train", ["trainer.holdout=30"], "holdout=30 .* of 24 .*Pass trainer.holdout=2"),
     ],
 )
@@ -311,7 +310,7 @@ def test_what_is_refused_begins_no_run_in_a_tracker(name, asked, told, tmp_path)
         asked += ["data.filters.near_duplicate=1", "data.path=data", "adapter.exit_layers=[2]"]
     result = run(str(script), "model=tiny", "logger=wandb", "output=out", *asked, cwd=tmp_path)
     assert re.search(f"ConfigError: .*{told}", result.stderr), result.stderr
-    assert (tmp_path / "data").exists() == ("tokens" in told)
+    assert not (tmp_path / "data").exists()
 
 
 def test_training_on_conversations_from_a_file(tmp_path):
@@ -338,7 +337,6 @@ def test_training_on_conversations_from_a_file(tmp_path):
             "adapter.exit_layers=[2]",
             "trainer.epochs=1",
             "trainer.holdout=4",
-            "trainer.packing=true",
             f"output=out-{regenerate}",
             cwd=tmp_path,
         )

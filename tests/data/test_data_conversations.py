@@ -286,7 +286,7 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
         end = len(mask) - mask[::-1].index(1)  # after it stands the template's newline
         assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
     check_trainable(samples, 2048)
-    assert about["statistics"]["turns"] == {"2": 5} and about["speed"] is None
+    assert len(samples) == 5
 
 
 def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import tiny
 
-from kangaroo.data.documents import documents
+from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
 from kangaroo.models.loading import byte_tokenizer

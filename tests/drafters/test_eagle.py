@@ -78,7 +78,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     data = [sample(text, 6) for text in texts]
-    folder = run(lm, tmp_path, recipe, data, epochs=6, packing=True, holdout=3)
+    folder = run(lm, tmp_path, recipe, data, epochs=6, holdout=3)
     assert folder.name == "eagle"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2

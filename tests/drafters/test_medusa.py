@@ -153,7 +153,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     texts = vanilla_texts(lm, prompts, 40)
     data = [sample(text, 6) for text in texts]
     recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
-    folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, packing=True, holdout=3)
+    folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, holdout=3)
     assert folder.name == "medusa"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     losses = [row["train/medusa/loss"] for row in rows]
