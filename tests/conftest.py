@@ -5,7 +5,6 @@ this file too, and no worker starts before it has.
 """
 
 import os
-import sys
 
 # Before torch and transformers are imported: they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -26,7 +26,6 @@ from kangaroo.evaluation.config import (
     EvaluateConfig,
     MethodSpec,
     folders,
-    log_expected_interval,
     questions_of,
     settings_of,
     vanilla_again,
@@ -106,7 +105,6 @@ class Evaluator:
 
     def _enter(self, model_name: str) -> None:
         config = self.config
-        log_expected_interval(self.methods, config, model_name, len(self.questions))
         shared = settings_of(self.lm, config, self.questions, self.limit)
         for method, folder in zip(self.methods, self.folders, strict=True):
             named = {"model": model_name, "drafter": method.name}

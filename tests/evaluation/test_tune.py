@@ -66,8 +66,9 @@ def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path: Path):
 
 BRIEF = (
     "tuning_questions=3 reporting_questions=2 max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] "
-    "search.kangaroo.steps=[1,2,3,4,5] search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5]"
-    " ~drafter@more.prompt_lookup +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep"
+    "search.kangaroo.steps=[1,2,3,4,5] search.hybrid.min_gain_per_step=[1.5] "
+    "search.hybrid.nodes=[5] "
+    "~drafter@more.prompt_lookup +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep"
 )
 
 

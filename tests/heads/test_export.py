@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from assistant import assistant
 from commands import ROOT
 from helpers import EXIT, adapter_for, eagle_for, random_prompts, tiny, tiny_model
 from safetensors import safe_open
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
-from kangaroo.evaluation.speed.rivals import assistant
 from kangaroo.heads import adapter_files, for_vllm
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from assistant import assistant
 from commands import ROOT
 from composing import DRAFTERS, composed
 from omegaconf import OmegaConf
@@ -19,7 +20,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import evaluate
-from kangaroo.evaluation.speed.rivals import assistant
 from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter

@@ -114,7 +114,6 @@ def claim_rows(checked: Sequence[Checked]) -> list[Row]:
         {
             "finding of the paper": result.claim.says,
             "metric": heading_of(result.claim.metric),
-            "the paper": " > ".join(map(number, result.published or ())) or "-",
             HERE: f"{number(result.more.value)}, {number(result.less.value)}",
             "difference": shown(result.difference),
             "verdict": f"**{result.verdict}**",
