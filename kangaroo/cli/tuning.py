@@ -27,13 +27,10 @@ def tune(config: TuneCommand) -> None:
         for variant, each in varied(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = each
     lm, tokenizer = load_target(config.model)
-    model = plain(config)["model"]
-    tuned = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model)
-    bench, dtype = config.bench.name, str(lm.dtype).removeprefix("torch.")
-    about = f"{config.model.name} on {bench}, {dtype}, {lm.device.type}"
     target = options_of(config.model.path, config.model.name)
     use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
-    tuning.write(tuned, config, about, use)
-    comparison.show(tuned.report, Console())
+    settings = {"model": plain(config)["model"], "use": use}
+    report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
+    comparison.show(report, Console())
     log.info("%s and %s are in %s", tuning.PAGE, tuning.SETTINGS, Path(config.output))
     log.info("use it: %s", use)

@@ -25,7 +25,7 @@ from kangaroo.evaluation.plots import groups, tasks
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, DataError
-from kangaroo.utils.provenance import changes, machine
+from kangaroo.utils.provenance import changes
 from kangaroo.utils.tables import Row, estimate, short
 
 PAGE = (
@@ -98,20 +98,11 @@ def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | 
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there.
-
-    Errors: `ConfigError` where an earlier version of this project wrote one.
-    """
-    summaries = {}
-    for file in sorted(folder.rglob(SUMMARY)):
-        summary = json.loads(file.read_text(encoding="utf-8"))
-        if "by_question" not in summary:
-            raise ConfigError(
-                f"'{file}' was written by an earlier version, without what paired comparisons "
-                "need. Run its command again: it is written again from its records."
-            )
-        summaries[file.parent.relative_to(folder).as_posix()] = summary
-    return summaries
+    """Of all finished evaluations below a folder, by their places there."""
+    return {
+        file.parent.relative_to(folder).as_posix(): json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(folder.rglob(SUMMARY))
+    }
 
 
 def shared(summary: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +144,6 @@ def compare_pair(
         result["speed_ratio"] = float(statistics.ratio_of_ratios(values_Q4.sum(0)))
         result["speed_ratio_ci95"] = statistics.interval(values_Q4, statistics.ratio_of_ratios)
     return result
-
-
-def drafters(methods: Sequence[Method]) -> list[Method]:
-    """All methods but the baselines."""
-    return [m for m in methods if m["name"] not in (*BASELINES.values(), AGAIN)]
 
 
 # --- the files
@@ -209,6 +195,7 @@ def markdown(comparison: Comparison, page: str | None = None) -> str:
         *([PAGE.format(name=page)] if page else []),
         tables.markdown(rows_of(methods, Place.methods)),
         f"![speedup by method]({f'img/{page}_' if page else ''}speedup.png)",
+        *filter(None, [conclusion(comparison)]),
         *(["## Speed, row over column", tables.markdown(pairs)] if pairs else []),
         "## Speedup over vanilla by task",
         tables.markdown(by_task(methods, "speedup")),
@@ -216,8 +203,6 @@ def markdown(comparison: Comparison, page: str | None = None) -> str:
         tables.markdown(by_task(methods, "compression_rate")),
         "## Speedup by Spec-Bench's own formula",
         tables.markdown(by_task(methods, "spec_bench_speedup")),
-        "## Conclusion",
-        *sentences(comparison),
         "## How to read this",
         report.listed([ROW, PAIRED, *definitions(Place.methods), *COST]),
         "## Provenance",
@@ -227,9 +212,9 @@ def markdown(comparison: Comparison, page: str | None = None) -> str:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """The main table, and what it comes to in lines that can be copied whole."""
+    """The main table, and what it comes to in a line that can be copied whole."""
     console.print(terminal_table(comparison))
-    for sentence in sentences(comparison):
+    if sentence := conclusion(comparison):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -324,20 +309,15 @@ def size(comparison: Comparison) -> str:
     return " ".join(parts)
 
 
-def sentences(comparison: Comparison) -> list[str]:
-    """What a comparison comes to: the winner, and what of it may be cited; none where only
-    baselines were measured.
+def conclusion(comparison: Comparison) -> str:
+    """Which drafter is the fastest, and from which other methods it does not differ; empty where
+    only baselines were measured, or vanilla did not run.
     """
-    methods = drafters(comparison["methods"])
-    return [*winner(comparison, methods[0]), citation(comparison, methods[0])] if methods else []
-
-
-def winner(comparison: Comparison, fastest: Method) -> list[str]:
-    """Which drafter is the fastest, and from which other methods it does not differ; nothing where
-    vanilla did not run.
-    """
-    if fastest["overall"]["speedup"] is None:
-        return []
+    baselines = (*BASELINES.values(), AGAIN)
+    drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
+    fastest = next(drafters, None)
+    if fastest is None or fastest["overall"]["speedup"] is None:
+        return ""
     name = fastest["name"]
     limits = {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
@@ -347,27 +327,12 @@ def winner(comparison: Comparison, fastest: Method) -> list[str]:
         elif pair["column"] == name and pair["row"] != AGAIN:
             limits[pair["row"]] = ends and [1 / end for end in reversed(ends)]
     if None in limits.values():
-        return [f"{name} was the fastest drafter; a single question does not show which is."]
+        return f"{name} was the fastest drafter; a single question does not show which is."
     alike = [other for other, (low, high) in limits.items() if low <= 1 <= high]
     faster = [other for other, (_, high) in limits.items() if high < 1]
     differs = f"does not differ from {', '.join(alike)}" if alike else "differs from all others"
     beaten = f", but {', '.join(faster)} is faster" if faster else ""
-    return [f"{name} is the fastest drafter and, on these questions, {differs}{beaten}."]
-
-
-def citation(comparison: Comparison, method: Method) -> str:
-    """A result with all that it holds for."""
-    overall, about = method["overall"], method["provenance"]
-    result = f"writes {overall['tokens_per_second']:.1f} tokens/s"
-    if overall["speedup"] is not None:
-        times = f"{overall['speedup']:.2f} times as fast as vanilla decoding"
-        result = f"is {times}{report.within(overall['speedup_ci95'])}"
-    its_part = comparison | {"questions": overall["questions"], "lossless": method["lossless"]}
-    revision = about["git_revision"] or f"version {about['versions'].get('kangaroo')}"
-    return (
-        f"To cite: {method['name']} {result} with {comparison['model']} on {comparison['bench']} "
-        f"({report.size(its_part).rstrip('.')}; {machine(about)}; Kangaroo {revision})."
-    )
+    return f"{name} is the fastest drafter and, on these questions, {differs}{beaten}."
 
 
 def provenance_lines(comparison: Comparison) -> Iterator[str]:

@@ -25,6 +25,7 @@ from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
+PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
 
 
 class Place(Flag):
@@ -184,8 +185,7 @@ def prefill_seconds(run: MethodRun) -> float:
 def seconds_until(run: MethodRun, count: int) -> float:
     """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
 
-    hf tells no rounds: it is charged its mean time a token. Its prefill is spread over the whole
-    text with that, so of a text that is cut it is charged too little, if anything.
+    hf tells no rounds: it is charged its mean time a token, prefill included.
     """
     if not run.emitted:
         return run.seconds * count / len(run.tokens)
@@ -260,7 +260,9 @@ def rate(metric: str, name: str, records: Sequence[Record]) -> float | None:
 
 
 def seconds_of(part: str, records: Sequence[Record]) -> float:
-    """The sum of a part of all rounds of the method."""
+    """A part of the method's time: one of `PARTS`."""
+    if part == "prefill":
+        return sum(map(prefill_seconds, runs(records)))
     return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
 
 
@@ -347,7 +349,8 @@ METRICS = [
         "vanilla_tokens_per_second", partial(speed_of, "vanilla"), "vanilla", Place.by_task, tenths
     ),
     Metric("hf_tokens_per_second", partial(speed_of, "hf"), "hf", Place.by_task, tenths),
-    # these four add up to the method's time
-    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records)))),
-    *(Metric(f"{part}_seconds", partial(seconds_of, part)) for part in ("draft", "verify", "host")),
+    *(  # they add up to the method's time
+        Metric(f"{part}_seconds", partial(seconds_of, part), f"{part}, s", Place.tasks, tenths)
+        for part in PARTS
+    ),
 ]

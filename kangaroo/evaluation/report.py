@@ -15,7 +15,6 @@ from kangaroo.utils import tables
 from kangaroo.utils.provenance import machine
 from kangaroo.utils.tables import Row, number
 
-PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
 FORK = (
     "**fork**: the first token of a turn that is not vanilla's. The gap says how far below the "
     "best score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
@@ -50,9 +49,6 @@ def markdown(summary: dict[str, Any]) -> str:
         "## Losslessness",
         verdict(summary),
         *([tables.markdown(forks)] if forks else []),
-        "## Where the time goes",
-        "Milliseconds per token of the method; vanilla's total beside it.",
-        tables.markdown(times(summary)),
         "## How to read this",
         listed([*definitions(Place.tasks), FORK]),
         "## Provenance",
@@ -119,17 +115,6 @@ def verdict(summary: dict[str, Any]) -> str:
 def by_task(summary: dict[str, Any], place: Place) -> list[Row]:
     """A row a task and one overall; so do the functions below."""
     return [{"task": task} | cells(results, place) for task, results in groups(summary)]
-
-
-def times(summary: dict[str, Any]) -> list[Row]:
-    """Milliseconds a token by part."""
-    rows = []
-    for task, m in groups(summary):
-        parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in PARTS}
-        vanilla = m["vanilla_tokens_per_second"]
-        columns = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
-        rows.append({"task": task} | {name: number(value) for name, value in columns.items()})
-    return rows
 
 
 def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:

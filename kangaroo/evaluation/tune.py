@@ -20,12 +20,13 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.evaluation import comparison, run
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
-from kangaroo.evaluation.comparison import sentences
+from kangaroo.evaluation.comparison import conclusion
 from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
 from kangaroo.evaluation.metrics import Place
 from kangaroo.evaluation.records import write_json
+from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import made_by, provenance
@@ -66,43 +67,21 @@ class TuneConfig(Ranged):
     resume: bool = True
 
 
-@dataclass
-class Tuned:
-    """All that a tuning brings to light.
-
-    Args:
-        tuning, reporting: questions that settings were chosen by, and others.
-        rounds: the summaries of all settings on a part of the former, and of the best and of
-            today's drafter on all of these.
-        best: the name of the fastest of the second round, and its settings.
-        report: the comparison of today's drafter with the best on the questions for reporting.
-    """
-
-    tuning: list[Question]
-    reporting: list[Question]
-    rounds: list[Summaries]
-    best: tuple[str, DrafterConfig]
-    report: comparison.Comparison
-
-
+@dataclass(frozen=True)
 class Decoding:
     """Answers questions with some drafters, all and vanilla decoding taking turns."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: TuneConfig,
-        model: dict[str, Any],
-    ):
-        self.lm, self.tokenizer, self.config, self.model = lm, tokenizer, config, model
+    lm: TargetModel
+    tokenizer: PreTrainedTokenizerBase
+    config: TuneConfig
+    model: dict[str, Any]
 
     def answer(
         self, folder: Path, drafters: Mapping[str, DrafterConfig], questions: Sequence[Question]
     ) -> Summaries:
         """The summaries, each in a folder of its drafter's name.
 
-        Errors: those of `kangaroo.evaluation.run.evaluate`.
+        Errors: those of `Evaluator` and its `finish`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "questions.jsonl"
@@ -121,7 +100,8 @@ class Decoding:
             about = {"model": self.model, "drafter": drafter.settings()}
             methods.append(MethodSpec(name, drafter.build(self.lm), about, drafter.made_by()))
         name = self.model["name"]
-        return run.evaluate(self.lm, self.tokenizer, methods, settings, model_name=name)
+        run = Evaluator(self.lm, self.tokenizer, methods, settings, model_name=name)
+        return run.finish()
 
     def compete(
         self, folder: Path, drafters: Mapping[str, DrafterConfig], questions: Sequence[Question]
@@ -145,13 +125,16 @@ def tune(
     config: TuneConfig,
     *,
     model: dict[str, Any],
-) -> Tuned:
-    """Find the fastest of some drafters.
+    use: str,
+) -> comparison.Comparison:
+    """Find the fastest of some drafters, and write `drafter/tuned.yaml`, `tune.md` and `tune.json`.
+    Returns the comparison of today's drafter with it on the questions for reporting.
 
     Args:
         drafters: every setting that is tried, by name.
         today: the drafter in use.
         model: settings of the target; they must be those of the run that is resumed.
+        use: the command that measures the drafter of `drafter/tuned.yaml`.
 
     Errors: `ConfigError`, `CorruptFile`, `DataError`, `NotLossless`, those of the adapters.
     """
@@ -163,16 +146,62 @@ def tune(
     output, decoding = Path(config.output), Decoding(lm, tokenizer, config, model)
     first = decoding.compete(output / "first", drafters, tuning[::KEPT])
     few = [summary["drafter"] for summary in first[: math.ceil(len(first) / KEPT)]]
-    known = {TODAY: today, **drafters}
-    second = decoding.compete(output / "second", {x: known[x] for x in (TODAY, *few)}, tuning)
+    settings = {TODAY: today, **drafters}
+    second = decoding.compete(output / "second", {x: settings[x] for x in (TODAY, *few)}, tuning)
     best = second[0]["drafter"]
-    both = {name: known[name] for name in (TODAY, best)}
+    both = {name: settings[name] for name in (TODAY, best)}
     decoding.answer(output / "report", both, reporting)
     # an earlier search may have left another drafter's results beside these
     report = comparison.compare(output / "report", [*both, "vanilla"] if len(both) > 1 else [TODAY])
     assert report is not None
     comparison.write(report, output / "report")
-    return Tuned(tuning, reporting, [first, second], (best, known[best]), report)
+    write_settings(settings[best], output, use)
+    names = ("speedup", "speedup_ci95", "compression_rate", "tokens_per_second")
+    rounds = [
+        [{"name": s["drafter"]} | {name: s["overall"][name] for name in names} for s in summaries]
+        for summaries in (first, second)
+    ]
+    ids = [[question.question_id for question in part] for part in (tuning, reporting)]
+    numbers = {"best": best, "tuning": ids[0], "reporting": ids[1], "rounds": rounds}
+    about = {part.name: asdict(config)[part.name] for part in fields(TuneConfig)}
+    write_json(output / NUMBERS, numbers | {"settings": about, "provenance": provenance()})
+    (output / PAGE).write_text(page(numbers, report, config.seed, use), encoding="utf-8")
+    return report
+
+
+def page(numbers: dict[str, Any], report: comparison.Comparison, seed: int, use: str) -> str:
+    """Everything, in Markdown.
+
+    Args:
+        numbers: as in `tune.json`.
+    """
+    second, first = ([row(setting) for setting in each] for each in numbers["rounds"][::-1])
+    parts = [
+        f"# Tuning {report['model']} on {report['bench']}, {report['dtype']}, {report['device']}",
+        f"The fastest is **`{numbers['best']}`**. Use it: `{use}`. Settings are chosen by "
+        f"{len(numbers['tuning'])} questions and reported on {len(numbers['reporting'])} others "
+        f"(seed {seed}); none is in both.",
+        "## On questions that nothing was chosen by",
+        conclusion(report),
+        markdown(comparison.rows_of(report["methods"], Place.methods)),
+        "![speedup](report/speedup.png)\n\n[All of it](report/report.md)",
+        "## The best settings, on all questions for tuning",
+        markdown(second),
+        "## All settings, on a third of these questions",
+        markdown(first),
+        made_by(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def row(setting: dict[str, Any]) -> Row:
+    """A setting in a table."""
+    return {
+        "setting": setting["name"],
+        "speedup (95%)": estimate(setting["speedup"], setting["speedup_ci95"]),
+        "CR": number(setting["compression_rate"]),
+        "tokens/s": number(setting["tokens_per_second"], 1),
+    }
 
 
 def split(
@@ -204,34 +233,6 @@ def split(
     return tuning, reporting
 
 
-# --- the files
-
-
-def write(tuned: Tuned, config: TuneConfig, about: str, use: str) -> None:
-    """`drafter/tuned.yaml`, `tune.md` and `tune.json`.
-
-    Args:
-        about: what was tuned, in words.
-        use: the command that measures the drafter that was found.
-    """
-    output = Path(config.output)
-    write_settings(tuned.best[1], output, use)
-    numbers = ("speedup", "speedup_ci95", "compression_rate", "tokens_per_second")
-    result = {
-        "best": tuned.best[0],
-        "tuning": [question.question_id for question in tuned.tuning],
-        "reporting": [question.question_id for question in tuned.reporting],
-        "rounds": [
-            [{"name": s["drafter"]} | {name: s["overall"][name] for name in numbers} for s in each]
-            for each in tuned.rounds
-        ],
-        "settings": {part.name: asdict(config)[part.name] for part in fields(TuneConfig)},
-        "provenance": provenance(),
-    }
-    write_json(output / NUMBERS, result)
-    (output / PAGE).write_text(page(tuned, config, about, use), encoding="utf-8")
-
-
 def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
     """The drafter as a file of Hydra's group `drafter`."""
     defaults: list[Any] = [f"{drafter.name}_schema"]
@@ -245,37 +246,3 @@ def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump({"defaults": [*defaults, "_self_"]} | settings, sort_keys=False)
     file.write_text(f"# Found by tuning: {use}\n{text}", encoding="utf-8")
-
-
-def page(tuned: Tuned, config: TuneConfig, about: str, use: str) -> str:
-    """Everything, in Markdown."""
-    counts = len(tuned.tuning), len(tuned.reporting)
-    parts = [
-        f"# Tuning {about}",
-        f"The fastest is **`{tuned.best[0]}`**. Use it: `{use}`. Settings are chosen by "
-        f"{counts[0]} questions and reported on {counts[1]} others (seed {config.seed}); none is "
-        "in both.",
-        "## On questions that nothing was chosen by",
-        *sentences(tuned.report),
-        markdown(comparison.rows_of(tuned.report["methods"], Place.methods)),
-        "![speedup](report/speedup.png)\n\n[All of it](report/report.md)",
-        "## The best settings, on all questions for tuning",
-        markdown(table(tuned.rounds[1])),
-        "## All settings, on a third of these questions",
-        markdown(table(tuned.rounds[0])),
-        made_by(),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def table(summaries: Summaries) -> list[Row]:
-    """A row for each setting."""
-    return [
-        {
-            "setting": summary["drafter"],
-            "speedup (95%)": estimate(m["speedup"], m["speedup_ci95"]),
-            "CR": number(m["compression_rate"]),
-        }
-        for summary in summaries
-        for m in [summary["overall"]]
-    ]

@@ -128,15 +128,6 @@ def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_pa
     assert {row[name] for name in ("speedup", "95%", "vs hf", "95% vs hf")} == {"-"}
 
 
-def test_a_summary_of_an_earlier_version_is_named(sweep):
-    file = sweep / "medusa/summary.json"
-    result = json.loads(file.read_text())
-    del result["by_question"]
-    file.write_text(json.dumps(result))
-    with pytest.raises(ConfigError, match=r"medusa/summary.json' was written by an earlier"):
-        comparison.compare(sweep)
-
-
 NAMES = ["kangaroo", "prompt_lookup", "transformers", "vanilla"]
 LONG = "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.6"
 
@@ -156,29 +147,10 @@ def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(names, t
     assert whole in " ".join(text.split())
 
 
-def test_a_comparison_ends_with_the_winner_and_a_sentence_to_cite(sweep):
-    job(sweep, "hybrid", 1.001)
-    result = comparison.compare(sweep)
-    first, last = comparison.sentences(result)
-    name = "kangaroo,threshold=0.4"
-    assert first == (
-        f"{name} is the fastest drafter and, on these questions, differs from all others."
-    )
-    low, high = result["methods"][0]["overall"]["speedup_ci95"]
-    assert last == (
-        f"To cite: {name} is 2.80 times as fast as vanilla decoding (95% interval {low:.2f} to "
-        f"{high:.2f}) with m on b (12 questions, 12 turns, at most 8 new tokens, greedy, batch 1, "
-        "float32 on cpu; x, CPU threads: 1; Kangaroo abc)."
-    )
-    text = io.StringIO()
-    comparison.show(result, Console(width=80, file=text))
-    for place in (comparison.markdown(result), text.getvalue()):
-        assert first in place and last in place
-
-
 @pytest.mark.parametrize(
     "seconds, verdict",
     [
+        ({"a": 1.0, "vanilla": 1.1}, "differs from all others"),
         ({"a": 1.0, "b": 1.0}, "does not differ from b"),
         ({"a": 9.0, "vanilla": 4.0}, "differs from all others, but vanilla is faster"),
     ],
@@ -186,8 +158,11 @@ def test_a_comparison_ends_with_the_winner_and_a_sentence_to_cite(sweep):
 def test_the_winner_is_named_with_what_it_does_not_differ_from(seconds, verdict, tmp_path):
     for name, value in seconds.items():
         job(tmp_path, name, value)
-    first = comparison.sentences(comparison.compare(tmp_path))[0]
-    assert first == f"a is the fastest drafter and, on these questions, {verdict}."
+    result, text = comparison.compare(tmp_path), io.StringIO()
+    sentence = f"a is the fastest drafter and, on these questions, {verdict}."
+    assert comparison.conclusion(result) == sentence
+    comparison.show(result, Console(width=80, file=text))
+    assert sentence in comparison.markdown(result) and sentence in text.getvalue()
 
 
 @pytest.mark.parametrize(

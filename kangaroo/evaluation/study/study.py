@@ -36,8 +36,7 @@ class Claim:
     """A finding of the paper: one method has more of a metric than another.
 
     Args:
-        says: the finding in words.
-        more, less: the two methods, by the names of their folders in the study's.
+        more, less: the two methods, by the names of their folders.
         metric: as in `StudyConfig.metrics`.
         task: on the questions of this task; None is all.
         why: what may explain that a study does not find it.
@@ -65,7 +64,7 @@ class StudyConfig:
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
             CTAR(1) and so on; not read for `x=position`, which has CTAR.
         log_x: a logarithmic axis.
-        labels: what methods are called in words, by the names of their folders.
+        labels: what methods are called in words.
         note: what a reader of the table has to know.
         claims: findings of the paper to be checked.
     """
@@ -89,11 +88,7 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """A method of a study that has answered all questions.
-
-    Args:
-        name: its folder in the study's, by which claims and labels know it.
-    """
+    """A method that has answered all questions; claims and labels know it by its folder's name."""
 
     name: str
     summary: dict[str, Any]
@@ -147,8 +142,7 @@ class Checked:
     """A claim and what a study says of it.
 
     Args:
-        more, less: the two values.
-        difference: of the first less the second, with its paired interval.
+        difference: of `more` less `less`, with its paired interval.
         verdict: agrees or disagrees where the interval leaves no doubt; else, and where there were
             fewer than `LEAST` questions, open.
     """
@@ -227,7 +221,7 @@ def as_place(value: Any) -> Place:
 
 
 def points_of(config: StudyConfig, method: Measured) -> list[Point]:
-    """A method's points: one, or where it has several places one for each."""
+    """A method's points, one for each of its places."""
     metrics = {name: name for name in config.metrics}
     parts: dict[Place, tuple[list[Record], dict[str, str]]]
     if config.x == "position":
