@@ -13,7 +13,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import evaluate
+from kangaroo.evaluation.run import Evaluator
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
@@ -40,7 +40,7 @@ config = EvaluateConfig(
     baselines=[Baseline.vanilla],
     warmup=1,
 )
-evaluate(lm, tokenizer, methods, config, model_name=model.name)
+Evaluator(lm, tokenizer, methods, config, model_name=model.name).finish()
 
 results = comparison.compare(options.output)  # of all in that folder
 comparison.write(results, options.output)

@@ -26,7 +26,7 @@ SECONDS_OF=(175 175 100 110 80 80)
 # sizes of the work; DRY does less of each
 TESTS=(-m gpu tests)
 SHAPE=random:
-SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 'speed.rivals=[]' speed.bandwidth_megabytes=8192)
+SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 speed.hf_lookup=false speed.bandwidth_megabytes=8192)
 SPEED_7B=("speed.contexts=[256,1024,1900]" "speed.batches=[1,4,16,32,64]" speed.prompts=3)
 SPEED_8B=("speed.contexts=[256,2048,8144]" "speed.batches=[1,16]" speed.prompts=2)
 EVALUATE=(bench=demo question_every=3 max_new_tokens=64)

@@ -18,7 +18,7 @@ from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.evaluation import comparison, page, report, run
+from kangaroo.evaluation import comparison, report, run
 from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.plots import groups
@@ -120,7 +120,7 @@ def _write_page(results: Path, page_name: str | None) -> None:
     if file.is_file() and study_report.STUDY.search(file.read_text(encoding="utf-8")):
         study_report.rewrite(file, results)
     else:
-        page.write(results, file)
+        comparison.write_page(results, file)
     log.info("%s tells the results of %s", file, results)
 
 

@@ -28,7 +28,7 @@ from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.config import EvaluateConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
-from kangaroo.evaluation.tune.search import TuneConfig
+from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
@@ -120,6 +120,8 @@ class ServeCommand(DraftingCommand, ServeConfig):
 class TuneCommand(DraftingCommand, TuneConfig):
     """`scripts/tune.py`: the fastest drafter and its settings; `drafter` is today's."""
 
+    more: dict[str, Any] = field(default_factory=dict)  # drafters that are tried beside today's
+    search: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # options, by drafter
     output: str = MISSING
 
 

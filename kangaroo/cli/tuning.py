@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from kangaroo.api import load_target
-from kangaroo.cli.command import command, plain
+from kangaroo.cli.command import command, plain, varied
 from kangaroo.cli.schema import TuneCommand
+from kangaroo.drafters.base import DrafterConfig
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.tune import page
-from kangaroo.evaluation.tune.search import tune as find_best
+from kangaroo.evaluation import tune as tuning
 from kangaroo.models.loading import options_of
 from kangaroo.utils.folders import command_line
 
@@ -21,15 +21,16 @@ log = logging.getLogger(__name__)
 
 @command("tune", goes_on=True)
 def tune(config: TuneCommand) -> None:
-    """Search, confirm and report; write the drafter's settings."""
+    """Search and report; write the drafter's settings."""
+    drafters: dict[str, DrafterConfig] = {}
+    for name, drafter in ({config.drafter.name: config.drafter} | config.more).items():
+        for variant, each in varied(drafter, config.search.get(name, {})).items():
+            drafters[name + variant.removeprefix(drafter.name)] = each
     lm, tokenizer = load_target(config.model)
-    model = plain(config)["model"]
-    tuned = find_best(lm, tokenizer, config.drafter, config, model=model)
-    bench, dtype = config.bench.name, str(lm.dtype).removeprefix("torch.")
-    about = f"{config.model.name} on {bench}, {dtype}, {lm.device.type}"
     target = options_of(config.model.path, config.model.name)
     use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
-    page.write(tuned, config, about, use)
-    comparison.show(tuned.report, Console())
-    log.info("%s and %s are in %s", page.PAGE, page.SETTINGS, Path(config.output))
+    settings = {"model": plain(config)["model"], "use": use}
+    report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
+    comparison.show(report, Console())
+    log.info("%s and %s are in %s", tuning.PAGE, tuning.SETTINGS, Path(config.output))
     log.info("use it: %s", use)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -59,7 +58,7 @@ class BenchConfig(Ranged):
 
 
 def bench_name(path: str | None) -> str:
-    """What a bench is called if nothing is said: as its file, or the demo."""
+    """What a bench is called if nothing is said."""
     return DEMO if path is None else Path(path).stem
 
 
@@ -82,12 +81,6 @@ class Question:
     def __post_init__(self) -> None:
         self.task = self.task or self.category
 
-    def content(self) -> dict[str, Any]:
-        """What the file says of it."""
-        fields = asdict(self)
-        del fields["task"]
-        return fields
-
     def prompt(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     ) -> list[int]:
@@ -100,21 +93,10 @@ class Question:
         if len(prompt) >= lm.context:
             raise PromptError(
                 f"question {self.question_id}, turn {len(messages) // 2} has {len(prompt)} tokens, "
-                f"and the model's context is {lm.context}. Leave it out of the bench (or by "
-                "question_begin, question_end), or lower max_new_tokens if the answer before it is "
-                "what is long."
+                f"and the model's context is {lm.context}. Leave it out of the bench, or lower "
+                "max_new_tokens if the answer before it is what is long."
             )
         return prompt
-
-
-def check_first_turns(
-    questions: Sequence[Question], lm: TargetModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise what `Question.prompt` does before the first of them is answered: a later turn has
-    answers in it, so that its length is not known yet.
-    """
-    for question in questions:
-        question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
 
 
 def seed_of(question_id: int, turn: int, seed: int) -> int:
@@ -124,8 +106,7 @@ def seed_of(question_id: int, turn: int, seed: int) -> int:
 
 
 def task_of(category: str) -> str:
-    """The task of one of Spec-Bench's categories: MT-bench's eight are one, the others
-    themselves."""
+    """The task of a category of Spec-Bench's: MT-bench's eight are one, the others themselves."""
     return "mt_bench" if category in MTBENCH else category
 
 
@@ -152,8 +133,9 @@ def load_questions(config: BenchConfig) -> list[Question]:
 
 
 def fingerprint(questions: list[Question]) -> str:
-    """Hash of what is asked, in order."""
-    content = json.dumps([question.content() for question in questions])
+    """Hash of what is asked, in order: all that the file says of it."""
+    fields = [asdict(question).items() for question in questions]
+    content = json.dumps([{k: v for k, v in each if k != "task"} for each in fields])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

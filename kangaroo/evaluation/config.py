@@ -1,8 +1,7 @@
-"""What an evaluation is asked for: settings, the methods, which questions, what to expect."""
+"""What an evaluation is asked for: settings, the methods, which questions."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -14,15 +13,12 @@ import torch
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import AGAIN, BASELINES
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat
-from kangaroo.utils.ranges import Count, CountOrZero, Index, Positive, Ranged, Seed
-
-log = logging.getLogger(__name__)
+from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 
 
 class Baseline(Enum):
@@ -50,10 +46,6 @@ class EvaluateConfig(Ranged):
         warmup: the first question is answered this often by every method, and discarded.
         noise_floor: vanilla answers a second time, as a method called "vanilla again": what its
             speedup differs from 1 by is noise. It takes as long as the vanilla baseline.
-        interval_width: of the speedup's 95% interval, as a share of it: before the run, the log
-            says how many questions that takes.
-        spread_from: folder of earlier runs that tell how much the speedup differs from question to
-            question.
         resume: false forgets what `output` holds.
     """
 
@@ -70,8 +62,6 @@ class EvaluateConfig(Ranged):
     hf_every: Count = 1
     warmup: CountOrZero = 3
     noise_floor: bool = False
-    interval_width: Positive = 0.05
-    spread_from: str | None = None
     resume: bool = True
 
 
@@ -127,27 +117,6 @@ def vanilla_again(first: MethodSpec, config: EvaluateConfig) -> MethodSpec:
         )
     shared = {name: value for name, value in first.settings.items() if name != "drafter"}
     return MethodSpec(AGAIN, Vanilla(), shared)
-
-
-def log_expected_interval(
-    methods: Sequence[MethodSpec], config: EvaluateConfig, model: str, questions: int
-) -> None:
-    """Say what intervals so many questions will give, where vanilla runs."""
-    if Baseline.vanilla not in config.baselines:
-        return
-    for method in methods:
-        if method.name == AGAIN:
-            continue
-        spread, source = statistics.earlier_spread(config.spread_from, model, method.name)
-        needed = statistics.questions_for(spread, config.interval_width)
-        takes = f"interval_width={config.interval_width} takes {needed} questions ({source})"
-        if questions == 1:
-            expected = "1 question: the speedup of one has no interval"
-        else:
-            width = statistics.expected_width(spread, questions)
-            expected = f"{questions} questions: expect a 95% interval of the speedup that is "
-            expected += f"{width:.0%} of it wide"
-        log.info("%s, %s; %s", method.name, expected, takes)
 
 
 def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:

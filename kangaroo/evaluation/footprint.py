@@ -5,8 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,26 +15,18 @@ PLAIN = (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
-@dataclass
-class Footprint:
-    """What something holds in memory.
+class Footprint(NamedTuple):
+    """What something holds in memory."""
 
-    Args:
-        parameters: elements of modules' weights.
-        bytes: of all tensors and arrays as allocated: weights, caches, datastores, mapped files in
-            full.
-    """
-
-    parameters: int
-    bytes: int
+    parameters: int  # elements of modules' weights
+    bytes: int  # of all tensors and arrays as allocated, mapped files in full
 
 
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
     """What `drafter` holds that is not held by `shared` too, as the target and its batch are.
 
-    Each piece of memory counts once, in full, however many views there are. Attributes, modules
-    and Python's containers are followed. Python's own objects, what a closure alone holds and what
-    CUDA graphs keep are not counted.
+    Each piece of memory counts once, in full, however many views there are. Python's own objects,
+    what a closure alone holds and what CUDA graphs keep are not counted.
     """
     seen: set[int] = set()
     theirs = {address for address, _, _ in _memory(shared, seen)}
@@ -49,10 +40,7 @@ def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
 
 def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str, int], int, int]]:
     """Each tensor's or array's memory below `roots`: where it begins, its bytes, and how many
-    elements of it are a weight.
-
-    Args:
-        seen: ids of objects that are passed over; those met are added.
+    elements of it are a weight. Objects whose ids are in `seen` are passed over, others are added.
     """
     todo: list[Any] = list(roots)
     while todo:

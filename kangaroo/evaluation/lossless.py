@@ -1,7 +1,7 @@
 """Is a method's text vanilla's? Where it leaves it: does rounding explain that, or is it a bug?
 
 A pass over several tokens rounds otherwise than a pass over one, so two nearly equal candidates can
-swap, and from there on the texts differ. Only the first difference of a turn says anything.
+swap. Only the first difference of a turn says anything.
 
 Shapes: V vocabulary.
 """
@@ -87,10 +87,9 @@ def slack(logits_V: Tensor, dtype: torch.dtype) -> float:
 
     A step is the spacing of `dtype` relative to 1, times the largest logit. Measured as the change
     of the top-2 gap between passes over one and over seven tokens (SmolLM2-135M, 109 places):
-    bfloat16 0.3 steps in the median, 1.4 at most. Four leave room for deeper models, and come to
-    0.5 at the logits usual there, where a wrong mask moves logits by several units. float32, whose
-    error comes from sums more than from what is stored, took up to 8 of its far smaller steps,
-    3e-5: hence the floor.
+    bfloat16 0.3 steps in the median, 1.4 at most; a wrong mask moves logits by several units.
+    float32 took up to 8 of its far smaller steps, 3e-5, since its error is that of sums: hence the
+    floor.
     """
     return max(1e-3, 4 * torch.finfo(dtype).eps * float(logits_V.abs().max()))
 

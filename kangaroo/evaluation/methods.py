@@ -50,10 +50,8 @@ def transformers_attention(lm: TargetModel) -> Iterator[None]:
 def by_transformers(
     lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> Decoder:
-    """`generate` with the cache and the attention that transformers uses by itself.
-
-    Under sampling it draws from the same distribution with noise of its own: its time can be
-    compared, its text can't.
+    """`generate` with transformers' own cache and attention. Under sampling its noise is its own,
+    so that its time can be compared, its text can't.
     """
     eos_ids = lm.eos_ids()
     settings = generate_settings(sampling, eos_ids)
@@ -75,9 +73,7 @@ def by_transformers(
 
 
 def generate_settings(sampling: Sampling, eos_ids: Collection[int]) -> dict[str, Any]:
-    """What `generate` gets. All spelled out: what is unset, it would take from the model's own
-    generation config.
-    """
+    """What `generate` gets: what is unset, it would take from the model's own generation config."""
     return {
         "do_sample": not sampling.greedy,
         "temperature": 1.0 if sampling.greedy else sampling.temperature,

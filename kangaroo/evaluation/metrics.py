@@ -1,7 +1,5 @@
-"""The metrics of an evaluation: what each is, how it follows from the records, where it is shown.
-
-`METRICS`, at the end, is the one place to add one: `summary.json`, W&B, the tables and their
-explanations are made from it.
+"""The metrics of an evaluation. `METRICS`, at the end, is the one place to add one: `summary.json`,
+W&B, the tables and their explanations are made from it.
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
 The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
@@ -27,6 +25,7 @@ from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
+PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
 
 
 class Place(Flag):
@@ -84,7 +83,11 @@ def cells(results: Results, place: Place) -> Row:
     """The part of a table's row that metrics fill."""
     columns = [metric for metric in METRICS if metric.heading and place in metric.places]
     # a summary of an earlier version lacks what has been added since
-    return {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
+    row = {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
+    if place in Place.pages:
+        drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
+        row |= {f"CTAR({w + 1})": number(shares[w] if drafts else None) for w in range(3)}
+    return row
 
 
 def definitions(place: Place) -> list[str]:
@@ -94,7 +97,7 @@ def definitions(place: Place) -> list[str]:
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
-    """All turns' answers by a method or a baseline, in order."""
+    """All turns' answers by a method or a baseline."""
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 
@@ -104,11 +107,6 @@ def has(record: Record, name: str) -> bool:
 
 
 # --- ratios of what is counted
-
-
-def divided(over: float, under: float) -> float | None:
-    """None where there is nothing to divide by."""
-    return float(over / under) if under else None
 
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
@@ -187,8 +185,7 @@ def prefill_seconds(run: MethodRun) -> float:
 def seconds_until(run: MethodRun, count: int) -> float:
     """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
 
-    hf tells no rounds: it is charged its mean time a token. Its prefill is spread over the whole
-    text with that, so of a text that is cut it is charged too little, if anything.
+    hf tells no rounds: it is charged its mean time a token, prefill included.
     """
     if not run.emitted:
         return run.seconds * count / len(run.tokens)
@@ -231,7 +228,7 @@ def against(
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
-    """Mean over questions of tokens/s, the method's over vanilla's.
+    """Mean over questions of tokens/s, the method's over vanilla's; None without vanilla.
 
     The method's tokens are those it wrote. Vanilla's are counted by tokenising its text again, less
     one for the BOS: so its EOS is not counted, and with a tokenizer that adds no BOS one more token
@@ -245,7 +242,7 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
             a, b = runs([record]), runs([record], "vanilla")
             method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
             vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
-    return divided(float(np.mean(method)), float(np.mean(vanilla))) if method else None
+    return float(np.mean(method) / np.mean(vanilla)) if method and np.mean(vanilla) else None
 
 
 # --- the table of all
@@ -256,14 +253,17 @@ def ends(limits: Sequence[float] | None) -> str:
     return "-" if limits is None or limits[0] == limits[1] else span(limits, "-")
 
 
-def rate(metric: str, name: str = METHOD) -> Callable[[Sequence[Record]], float | None]:
+def rate(metric: str, name: str, records: Sequence[Record]) -> float | None:
     """A ratio of `COUNTS` over all answers by one of the methods; None if it did not run."""
-    return lambda records: divided(*totals(records, metric, name))
+    over, under = totals(records, metric, name)
+    return float(over / under) if under else None
 
 
-def seconds_of(part: str) -> Callable[[Sequence[Record]], float]:
-    """The sum of a part of all rounds of the method."""
-    return lambda records: sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
+def seconds_of(part: str, records: Sequence[Record]) -> float:
+    """A part of the method's time: one of `PARTS`."""
+    if part == "prefill":
+        return sum(map(prefill_seconds, runs(records)))
+    return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
 
 
 speed_of = partial(rate, "tokens_per_second")
@@ -317,7 +317,7 @@ METRICS = [
     ),
     Metric(
         "compression_rate",
-        rate("compression_rate"),
+        partial(rate, "compression_rate", METHOD),
         "CR",
         Place.everywhere,
         meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
@@ -331,25 +331,26 @@ METRICS = [
     ),
     Metric(
         "acceptance_rate",
-        rate("acceptance_rate"),
+        partial(rate, "acceptance_rate", METHOD),
         "accepted",
         show=share,
         meaning="accepted over drafted tokens; all nodes of a tree are drafted.",
     ),
     Metric(
         "tokens_per_second",
-        speed_of(),
+        partial(speed_of, METHOD),
         "tokens/s",
         Place.everywhere,
         tenths,
         "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
         "hf is `generate` of transformers.",
     ),
-    Metric("vanilla_tokens_per_second", speed_of("vanilla"), "vanilla", Place.by_task, tenths),
-    Metric("hf_tokens_per_second", speed_of("hf"), "hf", Place.by_task, tenths),
-    # these four add up to the method's time
-    Metric("prefill_seconds", lambda records: sum(map(prefill_seconds, runs(records)))),
-    Metric("draft_seconds", seconds_of("draft")),
-    Metric("verify_seconds", seconds_of("verify")),
-    Metric("host_seconds", seconds_of("host")),
+    Metric(
+        "vanilla_tokens_per_second", partial(speed_of, "vanilla"), "vanilla", Place.by_task, tenths
+    ),
+    Metric("hf_tokens_per_second", partial(speed_of, "hf"), "hf", Place.by_task, tenths),
+    *(  # they add up to the method's time
+        Metric(f"{part}_seconds", partial(seconds_of, part), f"{part}, s", Place.tasks, tenths)
+        for part in PARTS
+    ),
 ]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rcParams
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kangaroo.evaluation.records import AGAIN
@@ -45,12 +44,17 @@ def speedup(summary: dict[str, Any]) -> Figure:
 
 
 def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str) -> Figure:
-    """Speedups with their intervals and the compression rates, their upper bound.
+    """Speedups with their intervals and the compression rates, their upper bound; the first row on
+    top.
 
     Args:
         accent: the name of the row that stands out.
     """
-    figure, axes = blank(subtitle, 1.0 + 0.42 * len(rows), "Speedup over vanilla decoding")
+    figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title("Speedup over vanilla decoding", fontsize=11, loc="left", pad=18)
+    place: dict[str, Any] = dict(xycoords="axes fraction", textcoords="offset points")
+    axes.annotate(subtitle, (0, 1), (0, 4), fontsize=8, color="#666666", **place)
     for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
@@ -66,8 +70,15 @@ def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str
     axes.plot([], [], color=INK, linewidth=1.4, label="95% interval")
     axes.plot([], [], "D", color=INK, markersize=5, label="compression rate")
     axes.plot([], [], color=INK, linewidth=1, linestyle=":", label="vanilla")
-    _name_rows(axes, [name for name, _ in rows])
-    _legend(figure)
+    axes.set_yticks(range(len(rows)), [NAMES.get(name, name) for name, _ in rows])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -82,32 +93,3 @@ def speedup_of_methods(comparison: dict[str, Any]) -> Figure:
 def tasks(methods: Sequence[dict[str, Any]]) -> list[str]:
     """The bench's, and "overall"."""
     return [*max((method["by_task"] for method in methods), key=len), "overall"]
-
-
-# --- what they share
-
-
-def blank(subtitle: str, height: float, title: str) -> tuple[Figure, Axes]:
-    """A figure with one empty plot below its title."""
-    figure = Figure(figsize=(7.6, height + 0.9), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9)
-    axes.set_title(title, fontsize=11, loc="left", pad=18)
-    place: dict[str, Any] = dict(xycoords="axes fraction", textcoords="offset points")
-    axes.annotate(subtitle, (0, 1), (0, 4), fontsize=8, color="#666666", **place)
-    return figure, axes
-
-
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names down the side, the first row on top."""
-    axes.set_yticks(range(len(names)), [NAMES.get(name, name) for name in names])
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(left=0)
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-
-
-def _legend(figure: Figure) -> None:
-    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)

@@ -1,7 +1,7 @@
 """What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known.
 
-Every number and file of a report follows from these lines, so a killed run loses the question at
-hand and nothing else. Each rank writes a file of its own; reading takes them together.
+Every number and file of a report follows from these lines. Each rank writes a file of its own;
+reading takes them together.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def enter(
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """All of it or, if the process is killed, nothing."""
+    """Write all of it or, if the process is killed, nothing."""
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, file)

@@ -15,7 +15,6 @@ from kangaroo.utils import tables
 from kangaroo.utils.provenance import machine
 from kangaroo.utils.tables import Row, number
 
-PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
 FORK = (
     "**fork**: the first token of a turn that is not vanilla's. The gap says how far below the "
     "best score the lower of the two tokens lies under teacher forcing; a near-tie is within what "
@@ -38,7 +37,10 @@ def terminal_table(summary: dict[str, Any]) -> Table:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The whole report."""
-    forks = summary["lossless"]["forks"]
+    forks = [
+        {name: number(value, 4) if name == "gap" else str(value) for name, value in fork.items()}
+        for fork in summary["lossless"]["forks"]
+    ]
     parts = [
         f"# {title(summary)}",
         headline(summary),
@@ -46,16 +48,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "![speedup by task](speedup.png)",
         "## Losslessness",
         verdict(summary),
-    ]
-    if forks:
-        parts.append(tables.markdown([fork_row(**fork) for fork in forks]))
-    if summary["overall"]["ctar"]:
-        parts.append("## Acceptance by position")
-        parts.append(tables.markdown(ctars(summary)))
-    parts += [
-        "## Where the time goes",
-        "Milliseconds per token of the method; vanilla's total beside it.",
-        tables.markdown(times(summary)),
+        *([tables.markdown(forks)] if forks else []),
         "## How to read this",
         listed([*definitions(Place.tasks), FORK]),
         "## Provenance",
@@ -122,33 +115,6 @@ def verdict(summary: dict[str, Any]) -> str:
 def by_task(summary: dict[str, Any], place: Place) -> list[Row]:
     """A row a task and one overall; so do the functions below."""
     return [{"task": task} | cells(results, place) for task, results in groups(summary)]
-
-
-def ctars(summary: dict[str, Any]) -> list[Row]:
-    """CTAR by position, which `cells` does not show."""
-    positions = range(len(summary["overall"]["ctar"]))
-    return [
-        {"task": task}
-        | {f"w = {w + 1}": number(m["ctar"][w]) if w < len(m["ctar"]) else "-" for w in positions}
-        for task, m in groups(summary)
-    ]
-
-
-def times(summary: dict[str, Any]) -> list[Row]:
-    """Milliseconds a token by part."""
-    rows = []
-    for task, m in groups(summary):
-        parts = {part: 1e3 * m[f"{part}_seconds"] / m["tokens"] for part in PARTS}
-        vanilla = m["vanilla_tokens_per_second"]
-        columns = parts | {"total": sum(parts.values()), "vanilla": vanilla and 1e3 / vanilla}
-        rows.append({"task": task} | {name: number(value) for name, value in columns.items()})
-    return rows
-
-
-def fork_row(question_id: int, turn: int, position: int, gap: float | None, label: str) -> Row:
-    """A place where a text leaves vanilla's."""
-    places = {"question": str(question_id), "turn": str(turn), "position": str(position)}
-    return places | {"gap": number(gap, 4), "label": label}
 
 
 def provenance_lines(summary: dict[str, Any]) -> Iterator[str]:

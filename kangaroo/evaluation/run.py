@@ -1,7 +1,6 @@
 """Run an evaluation: every question by every method in turn, then the files from the records.
 
-Read it top to bottom: the run, one question; `config.py` comes before. What is measured are one or
-several drafters, the *methods*, and the baselines that they share.
+What is measured are one or several drafters, the *methods*, and the baselines that they share.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import report, summary
-from kangaroo.evaluation.bench import Question, check_first_turns, seed_of
+from kangaroo.evaluation.bench import Question, seed_of
 from kangaroo.evaluation.config import (
     Baseline,
     EvaluateConfig,
     MethodSpec,
     folders,
-    log_expected_interval,
     questions_of,
     settings_of,
     vanilla_again,
@@ -45,22 +43,6 @@ from kangaroo.utils.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, float]], None]
-
-
-def evaluate(
-    lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[MethodSpec],
-    config: EvaluateConfig,
-    *,
-    model_name: str,
-    log: Log | None = None,
-    ranks: Ranks | None = None,
-) -> list[dict[str, Any]]:
-    """Answer the bench and report; the arguments, the result and the errors are those of
-    `Evaluator` and its `finish`.
-    """
-    return Evaluator(lm, tokenizer, methods, config, model_name=model_name, ranks=ranks).finish(log)
 
 
 class Evaluator:
@@ -89,7 +71,8 @@ class Evaluator:
         self.methods, self.ranks = methods, ranks or Ranks()
         self.folders = folders(methods, config)
         self.questions, self.limit = questions_of(config)
-        check_first_turns(self.questions, lm, tokenizer)
+        for question in self.questions:  # whether it fits; later turns have answers in them
+            question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
         if self.ranks.is_first:
             self._enter(model_name)
         self.ranks.wait()  # no rank reads before the folders are this run's
@@ -106,7 +89,6 @@ class Evaluator:
 
     def _enter(self, model_name: str) -> None:
         config = self.config
-        log_expected_interval(self.methods, config, model_name, len(self.questions))
         shared = settings_of(self.lm, config, self.questions, self.limit)
         for method, folder in zip(self.methods, self.folders, strict=True):
             named = {"model": model_name, "drafter": method.name}
@@ -200,12 +182,8 @@ class Evaluator:
         return result
 
     def order(self, index: int, world: int) -> list[int | str]:
-        """Who answers a question, in turn; it changes, so that a machine that slows down favours
-        nobody.
-
-        Args:
-            index: of the question among those asked.
-            world: how many processes share them out.
+        """Who answers the question of this index, in turn; it changes, so that a machine that slows
+        down favours nobody. `world` processes share the questions out.
         """
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]

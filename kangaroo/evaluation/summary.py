@@ -29,15 +29,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     Args:
         about: what `records.begun` returns; its settings name model, drafter, bench, dtype, device.
 
-    `lossless` counts turns whose text is vanilla's token for token; `identical` is None where that
-    is not to be expected (no vanilla, or rejection sampling). `hf_turns` counts those that
-    transformers answered, `hf_identical` those in which it wrote vanilla's text: None under
-    sampling, where its noise is another.
-
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
     held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
-
-    `by_question` has what paired comparisons are made from, see `of_question`.
     """
     settings = about["settings"]
     by_task: dict[str, list[Record]] = {}
@@ -83,11 +76,19 @@ def of_question(record: Record) -> dict[str, Any]:
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
-    """How many texts are vanilla's, and every fork."""
+    """How many turns are vanilla's token for token, and every fork.
+
+    `identical` is None where that is not to be expected (no vanilla, or rejection sampling),
+    `hf_identical` under sampling, where the noise of transformers is another.
+    """
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
     beside_hf = runs([record for record in records if has(record, "hf")], "vanilla")
+
+    def equal(texts: Sequence[MethodRun], others: Sequence[MethodRun]) -> int:
+        return sum(a.tokens == b.tokens for a, b in zip(texts, others, strict=True))
+
     return {
         "turns": len(method),
         "identical": equal(method, vanilla) if comparable and vanilla else None,
@@ -100,11 +101,6 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
             if turn.fork is not None
         ],
     }
-
-
-def equal(texts: Sequence[MethodRun], others: Sequence[MethodRun]) -> int:
-    """How many turns have the same tokens."""
-    return sum(a.tokens == b.tokens for a, b in zip(texts, others, strict=True))
 
 
 def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:

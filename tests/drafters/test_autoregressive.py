@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assistant import assistant
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
 from helpers import VOCABULARY, Sometimes, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
@@ -30,7 +31,6 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling, pick
-from kangaroo.evaluation.speed.rivals import assistant
 from kangaroo.evaluation.speed.trials import timed_generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models

@@ -13,7 +13,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import evaluate
+from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranks import join
@@ -50,8 +50,8 @@ def evaluate_several(output, bench_file, names, lm=None, ranks=None, log=None, *
     bench = BenchConfig(changes.pop("bench_name", "tiny"), path=str(bench_file))
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
     config = EvaluateConfig(bench=bench, **settings)
-    about = {"model_name": "tiny", "ranks": ranks, "log": log}
-    return evaluate(lm, byte_tokenizer(), methods, config, **about)
+    about = {"model_name": "tiny", "ranks": ranks}
+    return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 
 
 def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):

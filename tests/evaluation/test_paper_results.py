@@ -140,18 +140,8 @@ def test_drafters_of_the_jobs_of_a_sweep_have_curves_of_their_own(tmp_path):
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
     found = study_of(STUDY, results)
     assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
-    assert [one.published for one in found.checked] == [(1.50, 1.21), (1.21, 1.50)]
     (told,) = report.reasons(found.checked)
     assert told == "- *and it is not* (disagrees): It is not."
-
-
-def test_a_value_whose_place_the_paper_does_not_tell_is_that_of_the_curve(tmp_path):
-    study = composed("tree").study
-    for name in ("kangaroo", "kangaroo_tree,top_k=10,nodes=32"):
-        settings = {"drafter.top_k": 10, "drafter.nodes": 32} if "tree" in name else {}
-        finish(tmp_path / name, answered(1.0), **settings)
-    found = study_of(study, tmp_path)
-    assert [one.published for one in found.checked] == [None, (1.72, 1.50)]
 
 
 def test_what_was_not_measured_is_left_out(results, tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from assistant import assistant
 from commands import ROOT
 from helpers import EXIT, adapter_for, eagle_for, random_prompts, saved_adapter, tiny, tiny_model
 from safetensors import safe_open
@@ -16,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
-from kangaroo.evaluation.speed.rivals import assistant
-from kangaroo.heads import export
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm

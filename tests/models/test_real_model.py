@@ -4,6 +4,7 @@ import itertools
 from functools import cache
 
 import pytest
+from assistant import assistant
 from commands import ROOT
 from composing import DRAFTERS, composed
 from omegaconf import OmegaConf
@@ -16,8 +17,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import evaluate
-from kangaroo.evaluation.speed.rivals import assistant
+from kangaroo.evaluation.run import Evaluator
 from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
@@ -158,6 +158,7 @@ def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
     lm, tokenizer = target
     config = EvaluateConfig(output=str(tmp_path), warmup=0, max_new_tokens=32)
     method = MethodSpec("kangaroo", KangarooConfig(adapter=ADAPTER).build(lm))
-    (summary,) = evaluate(lm, tokenizer, [method], config, model_name="smollm2-135m")
+    evaluator = Evaluator(lm, tokenizer, [method], config, model_name="smollm2-135m")
+    (summary,) = evaluator.finish()
     result = summary["lossless"]
     assert result["turns"] == result["identical"] == result["hf_identical"] == 82

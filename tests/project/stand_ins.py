@@ -23,8 +23,8 @@ SHORT = (
 )
 
 TUNED = (
-    "tuning_questions=2 reporting_questions=2 confirm_questions=1 max_new_tokens=8 "
-    "search.thresholds=[0.0,0.6] search.steps=[1,6]"
+    "tuning_questions=2 reporting_questions=2 max_new_tokens=8 search.kangaroo.steps=[6] "
+    "search.kangaroo.threshold=[0.0] search.hybrid.nodes=[5] search.hybrid.min_gain_per_step=[1.5]"
 )
 
 

@@ -29,7 +29,6 @@ ORDER = [
     {"evaluation.study"},
     {"training"},
     {"evaluation.speed"},
-    {"evaluation.tune"},
     {"api", "chat", "evaluation.race", "hub", "serving"},
     {"cli"},
     {"__main__"},

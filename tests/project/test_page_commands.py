@@ -109,9 +109,8 @@ APPENDED = {
     "scripts/prepare.py layers data=mix search.budget=150 search.conversations=6 "
     "search.max_length=384": f"model=tiny {MIXED}",
     "scripts/tune.py": f"model=tiny bench.path=questions.jsonl {TUNED}",
-    "scripts/tune.py search.drafters=[kangaroo,hybrid] bench.path=outputs/questions/held_out.jsonl "
-    "tuning_questions=24 reporting_questions=8 max_new_tokens=96": (
-        f"model=tiny bench.path=questions.jsonl {TUNED}"
+    "scripts/tune.py +drafter@more.tree=kangaroo_tree +search.tree.nodes=[5,7,9]": (
+        f"model=tiny bench.path=questions.jsonl {TUNED} search.tree.nodes=[5]"
     ),
     "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
     "evaluate.py --config-dir=OUTPUT drafter=tuned": None,

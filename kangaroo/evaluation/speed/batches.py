@@ -59,12 +59,9 @@ def throughput(
     new_tokens: int,
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Tokens a second by vanilla and Kangaroo at every batch size, on the same texts: prompts in
-    turn, two a row.
-
-    Only decoding is timed: prompts are in the cache before. A text that is complete is replaced at
-    once, so the batch stays full until as many texts as twice its rows have been begun. Sizes whose
-    cache would not fit the device's memory are left out, with a warning.
+    """Tokens a second of decoding by vanilla and Kangaroo at every batch size, on the same texts,
+    two a row. A text that is complete is replaced at once, so that the batch stays full. Sizes
+    whose cache would not fit the device's memory are left out, with a warning.
     """
     results = []
     token = lm.n_layers * lm.cache_like(1, 1, [lm.device]).bytes()

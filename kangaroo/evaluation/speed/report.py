@@ -93,9 +93,9 @@ def notes(result: dict[str, Any]) -> str:
     versions = about["versions"]
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
-        f"hf is transformers' generate, hf_... its own ways to speculate. Limits are the time in "
-        f"which the memory could deliver what is read: {before:.1f} GB/s before, {after:.1f} GB/s "
-        f"after, of which they take the higher; a vanilla token reads "
+        f"hf is transformers' generate, hf_lookup the same with its prompt lookup. Limits are the "
+        f"time in which the memory could deliver what is read: {before:.1f} GB/s before, "
+        f"{after:.1f} GB/s after, of which they take the higher; a vanilla token reads "
         f"{result['weights'] / 1e6:.1f} MB of weights.\n"
         f"{result['model']}, {result['dtype']}, {result['device']}, {machine(about)}; greedy, "
         f"batch 1, past any EOS; {settings['prompts']} prompts x {settings['max_new_tokens']} "

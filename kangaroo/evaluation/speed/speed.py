@@ -1,4 +1,4 @@
-"""How fast decoding is: vanilla, Kangaroo, other drafters and rivals side by side, in one run.
+"""How fast decoding is: vanilla, Kangaroo, other drafters and transformers in turn, in one run.
 
 Everything is greedy, and at batch 1 but for the table of batches. All methods take turns on every
 prompt, so that a machine that slows down slows all of them.
@@ -26,7 +26,6 @@ from kangaroo.evaluation.metrics import compression_rate
 from kangaroo.evaluation.speed import trials
 from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
 from kangaroo.evaluation.speed.batches import throughput, verifications
-from kangaroo.evaluation.speed.rivals import rivals
 from kangaroo.evaluation.speed.trials import Trial, take_turns, timed_engine, timed_generate
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -47,7 +46,7 @@ class SpeedConfig(Ranged):
         prompts: this many of them, spread over the bench.
         max_new_tokens: written for each.
         repeats: how often every method writes every text.
-        rivals: transformers' own ways to speculate that are measured too (`rivals.py`).
+        hf_lookup: whether transformers' own prompt lookup is measured too.
         contexts: prompt lengths at which the time a token is measured, in tokens; verifications at
             the first.
         context_tokens: written at each.
@@ -59,7 +58,7 @@ class SpeedConfig(Ranged):
     prompts: Count = 12
     max_new_tokens: Count = 128
     repeats: Count = 2
-    rivals: list[str] = field(default_factory=lambda: ["hf_lookup"])
+    hf_lookup: bool = True
     contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
     context_tokens: Count = 24
     batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
@@ -93,7 +92,9 @@ def measure(
     contexts = fitting_contexts(lm, list(drafters.values()), config)
     tokens = config.max_new_tokens
     prompts = trials.question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
-    methods = {"hf": timed_generate(lm)} | rivals(lm, drafter, config.rivals)
+    methods = {"hf": timed_generate(lm)}
+    if config.hf_lookup:
+        methods["hf_lookup"] = timed_generate(lm, prompt_lookup_num_tokens=10)
     methods |= {name: timed_engine(Engine(lm, each)) for name, each in drafters.items()}
 
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)

@@ -1,6 +1,5 @@
 """Texts written for the benchmark, and how long each took: by transformers and by our engine.
 
-A *round* is one forward of the target: one token, or with Kangaroo a draft and its verification.
 The first round of a text, which is the prefill, is timed apart; what comes after it is decoding.
 """
 
@@ -129,9 +128,7 @@ def take_turns(
     repeats: int,
     title: str,
 ) -> dict[str, list[list[Trial]]]:
-    """Every method on every prompt, repeatedly; who goes first changes each time. By method the
-    trials of each prompt.
-    """
+    """By method the trials of each prompt, all taken in turn; who goes first changes each time."""
     names = list(methods)
     trials: dict[str, list[list[Trial]]] = {name: [[] for _ in prompts] for name in names}
     bar = tqdm(total=len(names) * len(prompts) * repeats, unit="text", desc=title)

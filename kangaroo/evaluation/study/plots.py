@@ -86,42 +86,32 @@ class Scale:
             for model in [*list(self.markers)[1:], HERE]:  # ours lie on top
                 of_curve = [p for p in points if (p.model, p.curve) == (model, curve)]
                 self.line(axes, metric, model, curve, of_curve)
-            self.intervals(axes, metric, curve, of_curve)
         self.ticks(axes)
 
     def line(
         self, axes: Axes, metric: str, model: str, curve: Place, points: Sequence[Point]
     ) -> None:
-        """A curve; words are not joined, and a value without a place is a level."""
-        values = {point.x: v.value for point in points if (v := point.values.get(metric))}
+        """A curve with its intervals; words are not joined, and a value without a place is a
+        level.
+        """
+        values = {point.x: v for point in points if (v := point.values.get(metric))}
         marker, dashes = self.markers[model]
         look: dict[str, Any] = dict(color=self.color(curve), linestyle=dashes, linewidth=1.6)
         if model != HERE:
             look |= dict(linewidth=1, alpha=0.7)
         if None in values:
-            axes.axhline(values.pop(None), **look)
+            axes.axhline(values.pop(None).value, **look)
         if values:
             if model != HERE:
                 look |= dict(markerfacecolor="white")
             if self.words:
                 look |= dict(linestyle="")
             x = [self.at(place, curve) for place in values if place is not None]
-            axes.plot(x, list(values.values()), marker=marker, markersize=4.5, **look)
-
-    def intervals(self, axes: Axes, metric: str, curve: Place, points: Sequence[Point]) -> None:
-        """A band along a curve, where the lines of several would hide each other; else lines."""
-        ends = [
-            (self.at(point.x, curve), *value.ends)
-            for point in points
-            if point.x is not None and (value := point.values[metric]) and value.ends
-        ]
-        color = self.color(curve)
-        if self.words or len(ends) == 1 or len(self.curves) == 1:
-            for x, low, high in ends:
-                axes.plot([x, x], [low, high], color=color, linewidth=1, alpha=0.7)
-        elif ends:
-            x_P, low_P, high_P = zip(*ends, strict=True)
-            axes.fill_between(x_P, low_P, high_P, color=color, alpha=0.12, linewidth=0)
+            ends = [v.ends or [v.value, v.value] for v in values.values()]
+            below = [max(0.0, v.value - e[0]) for v, e in zip(values.values(), ends, strict=True)]
+            above = [max(0.0, e[1] - v.value) for v, e in zip(values.values(), ends, strict=True)]
+            look |= dict(marker=marker, markersize=4.5, elinewidth=0.8)
+            axes.errorbar(x, [v.value for v in values.values()], [below, above], **look)
 
     def ticks(self, axes: Axes) -> None:
         """The places, and what they are of."""

@@ -28,7 +28,6 @@ from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
     HERE,
-    LEAST,
     OPEN,
     Checked,
     Estimate,
@@ -114,23 +113,12 @@ def claim_rows(checked: Sequence[Checked]) -> list[Row]:
         {
             "finding of the paper": result.claim.says,
             "metric": heading_of(result.claim.metric),
-            "the paper": " > ".join(map(number, result.published or ())) or "-",
             HERE: f"{number(result.more.value)}, {number(result.less.value)}",
             "difference": shown(result.difference),
             "verdict": f"**{result.verdict}**",
         }
         for result in checked
     ]
-
-
-def reasons(checked: Sequence[Checked]) -> list[str]:
-    """Why a finding may not be found here, for each that is not."""
-    lines = [
-        f"*{result.claim.says}* ({result.verdict}): {result.claim.why.strip()}"
-        for result in checked
-        if result.verdict != AGREES and result.claim.why
-    ]
-    return [listed(lines)] if lines else []
 
 
 def lossless(method: Measured | None) -> str:
@@ -208,12 +196,17 @@ def body(study: Study, image: str) -> str:
     Args:
         image: where the plot lies, from where the Markdown is read.
     """
+    reasons = [
+        f"*{result.claim.says}* ({result.verdict}): {result.claim.why.strip()}"
+        for result in study.checked
+        if result.verdict != AGREES and result.claim.why
+    ]
     parts = [
         size(study),
         tables.markdown(table(study)),
         f"![{study.config.title}]({image})",
         *([tables.markdown(claim_rows(study.checked))] if study.checked else []),
-        *reasons(study.checked),
+        *([listed(reasons)] if reasons else []),
         *([study.config.note.strip()] if study.config.note else []),
         "<details><summary>How this was made</summary>\n\n"
         + listed(provenance_lines(study))
@@ -291,11 +284,6 @@ def summary(studies: Sequence[dict[str, Any]]) -> str:
         f"Of {counts.total()} findings of the paper that were checked, {counts[AGREES]} agree, "
         f"{counts[DISAGREES]} disagree, and {counts[OPEN]} are open.",
     ]
-    if any(study["questions"] < LEAST for study in studies):
-        parts.append(
-            f"With fewer than {LEAST} questions a finding is always open: such an experiment shows "
-            "what the results look like, and no more."
-        )
     rows = [
         {
             "finding of the paper": result["claim"]["says"],

@@ -36,8 +36,7 @@ class Claim:
     """A finding of the paper: one method has more of a metric than another.
 
     Args:
-        says: the finding in words.
-        more, less: the two methods, by the names of their folders in the study's.
+        more, less: the two methods, by the names of their folders.
         metric: as in `StudyConfig.metrics`.
         task: on the questions of this task; None is all.
         why: what may explain that a study does not find it.
@@ -65,7 +64,7 @@ class StudyConfig:
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
             CTAR(1) and so on; not read for `x=position`, which has CTAR.
         log_x: a logarithmic axis.
-        labels: what methods are called in words, by the names of their folders.
+        labels: what methods are called in words.
         note: what a reader of the table has to know.
         claims: findings of the paper to be checked.
     """
@@ -89,11 +88,7 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """A method of a study that has answered all questions.
-
-    Args:
-        name: its folder in the study's, by which claims and labels know it.
-    """
+    """A method that has answered all questions; claims and labels know it by its folder's name."""
 
     name: str
     summary: dict[str, Any]
@@ -147,11 +142,9 @@ class Checked:
     """A claim and what a study says of it.
 
     Args:
-        more, less: the two values.
-        difference: of the first less the second, with its paired interval.
+        difference: of `more` less `less`, with its paired interval.
         verdict: agrees or disagrees where the interval leaves no doubt; else, and where there were
             fewer than `LEAST` questions, open.
-        published: the paper's two values, of the first model that it gives both for.
     """
 
     claim: Claim
@@ -159,7 +152,6 @@ class Checked:
     less: Estimate
     difference: Estimate
     verdict: str
-    published: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -186,9 +178,8 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
         in_order(places) for places in zip(*((p.curve, p.x) for p in points), strict=True)
     )
     points.sort(key=lambda point: (curves.index(point.curve), along.index(point.x)))
-    theirs = published(config)
-    checked = [check(config, claim, methods, points, theirs) for claim in config.claims]
-    return Study(config, methods, points, theirs, [result for result in checked if result])
+    checked = [check(claim, methods) for claim in config.claims]
+    return Study(config, methods, points, published(config), [x for x in checked if x])
 
 
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
@@ -230,7 +221,7 @@ def as_place(value: Any) -> Place:
 
 
 def points_of(config: StudyConfig, method: Measured) -> list[Point]:
-    """A method's points: one, or where it has several places one for each."""
+    """A method's points, one for each of its places."""
     metrics = {name: name for name in config.metrics}
     parts: dict[Place, tuple[list[Record], dict[str, str]]]
     if config.x == "position":
@@ -295,13 +286,7 @@ def published(config: StudyConfig) -> list[Point]:
     return points
 
 
-def check(
-    config: StudyConfig,
-    claim: Claim,
-    methods: Sequence[Measured],
-    ours: Sequence[Point],
-    theirs: Sequence[Point],
-) -> Checked | None:
+def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     """What a study says of a claim; None where it has not measured both of its methods, or asked
     nothing of its task.
 
@@ -310,33 +295,22 @@ def check(
     by_name = {method.name: of_task(method.records, claim.task) for method in methods}
     if claim.more not in by_name or claim.less not in by_name:
         return None
-    more_records, less_records = by_name[claim.more], by_name[claim.less]
-    if [r.question_id for r in more_records] != [r.question_id for r in less_records]:
+    both = by_name[claim.more], by_name[claim.less]
+    more_ids, less_ids = ([record.question_id for record in records] for records in both)
+    if more_ids != less_ids:
         raise ConfigError(
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
-    if not more_records:
+    if not more_ids:
         return None
-    both = more_records, less_records
     more, less = (value_of(records, claim.metric) for records in both)
     if more is None or less is None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
     difference = estimate(values_Q4, statistics.difference)
-
-    def in_the_paper(method: str) -> dict[str, float]:
-        """The published values of a method, by model; some are of no place along the plot."""
-        task = claim.task or OVERALL
-        points = [p for p in ours if p.source == method and (config.x != "task" or p.x == task)]
-        places = [(point.curve, x) for point in points for x in (point.x, None)]
-        values = {p.model: p.values.get(claim.metric) for p in theirs if (p.curve, p.x) in places}
-        return {model: value.value for model, value in values.items() if value}
-
-    of_more, of_less = in_the_paper(claim.more), in_the_paper(claim.less)
-    values = next(((of_more[m], of_less[m]) for m in of_more if m in of_less), None)
-    return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)), values)
+    return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)))
 
 
 def verdict(difference: Estimate, questions: int) -> str:
