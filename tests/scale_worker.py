@@ -14,12 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from helpers import random_prompts, recipe_of, tiny
+from helpers import recipe_of, tiny
+from training_cases import KillsAt, config, samples, train
 
-from kangaroo.training.config import TrainerConfig
-from kangaroo.training.loop import Trainer
 from kangaroo.utils.ranks import join
-from kangaroo.utils.tracking import NoTracker
 
 
 @dataclass
@@ -34,7 +32,7 @@ CASES = {
     "torch": Case(),
     "torch_idle": Case({"accumulate": 1}),  # the second process has nothing to do
     "torch_sharded": Case({"shard_target": True}),
-    "muon": Case({"muon": True}),  # each process makes the steps of half of the matrices
+    "muon": Case({"muon": True}),
     "stage1": Case({"zero_stage": 1}),
     "stage2": Case({"zero_stage": 2, "accumulate": 3}),
     "sharded": Case({"zero_stage": 1, "shard_target": True}),
@@ -44,45 +42,23 @@ CASES = {
 }
 
 
-class KillsAt(NoTracker):
-    """Kills this process, without a chance to clean up, after a step that no checkpoint holds."""
+class KillsProcessAt(KillsAt):
+    """Without a chance to clean up."""
 
-    def __init__(self, step):
-        self.step = step
-
-    def log(self, metrics, step):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None):
     """Three adapters on a random four-layer model, in 18, 9 or 6 steps (accumulate=1, 2, 3)."""
-    samples = [
-        {"messages": [], "input_ids": ids, "loss_mask": [0] * 5 + [1] * (len(ids) - 5)}
-        for ids in random_prompts(*range(20, 35))
-    ]
-    shared = {
-        "epochs": 3,
-        "batch_tokens": 64,
-        "accumulate": 2,
-        "holdout": 3,
-        "loss_chunk": 7,
-        "evaluate_every": 3,
-        "save_every": 2,
-        "warmup_steps": 2,
-        "clip": 0.05,
-        "decode_every": 4,
-        "decode_prompts": 2,
-        "decode_tokens": 8,
-    }
-    config = TrainerConfig(**(shared | settings))
-    about = {"fingerprint": "test"}
+    shared = {"epochs": 3, "accumulate": 2, "holdout": 3, "clip": 0.05, "decode_every": 4}
+    shared |= {"decode_prompts": 2, "decode_tokens": 8}
     recipes = recipes or [
         recipe_of(name="attention", exit_layers=[1, 2]),
         recipe_of(name="fused", fused=True, draft_steps=2, learning_rate=0.003),
     ]
-    trainer = Trainer(lm or tiny(), samples, recipes, config, output, about, ranks)
-    trainer.train(tracker or NoTracker())
+    options = config(**(shared | settings))
+    train(lm or tiny(), samples(15), options, output, tracker, recipes=recipes, ranks=ranks)
 
 
 def share_of_layers(lm):
@@ -97,7 +73,7 @@ if __name__ == "__main__":
     with join() as own:
         for name in sys.argv[2:]:
             case = CASES[name]
-            killer = None if case.killed_at is None else KillsAt(case.killed_at)
+            killer = None if case.killed_at is None else KillsProcessAt(case.killed_at)
             lm = tiny()
             train_tiny(Path(sys.argv[1]) / name, case.settings, killer, own, lm)
             assert share_of_layers(lm) == (0.5 if case.settings.get("shard_target") else 1)

@@ -1,11 +1,14 @@
 """Texts, settings and runs for the tests of training."""
 
+import json
+
 import torch
 from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
 from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head
 from kangaroo.training import curves, results
+from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import Trainer
 from kangaroo.training.micro_batch import forward_target, train_step
@@ -59,9 +62,16 @@ def recipe(**changes):
     return recipe_of(**({"exit_layers": [EXIT]} | changes))
 
 
-def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None):
-    tracker = tracker or NoTracker()
-    return Trainer(lm, data, recipes or [recipe()], settings, folder, about).train(tracker)
+def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None, ranks=None):
+    trainer = Trainer(lm, data, recipes or [recipe()], settings, folder, about, ranks)
+    return trainer.train(tracker or NoTracker())
+
+
+def run(lm, folder, adapter=None, data=None, **changes):
+    """The folder of an adapter that is trained, and decoded with."""
+    settings = config(**({"decode_prompts": 16, "decode_tokens": 12} | changes))
+    (saved,) = train(lm, data or samples(8), settings, folder, recipes=[adapter or recipe()])
+    return saved
 
 
 VARIANTS = [
@@ -82,6 +92,13 @@ def taught(lm, batches, **changes):
     return sums, [parameter.grad for parameter in made[0].adapter.parameters()]
 
 
+def curve(folder):
+    """The metrics of every step, but for what is of the process alone."""
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    own = ("tokens_per_second", "peak_memory_gib")
+    return [{k: v for k, v in row.items() if k not in own} for row in rows]
+
+
 class Killed(Exception):
     pass
 
@@ -94,23 +111,7 @@ class KillsAt(NoTracker):
 
     def log(self, metrics, step):
         if step == self.step:
-            raise Killed
+            self.kill()
 
-
-def run(lm, folder, recipe=None, data=None, tracker=None, **changes):
-    settings = {
-        "epochs": 2,
-        "batch_tokens": 64,
-        "holdout": 2,
-        "loss_chunk": 7,
-        "evaluate_every": 3,
-        "save_every": 2,
-        "warmup_steps": 2,
-        "decode_tokens": 12,
-    }
-    data = data or [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
-    recipe = recipe or recipe_of(name="attention", exit_layers=[EXIT])
-    config, about = TrainerConfig(**(settings | changes)), {"fingerprint": "test"}
-    trainer = Trainer(lm, data, [recipe], config, folder, about)
-    (saved,) = trainer.train(tracker or NoTracker())
-    return saved
+    def kill(self):
+        raise Killed

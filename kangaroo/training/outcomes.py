@@ -68,7 +68,7 @@ class NativeOutcomes(torch.autograd.Function):
 
 
 def _call(name: str, takes: list[Any], fields: list[Tensor], *arguments: Tensor) -> None:
-    """Call native code with `fields`, those of its `NativeOutcomes` in their order, and arguments."""
+    """Call native code with the `fields` of its `NativeOutcomes`, in their order, and arguments."""
     library = native.library()
     assert library is not None
     (rows, logits), dtype = fields[0].shape, fields[0].dtype

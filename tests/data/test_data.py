@@ -17,7 +17,6 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models import loading as models
-from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import masked_ids, prompt_ids, user_header
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 
@@ -30,34 +29,13 @@ def test_user_header_is_the_template_up_to_the_question(target):
     header, end = user_header(tokenizer)
     assert (tokenizer.decode(header), end) == ("<|im_start|>user\n", "<|im_end|>")
     tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ConfigError, match="no chat template"):
+        prompt_ids(tokenizer, [{"role": "user", "content": "Hi"}])
     tokenizer.chat_template = models.chat_template("vicuna")
     header, end = user_header(tokenizer)
     assert tokenizer.decode(header).endswith("USER: ") and end == "ASSISTANT:"
-
-
-def test_empty_questions_and_missing_templates_are_refused(target):
-    _, tokenizer = target
     with pytest.raises(PromptError, match="empty"):
         prompt_ids(tokenizer, [{"role": "user", "content": "  "}])
-    bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ConfigError, match="no chat template"):
-        prompt_ids(bare, [{"role": "user", "content": "Hi"}])
-
-
-def test_samples_are_prompts_with_the_answer_masked_in(target, tmp_path):
-    lm, tokenizer = target
-    settings(tmp_path / "data").make(lm, tokenizer)
-    samples, about = store.load(tmp_path / "data")
-    assert len(samples) > 5
-    for sample in samples:
-        prompt = prompt_ids(tokenizer, sample["messages"][:1])
-        assert sample["input_ids"][: len(prompt)] == prompt  # BOS and template as at inference
-        assert sample["loss_mask"] == [0] * len(prompt) + [1] * (
-            len(sample["input_ids"]) - len(prompt)
-        )
-    questions = [sample["messages"][0]["content"] for sample in samples]
-    assert len(set(questions)) == len(questions)
-    assert about["settings"]["model"] == TINY and about["conversations"] == len(samples)
 
 
 def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
@@ -86,30 +64,23 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
 
 
 def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
-    lm, tokenizer = target
-    settings(tmp_path / "data").make(lm, tokenizer)
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "data.shards").glob("*.jsonl")}
-    assert store.about(tmp_path / "data")["speed"]["tokens_written"] > 0
-    strict = FilterConfig(min_answer_tokens=12)
-    settings(tmp_path / "data", filters=strict).make(lm, tokenizer)
+    settings(tmp_path / "data").make(*target)
+    shards = tmp_path / "data.shards"
+    before = {p: p.stat().st_mtime_ns for p in shards.glob("*.jsonl")}
+    settings(tmp_path / "data", filters=FilterConfig(min_answer_tokens=12)).make(*target)
     samples, about = store.load(tmp_path / "data")
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert all(sum(sample["loss_mask"]) >= 12 for sample in samples)
-    assert about["speed"] is None  # nothing was written, so nothing was timed
     assert about["asked"] == 12 == len(samples) + sum(about["dropped"].values())
+    (shards / "00001.jsonl").write_text((shards / "00001.jsonl").read_text()[:-40])
+    with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
+        settings(tmp_path / "data", filters=FilterConfig(1)).make(*target)
 
 
 def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
     lm, tokenizer = brief
-    config = settings(
-        tmp_path / "data",
-        shards=2,
-        shard_size=8,
-        turns=[1, 3],
-        max_answer_tokens=30,
-        filters=HEALTHY,
-    )
-    config.make(lm, tokenizer)
+    fields = {"shards": 2, "shard_size": 8, "turns": [1, 3], "max_answer_tokens": 30}
+    settings(tmp_path / "data", filters=HEALTHY, **fields).make(lm, tokenizer)
     lines = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted((tmp_path / "data.shards").glob("*.jsonl"))
@@ -127,80 +98,54 @@ def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
         for (start, stop), said in zip(spans, messages[1::2], strict=True):
             text = tokenizer.decode(sample["input_ids"][start:stop], skip_special_tokens=True)
             assert text == said["content"]
-    assert store.about(tmp_path / "data")["statistics"]["turns"]["1"] >= 8
 
 
-def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path):
+def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path, monkeypatch):
     lm, tokenizer = brief
-    context = lm.config.max_position_embeddings
-    lm.config.max_position_embeddings = 120
-    try:
-        config = settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30)
-        config.make(lm, tokenizer)
-    finally:
-        lm.config.max_position_embeddings = context
+    monkeypatch.setattr(lm.config, "max_position_embeddings", 120)
+    settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30).make(lm, tokenizer)
     samples, _ = store.load(tmp_path / "data")
     assert samples and all(len(sample["input_ids"]) <= 120 for sample in samples)
 
 
-def test_a_shard_that_is_torn_is_named(target, tmp_path):
-    lm, tokenizer = target
-    settings(tmp_path / "data").make(lm, tokenizer)
-    path = tmp_path / "data.shards/00001.jsonl"
-    path.write_text(path.read_text()[:-40])
-    with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
-        settings(tmp_path / "data", filters=FilterConfig(1)).make(lm, tokenizer)
-
-
-def test_tokens_time_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog):
-    lm, tokenizer = target
+def test_tokens_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
-        settings(tmp_path / "data").make(lm, tokenizer)
+        settings(tmp_path / "data").make(*target)
     announced, wrote = caplog.messages[:2]
     assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
-    assert "tokens/s" in announced and "MB on disk" in announced
-    assert "of a plain forward's" in wrote
-    wanted = "tokens_written seconds tokens_per_second forward_tokens_per_second share_of_forward"
-    assert [*store.about(tmp_path / "data")["speed"]] == wanted.split()
-
-
-def test_a_disk_without_room_is_refused_before_anything_is_written(target, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 100, 100))
+    assert "MB on disk" in announced and "tokens/s" in wrote
+    usage = namedtuple("usage", "total used free")(10**6, 10**6 - 100, 100)
+    monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DataError, match="Make room"):
-        settings(tmp_path / "data").make(*target)
-    assert not list((tmp_path / "data.shards").glob("*.jsonl"))
+        settings(tmp_path / "full").make(*target)
+    assert not list((tmp_path / "full.shards").glob("*.jsonl"))
 
 
 def test_questions_begin_with_their_openings_in_turn(target, tmp_path):
     openings = ["Summarize: The", "", "Translate: "]
-    config = settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2])
-    config.make(*target)
-    samples, _ = store.load(tmp_path / "data")
-    assert len(samples) == 12
+    settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2]).make(*target)
+    samples, about = store.load(tmp_path / "data")
+    assert len(samples) == 12 and about["settings"]["openings"] == openings
     for i, sample in enumerate(samples):
         assert sample["messages"][0]["content"].startswith(openings[i % 3].strip())
         if len(sample["messages"]) > 2:  # a second question is the target's own
             assert not sample["messages"][2]["content"].startswith("Summarize")
-    assert store.about(tmp_path / "data")["settings"]["openings"] == openings
 
 
 def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
-    for seed in (0, 1):
-        settings(tmp_path / f"{seed}", seed=seed, filters=NO_FILTERS).make(*target)
     paths = [str(tmp_path / "0"), str(tmp_path / "1")]
+    for seed, path in enumerate(paths):
+        settings(path, seed=seed, filters=NO_FILTERS).make(*target)
     mix = MixConfig(path=str(tmp_path / "mix"), paths=paths, filters=NO_FILTERS)
     mix.make(*target)
-    parts = [store.load(tmp_path / f"{seed}")[0] for seed in (0, 1)]
+    parts = [store.load(tmp_path / f"{seed}") for seed in (0, 1)]
     samples, about = store.load(tmp_path / "mix")
-    assert sorted(map(str, samples)) == sorted(map(str, parts[0] + parts[1]))
-    assert samples != parts[0] + parts[1]
+    joined = parts[0][0] + parts[1][0]
+    assert samples != joined and sorted(map(str, samples)) == sorted(map(str, joined))
+    assert about["settings"]["parts"] == [part["fingerprint"] for _, part in parts]
     made = (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns
     mix.make(*target)
     assert (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns == made
-    assert about["settings"]["parts"] == [
-        store.about(tmp_path / f"{seed}")["fingerprint"] for seed in (0, 1)
-    ]
     with pytest.raises(DataError, match="no complete dataset"):
         replace(mix, paths=[*paths, str(tmp_path / "nowhere")]).make(*target)
 
@@ -224,38 +169,29 @@ def test_an_interrupted_synthesis_ends_with_the_same_data(brief, tmp_path, teach
     assert whole[1]["fingerprint"] == stopped[1]["fingerprint"]
 
 
-def test_more_shards_keep_those_that_are_there(target, tmp_path):
-    lm, tokenizer = target
-    settings(tmp_path / "data", shards=1).make(lm, tokenizer)
+def test_more_shards_keep_those_that_are_there_and_other_settings_are_refused(target, tmp_path):
+    settings(tmp_path / "data", shards=1).make(*target)
     (first,) = (tmp_path / "data.shards").glob("*.jsonl")
     written = first.stat().st_mtime_ns
     few, _ = store.load(tmp_path / "data")
-    settings(tmp_path / "data").make(lm, tokenizer)
+    settings(tmp_path / "data").make(*target)
     more, _ = store.load(tmp_path / "data")
     assert first.stat().st_mtime_ns == written
     assert more[: len(few)] == few and len(more) > len(few)
-
-
-def test_shards_of_other_settings_are_refused_by_name(target, tmp_path):
-    lm, tokenizer = target
-    first = settings(tmp_path / "data")
-    first.make(lm, tokenizer)
     with pytest.raises(DataError, match="seed=0 there, 7 now"):
-        replace(first, seed=7).make(lm, tokenizer)
+        settings(tmp_path / "data", seed=7).make(*target)
 
 
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
-    lm, tokenizer = target
     limits = {"max_question_tokens": 1, "keep_unfinished_questions": False}
     with pytest.raises(DataError, match=r"none of 2 .* usable \(2 no finished question\)"):
-        settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(lm, tokenizer)
+        settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(*target)
 
 
 def test_changed_or_missing_data_is_refused(target, tmp_path):
-    lm, tokenizer = target
     with pytest.raises(DataError, match="no complete dataset"):
         store.load(tmp_path / "none")
-    settings(tmp_path / "data").make(lm, tokenizer)
+    settings(tmp_path / "data").make(*target)
     path = tmp_path / "data" / store.PROVENANCE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "0" * 16}))
     with pytest.raises(DataError, match="not what its provenance"):

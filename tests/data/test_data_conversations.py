@@ -87,27 +87,23 @@ def test_every_form_gives_the_same_conversations(tmp_path):
         read(Source(str(tmp_path / "splits"), split="tset"), None)
 
 
-def test_a_benchs_questions_are_read_up_to_the_first_turn(tmp_path):
-    path = tmp_path / "held_out.jsonl"
-    path.write_text(
-        json.dumps({"question_id": 7, "category": "qa", "turns": ["Who?", "And then?"]})
-    )
+def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"question_id": 7, "turns": ["Who?", "And then?"]}))
     (messages,) = read(Source(str(path)), None)
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
     kept = [{"role": "user", "content": "Who?"}]
     assert regular(messages) == (kept, "two user turns in a row")
-
-
-def test_a_column_of_another_name_is_found_when_named(tmp_path):
-    path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))
     assert read(Source(str(path), column="talk"), None) == [chat("Why?", "So.")]
-    with pytest.raises(
-        DataError, match=r"record 1: it has no conversation .*\(prompt, talk\).*data\.column"
-    ):
+    with pytest.raises(DataError, match=r"1: it has no .*\(prompt, talk\).*data\.column"):
         read(Source(str(path)), None)
     with pytest.raises(DataError, match="no 'text' among its fields"):
         read(Source(str(path), column="text"), None)
+    # half a surrogate pair becomes a character that tokenizers take
+    path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
+    ((turn,),) = read(Source(str(path)), None)
+    assert prompt_ids(target[1], [turn])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +113,7 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ("[]", "holds no conversations"),
         ("[{}]", r"record 1: it has no conversation among its fields \(none\)"),
         ("[1]", "record 1: it is a int, not an object"),
-        ('{"messages": []', "line 1 is not JSON"),
+        ('{"messages": []', r"record 1: line 1 is not JSON.*data\.skip_bad=true"),
         ('[{"messages": []}', "is not JSON"),
         ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
         ('{"messages": {"role": "user"}}', "'messages' is a dict, not a list"),
@@ -130,13 +126,25 @@ def test_a_column_of_another_name_is_found_when_named(tmp_path):
         ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1: .*'value' is null"),
         ('{"messages": ' + "1" * 5000 + "}", "line 1 is not JSON"),
         ("[" * 100_000, "is not JSON"),
+        ('{"messages": "größe"}'.encode("latin-1"), "not UTF-8"),
+        (None, "there is no"),
     ],
 )
 def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
     path = tmp_path / "talks.json"
-    path.write_text(text)
-    with pytest.raises(DataError, match=rf"talks\.json.*{message}"):
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=rf"{message}|talks\.json.*{message}"):
         read(Source(str(path)), None)
+
+
+def test_what_nothing_reads_is_refused(tmp_path):
+    (tmp_path / "talks.xml").write_text("<a/>")
+    with pytest.raises(DataError, match=r"nothing reads files that end in '.xml'"):
+        read(Source(str(tmp_path / "talks.xml")), None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        read(Source(str(tmp_path / "empty")), None)
 
 
 def test_what_is_null_is_as_good_as_absent(tmp_path):
@@ -195,16 +203,6 @@ UNUSABLE = [
 ]
 
 
-@pytest.mark.parametrize("reason, line", BAD)
-def test_a_bad_record_is_refused_and_the_error_names_the_option(tmp_path, reason, line):
-    path = written(tmp_path)
-    path.write_text(path.read_text() + line)
-    with pytest.raises(DataError, match=r"record 6: .*data\.skip_bad=true"):
-        read(Source(str(path)), None)
-    left_out = Counter()
-    assert read(Source(str(path)), None, left_out) == TALKS and left_out == {reason: 1}
-
-
 def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog):
     path = written(tmp_path, [*TALKS, *(talk for _, talk in UNUSABLE)])
     path.write_text(path.read_text() + "\n".join(line for _, line in BAD))
@@ -220,21 +218,6 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
     path.write_text(BAD[-1][1])
     with pytest.raises(DataError, match=r"holds no conversations \(1 tool turn\)"):
         config(tmp_path, path, skip_bad=True, **options).make(*target)
-
-
-def test_other_encodings_and_missing_files_are_refused(tmp_path):
-    path = tmp_path / "talks.jsonl"
-    path.write_bytes('{"messages": "größe"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        read(Source(str(path)), None)
-    with pytest.raises(DataError, match=r"there is no .*none.jsonl"):
-        read(Source(str(tmp_path / "none.jsonl")), None)
-    (tmp_path / "talks.xml").write_text("<a/>")
-    with pytest.raises(DataError, match=r"nothing reads files that end in '.xml'"):
-        read(Source(str(tmp_path / "talks.xml")), None)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        read(Source(str(tmp_path / "empty")), None)
 
 
 def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):
@@ -259,13 +242,6 @@ def test_the_error_for_what_the_hub_does_not_give_gives_the_fix(source):
         read(Source(source, subset="en"), None)
 
 
-def test_half_a_surrogate_pair_becomes_a_character_that_tokenizers_take(tmp_path, target):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
-    ((turn,),) = read(Source(str(path)), None)
-    assert prompt_ids(target[1], [turn])
-
-
 KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
 
 
@@ -279,7 +255,7 @@ def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
     lm, tokenizer = target
     config(tmp_path, written(tmp_path), regenerate=False).make(lm, tokenizer)
-    samples, about = store.load(tmp_path / "data")
+    samples, _ = store.load(tmp_path / "data")
     assert [sample["messages"] for sample in samples] == TALKS
     for sample in samples:
         ids, mask = masked_ids(tokenizer, sample["messages"])
@@ -363,13 +339,6 @@ def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
     assert changed[:4] == few and changed[4]["messages"][0]["content"] == "Something else?"
 
 
-def test_other_settings_are_refused_by_name(target, tmp_path):
-    source = written(tmp_path)
-    config(tmp_path, source).make(*target)
-    with pytest.raises(DataError, match="max_answer_tokens=20 there, 21 now"):
-        config(tmp_path, source, max_answer_tokens=21).make(*target)
-
-
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
     only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
     with pytest.raises(DataError, match=r"none of the 1 .*with an answer: 1 no answer"):
@@ -378,6 +347,8 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
     with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
+    with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
+        config(tmp_path, written(tmp_path)).make(*target)
 
 
 def test_system_turns_can_be_left_out(target, tmp_path):

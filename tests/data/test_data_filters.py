@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from kangaroo.data.filters import FilterConfig, Questions, answers, cut, repetition, select
-from kangaroo.data.statistics import statistics
 
 
 def conversation(*turns):
@@ -102,12 +101,3 @@ def test_cutting_keeps_text_tokens_and_mask_together():
     assert answers(whole["loss_mask"]) == [(2, 22), (24, 29), (31, 51)]
     assert cut(whole, 2) == conversation(("a?", GOOD), ("b?", [1, 2, 3, 4, 5]))
     assert cut(whole, 3) == whole
-
-
-def test_statistics_tell_turns_lengths_and_variety():
-    about = statistics([conversation(("a?", GOOD), ("b?", [1] * 8)), conversation(("c?", GOOD))])
-    assert about["turns"] == {"1": 1, "2": 1}
-    assert about["answer_tokens"] == {"mean": 16.0, "p50": 20.0, "p95": 20.0, "max": 20.0}
-    assert about["prompt_tokens"]["mean"] == 2.0
-    assert about["distinct_tokens"] == 20
-    assert about["distinct_4grams"] == round((17 + 1) / (17 + 5 + 17), 4)

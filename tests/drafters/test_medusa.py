@@ -157,7 +157,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     assert folder.name == "medusa"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     losses = [row["train/medusa/loss"] for row in rows]
-    assert losses[-1] < losses[0]
+    assert sum(losses[-11:]) < sum(losses[:11])  # an epoch
     assert {"train/medusa/step2/loss", "held_out/medusa/ctar2"} <= rows[-1].keys()
     assert rows[-1]["held_out/medusa/ctar3"] == 0  # there are but two heads
 

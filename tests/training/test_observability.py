@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, vanilla_texts
-from training_cases import run, sample
+from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
+from training_cases import recipe, run, sample, samples
 
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -30,21 +30,24 @@ from kangaroo.utils.tracking import WandbConfig, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
 EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
+NAME = "attention-exit2"
+MEANS = ["loss", "agreement", "expected_acceptance"]
+RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 
 
 def trained(lm, **changes):
     """An adapter that agrees here and there, with values that saving does not round."""
-    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
-    (trainee,) = trainees(lm, [recipe], None)
-    adapter = adapter_for(lm, architecture=recipe.architecture).bfloat16().float()
+    (trainee,) = trainees(lm, [recipe(**changes)], None)
+    architecture = trainee.recipe.architecture
+    adapter = adapter_for(lm, EXIT, architecture).bfloat16().float()
     trainee.adapter.load_state_dict(adapter.state_dict())
     return trainee
 
 
 def graded(lm, trainee, texts, prompts):
     """The grades of all draft steps at every position of the texts, and where those are."""
-    samples = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
-    tokens = collate(samples, 1000, lm.device)
+    data = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    tokens = collate(data, 1000, lm.device)
     (own,), _ = grade(lm, forward_target(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
     return own, tokens.wanted_BT
 
@@ -79,37 +82,29 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
         agrees_BT = torch.zeros_like(wanted_BT)
         agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
         agrees.append(agrees_BT)
-    rounds = [(0, 1)] * len(prompts)  # the prefills
+    rounds, everywhere = [(0, 1)] * len(prompts), []  # the prefills
     for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        rounds += walk(
-            lambda step, position, row=row: bool(agrees[step][row, position]),
-            len(text),
-            len(prompt) + 1,
-        )
+        at = lambda step, position, row=row: bool(agrees[step][row, position])  # noqa: E731
+        rounds += walk(at, len(text), len(prompt) + 1)
+        starts = range(len(prompt), len(text))
+        everywhere += [walk(at, len(text), start)[0][0] for start in starts]
     told = {f"ctar{w}": sum(a >= w for a, _ in rounds) / len(rounds) for w in range(1, 7)}
     told["compression_rate"] = sum(written for _, written in rounds) / len(rounds)
     assert 1.3 < told["compression_rate"] < 6.5
     measured = decode(lm, [trainee], prompts, new_tokens)
-    assert {name: measured[f"decode/own-exit2/{name}"] for name in told} == told
+    assert {name: measured[f"decode/{NAME}/{name}"] for name in told} == told
 
-    # and as many drafts, had one begun at every position, are what `results.accepted` counts
-    everywhere = [
-        next(iter(walk(lambda s, p, row=row: bool(agrees[s][row, p]), len(text), start)))[0]
-        for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
-        for start in range(len(prompt), len(text))
-    ]
-    counted = results.accepted(own, wanted_BT).tolist()
-    if (
-        not trainee.recipe.architecture.fused
-    ):  # whose drafts begin in the prompt are not graded later on
+    # as many drafts, had one begun at every position, are what `results.accepted` counts; fused
+    # adapters' that begin in the prompt are not graded later on
+    if not trainee.recipe.architecture.fused:
+        counted = results.accepted(own, wanted_BT).tolist()
         assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
 
 
 def test_expected_acceptance_is_what_sampling_accepts():
     lm = tiny()
-    trainee = trained(lm)
-    prompts = random_prompts(*[6] * 8, seed=5)
-    measured = decode(lm, [trainee], prompts, 150)["decode/own-exit2/sampled_acceptance"]
+    trainee, prompts = trained(lm), random_prompts(*[6] * 8, seed=5)
+    measured = decode(lm, [trainee], prompts, 150)[f"decode/{NAME}/sampled_acceptance"]
     sampling = Sampling(temperature=1.0, rule=Rule.rejection)
     done = Engine(lm, Vanilla()).generate(prompts, 150, sampling)
     texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
@@ -119,27 +114,20 @@ def test_expected_acceptance_is_what_sampling_accepts():
     assert abs(measured - expected / positions) < 0.06
     assert abs(agreed - expected) / positions > 0.06  # greedy agreement is told apart
 
-
-def test_sampled_acceptance_is_the_share_of_draft_tokens_though_prefills_have_none():
-    lm = tiny()
-    trainee = trained(lm)
-    prompts = random_prompts(*[6] * 8, seed=5)
-    measured = decode(lm, [trainee], prompts, 2)["decode/own-exit2/sampled_acceptance"]
+    # the share of draft tokens, though prefills have none
+    measured = decode(lm, [trainee], prompts, 2)[f"decode/{NAME}/sampled_acceptance"]
     drafter = KangarooConfig.chain(1).of(lm, *frozen(lm, trainee))
-    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
     done = Engine(lm, drafter).generate(prompts, 2, sampling)
     assert [[step.drafted for step in one.steps] for one in done] == [[0, 1]] * 8
     assert 0 < measured == sum(one.steps[1].accepted for one in done) / 8
-    assert "decode/own-exit2/sampled_acceptance" not in decode(lm, [trainee], prompts, 1)
+    assert f"decode/{NAME}/sampled_acceptance" not in decode(lm, [trainee], prompts, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("changes", [*VARIANTS, EAGLE], ids=str)
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
-    lm = tiny(dtype=dtype)
-    data = [sample(ids, 5) for ids in random_prompts(*range(20, 28))]
-    recipe = recipe_of(name="own", exit_layers=[EXIT], **changes)
-    folder = run(lm, tmp_path, recipe, data, vocabulary=40)
+    lm, data = tiny(dtype=dtype), samples(8)
+    folder = run(lm, tmp_path, recipe(**changes), data, vocabulary=40)
     told = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
     drafter = method(adapter=str(folder), threshold=0).build(lm)
@@ -159,7 +147,7 @@ def test_what_is_decoded_in_a_batch_is_what_one_text_at_a_time_gives(monkeypatch
     together = decode(lm, [trainee], prompts, 12)
     monkeypatch.setattr("kangaroo.training.decode._ROWS", 1)
     assert together == decode(lm, [trainee], prompts, 12)
-    assert together["decode/own-exit2/ctar1"] > 0
+    assert together[f"decode/{NAME}/ctar1"] > 0
 
 
 def test_decoding_leaves_no_trace_in_training(tmp_path):
@@ -179,11 +167,6 @@ def test_decoding_leaves_no_trace_in_training(tmp_path):
     assert (often / WEIGHTS).read_bytes() == (never / WEIGHTS).read_bytes()
 
 
-def test_how_much_a_run_decodes_may_change_on_resuming(tmp_path):
-    run(tiny(), tmp_path)
-    run(tiny(), tmp_path, decode_every=1, decode_prompts=1, decode_tokens=3)
-
-
 def test_a_prompt_ends_where_the_last_answer_begins():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 1, 1, 0, 0, 1, 1]}
     unasked, long = sample([1, 2, 3], 0), sample(list(range(9)), 8)
@@ -196,45 +179,37 @@ def test_a_prompt_ends_where_the_last_answer_begins():
 
 
 def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
-    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
-    folder = run(tiny(), tmp_path, recipe)
+    folder = run(tiny(), tmp_path, recipe(name="fused", fused=True, draft_steps=2))
     *_, last = read_metrics(tmp_path)
-    name = folder.name
-    means = ["loss", "agreement", "expected_acceptance"]
-    rates = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
-    steps = [f"step{k}/{mean}" for k in range(2, 7) for mean in means]
+    name, steps = folder.name, [f"step{k}/{mean}" for k in range(2, 7) for mean in MEANS]
     assert set(last) == {
         "step",
         "tokens",
         "tokens_per_second",
         "peak_memory_gib",
-        *(f"train/{name}/{figure}" for figure in [*means, *steps[:3], "learning_rate"]),
-        *(f"held_out/{name}/{figure}" for figure in means + steps + rates),
-        *(f"decode/{name}/{figure}" for figure in [*rates, "sampled_acceptance"]),
+        *(f"train/{name}/{figure}" for figure in [*MEANS, *steps[:3], "learning_rate"]),
+        *(f"held_out/{name}/{figure}" for figure in MEANS + steps + RATES),
+        *(f"decode/{name}/{figure}" for figure in [*RATES, "sampled_acceptance"]),
     }
     assert 0.05 < last["peak_memory_gib"] < 100
     progress = read_config(str(folder)).training["progress"]
-    assert set(progress["held_out"]) == {*means, *steps, *rates}
-    assert set(progress["decoded"]) == {*rates, "sampled_acceptance"}
+    assert set(progress["held_out"]) == {*MEANS, *steps, *RATES}
+    assert set(progress["decoded"]) == {*RATES, "sampled_acceptance"}
     assert progress["tokens"] == last["tokens"]
 
-
-def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
-    data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
-    recipe = recipe_of(name="fused", exit_layers=[EXIT], fused=True, draft_steps=2)
-    folder = run(tiny(), tmp_path, recipe, data)
-    *_, last = read_metrics(tmp_path)
-    assert f"train/{folder.name}/loss" in last and f"train/{folder.name}/step2/loss" not in last
-
-
-def test_the_table_holds_what_the_metrics_hold(tmp_path):
-    run(tiny(), tmp_path)
-    rows = read_metrics(tmp_path)
+    rows = read_metrics(tmp_path)  # the table holds what the metrics hold
     with (tmp_path / curves.TABLE).open(newline="") as file:
         table = list(csv.DictReader(file))
     told = [{k: float(v) for k, v in row.items() if v} for row in table]
     assert told == rows and len(rows) > 3
     assert (tmp_path / curves.PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
+    data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
+    folder = run(tiny(), tmp_path, recipe(fused=True, draft_steps=2), data)
+    *_, last = read_metrics(tmp_path)
+    assert f"train/{folder.name}/loss" in last and f"train/{folder.name}/step2/loss" not in last
 
 
 def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
@@ -260,19 +235,16 @@ def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
     logged, starts = [], iter([58, 0])  # a part on disk is not told what W&B has
 
     def init(**settings):
-        log = lambda metrics, step: logged.append(step)  # noqa: E731
         assert settings["name"] == "/".join(tmp_path.parts[-2:])
-        return SimpleNamespace(starting_step=next(starts), log=log)
+        return SimpleNamespace(
+            starting_step=next(starts), log=lambda metrics, step: logged.append(step)
+        )
 
-    fake = SimpleNamespace(init=init)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = WandbConfig().start({}, tmp_path)
-    for step in (57, 58, 59):  # the checkpoint held step 56
-        tracker.log({"loss": 1.0}, step)
-    assert logged == [58, 59]
-    tracker = WandbConfig().start({}, tmp_path)
-    for step in (59, 60):
-        tracker.log({"loss": 1.0}, step)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for steps in ((57, 58, 59), (59, 60)):  # the checkpoint held step 56
+        tracker = WandbConfig().start({}, tmp_path)
+        for step in steps:
+            tracker.log({"loss": 1.0}, step)
     assert logged == [58, 59, 60]
     forget(tmp_path)
     assert not list(tmp_path.glob("wandb_*"))

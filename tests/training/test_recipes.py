@@ -54,23 +54,14 @@ def test_a_small_model_keeps_the_defaults_of_the_options(model):
     assert config.data.path == f"outputs/data/self_synthesis/{model}"
 
 
-def test_what_the_command_line_says_wins_over_the_recipe():
-    config = composed(
-        "model=vicuna-7b",
-        "data=self_synthesis",
-        "adapter=fused",
-        "adapter.exit_layers=[3]",
-        "trainer=deepspeed",
-        "trainer.learning_rate=1e-3",
-    )
+def test_the_command_line_and_an_experiment_win_over_the_recipe():
+    options = "model=vicuna-7b data=self_synthesis adapter=fused adapter.exit_layers=[3]"
+    config = composed(*options.split(), "trainer=deepspeed", "trainer.learning_rate=1e-3")
     assert config.data.name == "self_synthesis"
     assert config.adapter.architecture.fused and config.adapter.exit_layers == [3]
     assert (config.trainer.zero_stage, config.trainer.learning_rate) == (1, 1e-3)
     assert config.trainer.epochs == 10  # the rest is the recipe's
     assert composed("model=vicuna-7b", "data.source=a.json").data.source == "a.json"
-
-
-def test_an_experiment_wins_over_the_recipe():
     config = composed("experiment=ours-7b")
     assert config.model.name == "vicuna-7b" and config.data.name == "self_synthesis"
     assert config.adapter.architecture.fused and config.adapter.exit_layers == [2, 3, 4]
@@ -91,5 +82,4 @@ def test_the_command_shows_the_papers_recipe(tmp_path):
     assert shown.returncode == 0, shown.stderr
     config = yaml.safe_load(shown.stdout)
     assert config["adapter"]["exit_layers"] == [2] and config["data"]["regenerate"] is False
-    trainer = config["trainer"]
-    assert (trainer["learning_rate"], trainer["warmup_steps"]) == (5e-5, 2000)
+    assert config["trainer"]["warmup_steps"] == 2000

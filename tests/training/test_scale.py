@@ -13,16 +13,16 @@ from commands import ROOT
 from helpers import tiny
 from scale_worker import CASES, train_tiny
 from torch import nn
+from training_cases import Killed, KillsAt, curve
 
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.checkpoint import CHECKPOINT, METRICS, Checkpoint, Progress
+from kangaroo.training.checkpoint import CHECKPOINT, Checkpoint, Progress
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.loop import resolve_options
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import NoTracker
 
 WORKER = ROOT / "tests/scale_worker.py"
 needs_deepspeed = pytest.mark.skipif(
@@ -41,35 +41,12 @@ def plain(settings):
 def state(folder):
     """Weights and moments of a run's checkpoint, by name."""
     saved = torch.load(folder / CHECKPOINT, weights_only=True)["backend"]
-    return {
-        (part, name): tensor
-        for part in ("weights", "exp_avg", "exp_avg_sq")
-        for name, tensor in saved[part].items()
-    }
+    parts = ("weights", "exp_avg", "exp_avg_sq")
+    return {(part, name): tensor for part in parts for name, tensor in saved[part].items()}
 
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
-def curve(folder):
-    """The metrics of every step, but for what is of the process alone."""
-    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    own = ("tokens_per_second", "peak_memory_gib")
-    return [{k: v for k, v in row.items() if k not in own} for row in rows]
-
-
-class Stopped(Exception):
-    pass
-
-
-class StopsAt(NoTracker):
-    def __init__(self, step):
-        self.step = step
-
-    def log(self, metrics, step):
-        if step == self.step:
-            raise Stopped
 
 
 TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
@@ -101,8 +78,8 @@ def alone(tmp_path_factory):
 def two(tmp_path_factory):
     """The cases in two processes; the last of them was killed."""
     folder = tmp_path_factory.mktemp("two")
-    with pytest.raises(Stopped):
-        train_tiny(folder / "one_to_two", {}, StopsAt(5))
+    with pytest.raises(Killed):
+        train_tiny(folder / "one_to_two", {}, KillsAt(5))
     result = launch(folder, *TRAINED, "killed")
     assert "SIGKILL" in result.stderr, result.stderr
     return folder
@@ -161,19 +138,22 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
     assert Ranks(0, 3).gather(results[0], len(items)) == items
 
 
+CACHED_AND_SHARDED = {"shard_target": True, "cache_target_states": True}
+
+
 @pytest.mark.parametrize(
-    "settings, world, message",
+    "settings, world, package, message",
     [
-        ({"shard_target": True}, 1, "shard_target=true.*there is one"),
-        (
-            {"shard_target": True, "cache_target_states": True},
-            2,
-            "cache_target_states=true and trainer.shard_target=true exclude",
-        ),
+        ({"shard_target": True}, 1, None, "shard_target=true.*there is one"),
+        (CACHED_AND_SHARDED, 2, None, "cache_target_states=true and trainer.shard_target=true ex"),
+        ({"zero_stage": 1}, 1, None, r"pip install .*\[deepspeed\]"),
+        ({"muon": True, "zero_stage": 1}, 1, "there", "muon=true and trainer.zero_stage=1 exclude"),
     ],
 )
-def test_options_that_do_not_fit_the_processes_are_refused(settings, world, message, monkeypatch):
-    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+def test_options_that_do_not_fit_the_processes_are_refused(
+    settings, world, package, message, monkeypatch
+):
+    monkeypatch.setattr(backend, "find_spec", lambda name: package)
     with pytest.raises(ConfigError, match=message):
         backend.check(TrainerConfig(**settings), Ranks(0, world))
 
@@ -194,27 +174,6 @@ def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(tmp_path, mo
     Checkpoint(tmp_path, begun.identity(), data="test").save({}, Progress())
     assert resolved() == (8, 512)
     assert resolved(accumulate=3) == (3, 512)  # and is refused later
-
-
-@pytest.mark.parametrize("accumulate, warnings", [(1, 1), (2, 0), (None, 0)])
-def test_processes_without_a_micro_batch_are_named(
-    accumulate, warnings, tmp_path, caplog, monkeypatch
-):
-    """The first of two processes; what the second says is what the first does."""
-    monkeypatch.setattr(Ranks, "all_gather", lambda self, value: [value] * self.world)
-    for alike in ("broadcast", "add_up", "copy_from"):
-        monkeypatch.setattr(Ranks, alike, lambda self, *values: values[-1])
-    once = {"accumulate": accumulate, "epochs": 1, "decode_prompts": 0}
-    train_tiny(tmp_path, once, ranks=Ranks(0, 2))
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == warnings
-    assert all("accumulate=1 keeps 1 of the 2 processes busy" in line for line in said)
-
-
-def test_a_missing_deepspeed_is_named(monkeypatch):
-    monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install .*\[deepspeed\]"):
-        backend.check(TrainerConfig(zero_stage=1), Ranks(0, 1))
 
 
 @pytest.mark.parametrize(
