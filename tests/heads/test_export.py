@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.heads import export
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm
