@@ -114,21 +114,10 @@ def test_each_baseline_has_a_speedup_and_an_interval_of_its_own():
     assert m["hf_speedup_ci95"] == pytest.approx([4, 4])
 
 
-def test_the_interval_contains_the_speedup_and_narrows_with_more_questions():
-    rng = np.random.default_rng(1)
-    pairs_Q2 = np.stack([rng.uniform(2, 4, 400), rng.uniform(1, 2, 400)], 1)
-    widths = []
-    for count in (20, 400):
-        low, high = interval(pairs_Q2[:count])
-        assert low < speedup(pairs_Q2[:count]) < high
-        widths.append(high - low)
-    assert widths[1] < widths[0] / 3
-    assert interval(pairs_Q2[:20]) == interval(pairs_Q2[:20]) and interval(pairs_Q2[:1]) is None
-
-
 def test_the_interval_holds_what_it_says():
     """Of runs on other questions, about 95 of 100 have the true speedup in their interval."""
     rng, inside = np.random.default_rng(3), 0
+    assert interval(np.ones((1, 2))) is None
     for _ in range(200):
         vanilla = rng.uniform(1, 3, 60)
         seconds = vanilla / rng.lognormal(0.4, 0.3, 60)
@@ -143,12 +132,6 @@ def test_spec_bench_counts_vanilla_by_its_text():
     method = run([4, 4], [3, 3], [3, 3], [1.0, 1.0])
     m = metrics([record(1, (method, vanilla_run(8, retokenised=7)))])
     assert m["spec_bench_speedup"] == pytest.approx((8 / 3) / (6 / 9))
-
-
-def test_without_vanilla_there_is_no_speedup():
-    m = metrics([record(1, (run([4], [3], [3], [1.0]), None))])
-    assert m["tokens_per_second"] == 2
-    assert {value for name, value in m.items() if "speedup" in name} == {None}
 
 
 def test_accept_lengths_are_accepted_plus_one_over_all_turns():
@@ -198,13 +181,6 @@ def test_forks_are_listed_by_question_and_turn():
     text = report.markdown(result)
     assert "| 4 | 0 | 3 | 0.1250 | near-tie |" in text
     assert "forks explained by rounding: 1, not explained: 0" in text
-
-
-def test_rejection_sampling_is_not_compared_text_by_text():
-    settings = {"sampling.temperature": 1.0, "sampling.rule": "rejection"}
-    result = summarised([record(1, pair())], **settings)
-    assert result["lossless"]["identical"] is None
-    assert "the rejection rule keeps the distribution" in report.markdown(result)
 
 
 @pytest.mark.parametrize("drafts", [True, False])

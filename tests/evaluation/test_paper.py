@@ -40,9 +40,7 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     makefile = (ROOT / "Makefile").read_text()
     (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
     assert sorted(listed.removeprefix("PAPER = ").split()) == sorted(NAMES)
-
-
-def test_make_paper_evaluates_each_experiment_once_and_first_one_that_needs_no_training():
+    # make paper evaluates each once, and first one that needs no training
     told = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
     order = (
         r"evaluate.py experiment=paper/(\w+).*train.py experiment=paper/adapters.*name in ([^;]+);"
@@ -141,18 +139,10 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
 @pytest.mark.parametrize(
     "name, curve, x, model, values",
     [
-        (
-            "table1",
-            "Kangaroo, no tree",
-            "math_reasoning",
-            "Vicuna-7B",
-            {"compression_rate": 2.14, "speedup": 1.61},
-        ),
         ("table1", "Kangaroo, tree", "overall", "Vicuna-13B", {"speedup": 1.65}),
         ("adapter_ablation", "", "MLP alone", "Vicuna-7B", {"speedup": 1.22}),
         ("exit_layer", "", 8.0, "Vicuna-7B", {"compression_rate": 2.61, "speedup": 1.275}),
         ("threshold", 6.0, 0.6, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
-        ("steps", 0.6, 6.0, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
         ("parameters", "Medusa, no tree", 591e6, "Vicuna-7B", {"speedup": 1.41}),
         ("tree", "chain", None, "Vicuna-7B", {"speedup": 1.50}),
     ],
