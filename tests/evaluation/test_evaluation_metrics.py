@@ -48,12 +48,6 @@ def test_metrics_of_one_question_by_hand():
     assert parts == pytest.approx([1, 1.6, 1.6, 0.8])
 
 
-def test_vanilla_as_the_method_has_compression_rate_one_and_no_acceptance_rate():
-    m = metrics([record(1, (vanilla_run(5), vanilla_run(5)))])
-    assert m["compression_rate"] == 1 and m["speedup"] == pytest.approx(1)
-    assert m["ctar"] == [] and m["acceptance_rate"] is None
-
-
 def test_what_a_metric_divides_adds_up_to_it():
     """A study's points are made from these."""
     some = [
@@ -85,12 +79,6 @@ def test_both_sides_are_timed_up_to_the_same_number_of_tokens():
     """The method forked and wrote an EOS after 4 tokens, vanilla went on to 8."""
     method = run([4], [3], [3], [2.0])
     assert paired_seconds(record(1, (method, vanilla_run(8)))) == pytest.approx((1 + 4, 1 + 2))
-
-
-def test_the_speedup_is_the_ratio_of_total_seconds():
-    fast, slow = run([4], [3], [3], [1.0]), run([4], [3], [3], [9.0])
-    records = [record(1, (fast, vanilla_run(4))), record(2, (slow, vanilla_run(4)))]
-    assert metrics(records)["speedup"] == pytest.approx((5 + 5) / (2 + 10))
 
 
 def test_hf_is_timed_up_to_the_same_number_of_tokens_too():

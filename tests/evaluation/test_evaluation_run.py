@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation_records import printed
-from evaluation_worker import (
-    QUESTIONS,
-    evaluate_several,
-    evaluate_tiny,
-    tiny_lm,
-    write_questions,
-)
+from evaluation_worker import QUESTIONS, evaluate_several, evaluate_tiny, tiny_lm, write_questions
 from helpers import adapter_for
 from spec_bench_contract import lines
 
@@ -81,25 +75,15 @@ def timeless(value):
 
 
 def artefacts(output):
-    return timeless(
-        [
-            lines(output / "answers.jsonl"),
-            lines(output / "baseline.jsonl"),
-            json.loads((output / "summary.json").read_text()),
-        ]
-    )
+    answers = [lines(output / f"{name}.jsonl") for name in ("answers", "baseline")]
+    return timeless([*answers, json.loads((output / "summary.json").read_text())])
 
 
-def test_in_float32_every_text_is_vanillas_and_transformers(finished):
-    _, summary = finished
-    same = {"turns": 7, "identical": 7, "hf_turns": 7, "hf_identical": 7}
-    assert summary["lossless"] == same | {"forks": []}
-    assert summary["dtype"] == "float32"
-    assert summary["overall"]["compression_rate"] > 1.2  # or the test would show nothing
-
-
-def test_the_summary_names_its_parts(finished):
+def test_the_summary_names_its_parts_and_in_float32_texts_are_vanillas_and_transformers(finished):
     output, summary = finished
+    same = {"turns": 7, "identical": 7, "hf_turns": 7, "hf_identical": 7}
+    assert summary["lossless"] == same | {"forks": []} and summary["dtype"] == "float32"
+    assert summary["overall"]["compression_rate"] > 1.2  # or the test would show nothing
     assert json.loads((output / "summary.json").read_text()) == summary
     assert (summary["model"], summary["drafter"], summary["bench"]) == ("tiny", "kangaroo", "tiny")
     assert summary["questions"] == 5
@@ -246,27 +230,18 @@ def test_the_summary_tells_what_the_drafter_adds(finished):
 @pytest.mark.parametrize("rule", Rule)
 def test_sampled_texts_follow_from_the_seed(rule, bench, tmp_path):
     sampling = Sampling(0.8, top_p=0.95, rule=rule)
-    results = [
-        evaluate_tiny(
-            tmp_path / str(i), bench, sampling=sampling, seed=i // 2, question_end=2, warmup=0
-        )
-        for i in range(3)
-    ]
-    texts = [lines(tmp_path / str(i) / "answers.jsonl") for i in range(3)]
-    turns = [[line["choices"][0]["turns"] for line in some] for some in texts]
-    assert turns[0] == turns[1] != turns[2]
-    found = results[0]["lossless"]
-    assert found["identical"] == (4 if rule is Rule.match else None)
-    assert found["hf_identical"] is None
-    assert results[0]["overall"]["hf_tokens_per_second"] > 0
-
-
-def test_sampled_hf_texts_follow_from_the_seed_too(bench, tmp_path):
-    for i in range(2):
+    settings = {"sampling": sampling, "question_end": 2, "warmup": 0}
+    results, texts = [], []
+    for i in range(3):
         torch.rand(i)  # whatever else happens in the process
-        evaluate_tiny(tmp_path / str(i), bench, sampling=Sampling(1.0), question_end=1)
-    first, second = (runs(store.read(tmp_path / str(i)), "hf") for i in range(2))
-    assert [run.tokens for run in first] == [run.tokens for run in second]
+        results.append(evaluate_tiny(tmp_path / str(i), bench, seed=i // 2, **settings))
+        records = store.read(tmp_path / str(i))
+        texts.append([run.tokens for name in (METHOD, "hf") for run in runs(records, name)])
+    assert texts[0] == texts[1] != texts[2]
+    lossless = results[0]["lossless"]
+    assert lossless["identical"] == (4 if rule is Rule.match else None)
+    assert lossless["hf_identical"] is None
+    assert results[0]["overall"]["hf_tokens_per_second"] > 0
 
 
 def test_answers_end_where_the_context_does(tmp_path):
@@ -351,11 +326,8 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
 @pytest.mark.slow
 def test_two_ranks_share_the_questions(finished, bench, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    subprocess.run(
-        [*torchrun, WORKER, tmp_path, bench],
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, WORKER, tmp_path, bench], check=True, env=environment)
     shares = [len(lines(tmp_path / f"records-{rank}.jsonl")) for rank in (0, 1)]
     assert shares == [3, 2]
     assert artefacts(tmp_path) == artefacts(finished[0])
@@ -437,6 +409,13 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
     assert numbers[-1]["lookup.speedup"] == summaries[1]["overall"]["speedup"]
 
 
+def test_two_methods_of_one_name_are_refused(bench, tmp_path):
+    for names in (("x", "x"), ("kangaroo", "vanilla"), ("transformers", "x")):
+        with pytest.raises(ConfigError, match=r"two of the methods are called '\w+'"):
+            evaluate_several(tmp_path, bench, names)
+    assert not list(tmp_path.iterdir())
+
+
 def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, monkeypatch):
     """The conversation goes on with the first method's answers."""
     by_engine, prompts = kangaroo.evaluation.run.by_engine, []
@@ -457,13 +436,6 @@ def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, m
     assert [name for name, _ in prompts] == [*order, *order, *order[::-1]]
     for turn in (prompts[:3], prompts[3:6], prompts[6:]):
         assert len({prompt for _, prompt in turn}) == 1
-
-
-@pytest.mark.parametrize("names", [("x", "x"), ("kangaroo", "vanilla"), ("transformers", "x")])
-def test_two_methods_of_one_name_are_refused(bench, tmp_path, names):
-    with pytest.raises(ConfigError, match=r"two of the methods are called '\w+'"):
-        evaluate_several(tmp_path, bench, names)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_noise_floor_is_vanilla_decoded_once_more(tmp_path, bench):
