@@ -86,20 +86,12 @@ def test_hf_is_timed_up_to_the_same_number_of_tokens_too():
     some = record(1, (run([4], [3], [3], [2.0]), None))
     some.turns[0].runs["hf"] = hf_run(10, 20.0)
     assert paired_seconds(some, "hf") == pytest.approx((8, 3))
-    assert metrics([some])["hf_speedup"] == pytest.approx(8 / 3)
+    m = metrics([some, some])
+    assert m["hf_speedup"] == pytest.approx(8 / 3) and m["speedup"] is None
+    assert m["hf_speedup_ci95"] == pytest.approx([8 / 3, 8 / 3])
     # and here the method's are cut: prefill, half a round
     some.turns[0].runs["hf"] = hf_run(2, 6.0)
     assert paired_seconds(some, "hf") == pytest.approx((6, 2))
-
-
-def test_each_baseline_has_a_speedup_and_an_interval_of_its_own():
-    records = [record(i, (run([4], [3], [3], [1.0]), vanilla_run(4))) for i in range(5)]
-    for some in records:
-        some.turns[0].runs["hf"] = hf_run(4, 8.0)
-    m = metrics(records)
-    assert (m["speedup"], m["hf_speedup"]) == pytest.approx((5 / 2, 8 / 2))
-    assert m["speedup_ci95"] == pytest.approx([2.5, 2.5])
-    assert m["hf_speedup_ci95"] == pytest.approx([4, 4])
 
 
 def test_the_interval_holds_what_it_says():
@@ -206,14 +198,15 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     result = summarised(records)
     assert result["overall"]["longest_round"] == result["by_task"]["rag"]["longest_round"] == 4
     assert scalars(result["overall"])["longest_round"] == 4  # what W&B takes
-    intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
-    assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
     finish(tmp_path / "kangaroo", records)
     compared = comparison.compare(tmp_path)
-    assert compared["methods"][0]["overall"]["longest_round"] == 4
     for page in (report.markdown(result), comparison.markdown(compared)):
         assert " longest |" in page
         assert "- **longest** (`longest_round`): the most tokens that one round wrote." in page
     for table in (report.terminal_table(result), comparison.terminal_table(compared)):
-        (cells,) = [[*col.cells] for col in table.columns if str(col.header) == "longest"]
-        assert str(cells[-1]) == "4"
+        assert "longest" in [str(column.header) for column in table.columns]
+
+
+def test_of_an_interval_both_ends_are_logged():
+    intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
+    assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}

@@ -101,6 +101,9 @@ def test_evaluation_takes_the_adapters_that_training_saves():
         train = compose("train", ["experiment=paper/adapters"], return_hydra_config=True)
     recipes = [train.adapter, *train.more.values()]
     saved = {"medusa"} | {f"{r.name}-exit{layer}" for r in recipes for layer in r.exit_layers}
+    ablation, parameters = composed("adapter_ablation"), composed("parameters")
+    assert (ablation.drafter, ablation.more) == (parameters.drafter, parameters.more)
+    assert jobs("adapter_ablation").run.dir == jobs("parameters").run.dir  # they share answers
     home = "outputs/paper/smollm2-135m/adapters"
     assert train.hydra.run.dir == home
     for name in ("adapter_ablation", "parameters", "exit_layer"):
@@ -108,12 +111,6 @@ def test_evaluation_takes_the_adapters_that_training_saves():
         for drafter in (config.drafter, *config.more.values()):
             folder, _, adapter = drafter.adapter.rpartition("/")
             assert folder == home and adapter in saved
-
-
-def test_two_experiments_on_the_same_methods_share_their_answers():
-    ablation, parameters = composed("adapter_ablation"), composed("parameters")
-    assert ablation.more == parameters.more and ablation.drafter == parameters.drafter
-    assert jobs("adapter_ablation").run.dir == jobs("parameters").run.dir
 
 
 # --- the published values
