@@ -59,7 +59,7 @@ class Fork:
     """Where a method's text leaves vanilla's.
 
     Args:
-        position: index of the first token that differs, among the turn's new ones.
+        position: of the first token that differs, among the turn's new ones.
         gap: how far the lower of the two tokens lies below the best score, by teacher forcing; None
             where a text ends too early or a filter removed the token.
         label: "near-tie" where rounding explains the fork, else "bug".

@@ -5,7 +5,7 @@ import torch
 from helpers import forward_logits, random_prompts, tiny, vanilla_texts
 
 from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.evaluation.lossless import fork, judge, scores, slack, target_logits
+from kangaroo.evaluation.lossless import fork, judge, scores, target_logits
 from kangaroo.evaluation.records import Fork
 
 GREEDY = Sampling()
@@ -38,12 +38,6 @@ def test_tokens_within_rounding_are_a_near_tie_and_the_gap_is_told(
     values, method, vanilla, dtype, judged
 ):
     assert label(logits(*values), method, vanilla, dtype) == judged
-
-
-def test_the_slack_grows_with_the_logits_and_with_the_step_of_the_dtype():
-    small, large = logits(8.0), logits(32.0)
-    assert slack(large, torch.bfloat16) == 4 * slack(small, torch.bfloat16)
-    assert slack(large, torch.float32) < slack(large, torch.float16) < slack(large, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, top_p=0.8, top_k=5)])

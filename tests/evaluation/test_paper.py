@@ -133,21 +133,17 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
         assert settings <= set(map(float, config.variants[study.curve.removeprefix("drafter.")]))
 
 
-@pytest.mark.parametrize(
-    "name, curve, x, model, values",
-    [
+def test_published_values_are_the_papers():
+    for name, curve, x, model, values in (
         ("table1", "Kangaroo, tree", "overall", "Vicuna-13B", {"speedup": 1.65}),
-        ("adapter_ablation", "", "MLP alone", "Vicuna-7B", {"speedup": 1.22}),
         ("exit_layer", "", 8.0, "Vicuna-7B", {"compression_rate": 2.61, "speedup": 1.275}),
         ("threshold", 6.0, 0.6, "Vicuna-7B", {"compression_rate": 2.06, "speedup": 1.5}),
         ("parameters", "Medusa, no tree", 591e6, "Vicuna-7B", {"speedup": 1.41}),
         ("tree", "chain", None, "Vicuna-7B", {"speedup": 1.50}),
-    ],
-)
-def test_published_values_are_the_papers(name, curve, x, model, values):
-    points = published(composed(name).study)
-    (point,) = [p for p in points if (p.curve, p.x, p.model) == (curve, x, model)]
-    assert {metric: value.value for metric, value in point.values.items()} == values
+    ):
+        points = published(composed(name).study)
+        (point,) = [p for p in points if (p.curve, p.x, p.model) == (curve, x, model)]
+        assert {metric: value.value for metric, value in point.values.items()} == values
 
 
 # --- what the experiments are made from
