@@ -31,8 +31,7 @@ class MethodRun:
     """One method's answer to one turn.
 
     Args:
-        tokens: what it wrote, EOS included.
-        text: the same without special tokens.
+        tokens: what it wrote, EOS included; `text` is without special tokens.
         finish: "eos" or "length".
         retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
             Spec-Bench's report counts a baseline by them.
