@@ -69,7 +69,7 @@ class Question:
     Args:
         question_id: of 64 bits.
         reference: answers, one a turn, where the bench has them; nothing here reads them.
-        task: what it is reported under; empty: its category.
+        task: what it is reported under; empty is its category.
     """
 
     question_id: int
@@ -181,11 +181,8 @@ def _check(config: BenchConfig, content: bytes, source: str, fix: str) -> None:
 
 
 def parse(content: bytes, where: str, name: str) -> list[Question]:
-    """Questions from JSON lines; `DataError` names the line that is none.
-
-    Args:
-        where: what messages call the file.
-        name: of the bench, and the category of questions without one.
+    """Questions from JSON lines; `DataError` names the line that is none, and `where`, its file.
+    `name` is the bench's, and the category of questions without one.
     """
     questions: dict[int, Question] = {}
     listed = content.lstrip().startswith(b"[")  # one value of several lines

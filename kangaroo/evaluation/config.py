@@ -70,7 +70,6 @@ class MethodSpec:
     """A drafter that is measured.
 
     Args:
-        name: what results call it.
         settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
             an adapter's weights); a run is resumed under the same settings only.
         made_by: what it took to make the drafter (`DrafterConfig.made_by`).

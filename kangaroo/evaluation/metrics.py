@@ -50,7 +50,6 @@ class Metric:
         of: computes it; None where it does not apply (no such baseline, no draft).
         heading: of its column; empty where it has none.
         places: the tables with that column.
-        show: makes a cell of the value.
         meaning: for readers of a report; empty where another metric's says it.
     """
 

@@ -31,8 +31,7 @@ class MethodRun:
     """One method's answer to one turn.
 
     Args:
-        tokens: what it wrote, EOS included.
-        text: the same without special tokens.
+        tokens: what it wrote, EOS included; `text` is without special tokens.
         finish: "eos" or "length".
         retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
             Spec-Bench's report counts a baseline by them.
@@ -59,7 +58,7 @@ class Fork:
     """Where a method's text leaves vanilla's.
 
     Args:
-        position: index of the first token that differs, among the turn's new ones.
+        position: of the first token that differs, among the turn's new ones.
         gap: how far the lower of the two tokens lies below the best score, by teacher forcing; None
             where a text ends too early or a filter removed the token.
         label: "near-tie" where rounding explains the fork, else "bug".

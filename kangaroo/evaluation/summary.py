@@ -143,12 +143,8 @@ def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> N
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as if it were a method that was measured against itself, so
-    that it has a row beside the methods.
-
-    Args:
-        name: as records call it.
-        method: the folder of one whose records hold its runs.
-        output: gets the baseline's folder.
+    that it has a row beside the methods: in a folder of its name in `output`, from the records of
+    a method, which hold its runs.
     """
     records = [
         replace(

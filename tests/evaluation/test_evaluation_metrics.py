@@ -48,12 +48,6 @@ def test_metrics_of_one_question_by_hand():
     assert parts == pytest.approx([1, 1.6, 1.6, 0.8])
 
 
-def test_vanilla_as_the_method_has_compression_rate_one_and_no_acceptance_rate():
-    m = metrics([record(1, (vanilla_run(5), vanilla_run(5)))])
-    assert m["compression_rate"] == 1 and m["speedup"] == pytest.approx(1)
-    assert m["ctar"] == [] and m["acceptance_rate"] is None
-
-
 def test_what_a_metric_divides_adds_up_to_it():
     """A study's points are made from these."""
     some = [
@@ -87,48 +81,23 @@ def test_both_sides_are_timed_up_to_the_same_number_of_tokens():
     assert paired_seconds(record(1, (method, vanilla_run(8)))) == pytest.approx((1 + 4, 1 + 2))
 
 
-def test_the_speedup_is_the_ratio_of_total_seconds():
-    fast, slow = run([4], [3], [3], [1.0]), run([4], [3], [3], [9.0])
-    records = [record(1, (fast, vanilla_run(4))), record(2, (slow, vanilla_run(4)))]
-    assert metrics(records)["speedup"] == pytest.approx((5 + 5) / (2 + 10))
-
-
 def test_hf_is_timed_up_to_the_same_number_of_tokens_too():
     """It wrote 10 tokens in 20 seconds, the method 4 in 3: hf's share of them is 8."""
     some = record(1, (run([4], [3], [3], [2.0]), None))
     some.turns[0].runs["hf"] = hf_run(10, 20.0)
     assert paired_seconds(some, "hf") == pytest.approx((8, 3))
-    assert metrics([some])["hf_speedup"] == pytest.approx(8 / 3)
+    m = metrics([some, some])
+    assert m["hf_speedup"] == pytest.approx(8 / 3) and m["speedup"] is None
+    assert m["hf_speedup_ci95"] == pytest.approx([8 / 3, 8 / 3])
     # and here the method's are cut: prefill, half a round
     some.turns[0].runs["hf"] = hf_run(2, 6.0)
     assert paired_seconds(some, "hf") == pytest.approx((6, 2))
 
 
-def test_each_baseline_has_a_speedup_and_an_interval_of_its_own():
-    records = [record(i, (run([4], [3], [3], [1.0]), vanilla_run(4))) for i in range(5)]
-    for some in records:
-        some.turns[0].runs["hf"] = hf_run(4, 8.0)
-    m = metrics(records)
-    assert (m["speedup"], m["hf_speedup"]) == pytest.approx((5 / 2, 8 / 2))
-    assert m["speedup_ci95"] == pytest.approx([2.5, 2.5])
-    assert m["hf_speedup_ci95"] == pytest.approx([4, 4])
-
-
-def test_the_interval_contains_the_speedup_and_narrows_with_more_questions():
-    rng = np.random.default_rng(1)
-    pairs_Q2 = np.stack([rng.uniform(2, 4, 400), rng.uniform(1, 2, 400)], 1)
-    widths = []
-    for count in (20, 400):
-        low, high = interval(pairs_Q2[:count])
-        assert low < speedup(pairs_Q2[:count]) < high
-        widths.append(high - low)
-    assert widths[1] < widths[0] / 3
-    assert interval(pairs_Q2[:20]) == interval(pairs_Q2[:20]) and interval(pairs_Q2[:1]) is None
-
-
 def test_the_interval_holds_what_it_says():
     """Of runs on other questions, about 95 of 100 have the true speedup in their interval."""
     rng, inside = np.random.default_rng(3), 0
+    assert interval(np.ones((1, 2))) is None
     for _ in range(200):
         vanilla = rng.uniform(1, 3, 60)
         seconds = vanilla / rng.lognormal(0.4, 0.3, 60)
@@ -143,12 +112,6 @@ def test_spec_bench_counts_vanilla_by_its_text():
     method = run([4, 4], [3, 3], [3, 3], [1.0, 1.0])
     m = metrics([record(1, (method, vanilla_run(8, retokenised=7)))])
     assert m["spec_bench_speedup"] == pytest.approx((8 / 3) / (6 / 9))
-
-
-def test_without_vanilla_there_is_no_speedup():
-    m = metrics([record(1, (run([4], [3], [3], [1.0]), None))])
-    assert m["tokens_per_second"] == 2
-    assert {value for name, value in m.items() if "speedup" in name} == {None}
 
 
 def test_accept_lengths_are_accepted_plus_one_over_all_turns():
@@ -200,13 +163,6 @@ def test_forks_are_listed_by_question_and_turn():
     assert "forks explained by rounding: 1, not explained: 0" in text
 
 
-def test_rejection_sampling_is_not_compared_text_by_text():
-    settings = {"sampling.temperature": 1.0, "sampling.rule": "rejection"}
-    result = summarised([record(1, pair())], **settings)
-    assert result["lossless"]["identical"] is None
-    assert "the rejection rule keeps the distribution" in report.markdown(result)
-
-
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("vanilla", [True, False])
 def test_the_report_stands_with_and_without_drafts_and_baseline(drafts, vanilla, tmp_path):
@@ -242,14 +198,15 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     result = summarised(records)
     assert result["overall"]["longest_round"] == result["by_task"]["rag"]["longest_round"] == 4
     assert scalars(result["overall"])["longest_round"] == 4  # what W&B takes
-    intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
-    assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
     finish(tmp_path / "kangaroo", records)
     compared = comparison.compare(tmp_path)
-    assert compared["methods"][0]["overall"]["longest_round"] == 4
     for page in (report.markdown(result), comparison.markdown(compared)):
         assert " longest |" in page
         assert "- **longest** (`longest_round`): the most tokens that one round wrote." in page
     for table in (report.terminal_table(result), comparison.terminal_table(compared)):
-        (cells,) = [[*col.cells] for col in table.columns if str(col.header) == "longest"]
-        assert str(cells[-1]) == "4"
+        assert "longest" in [str(column.header) for column in table.columns]
+
+
+def test_of_an_interval_both_ends_are_logged():
+    intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
+    assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}

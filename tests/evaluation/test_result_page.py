@@ -6,7 +6,7 @@ import json
 import pytest
 from commands import ROOT, python
 from evaluation_worker import evaluate_several, tiny_lm, write_questions
-from spec_bench_contract import MT_BENCH, spec_bench_equal, spec_bench_report
+from spec_bench_contract import MT_BENCH, lines, spec_bench_equal, spec_bench_report
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.config import Baseline
@@ -15,6 +15,7 @@ from kangaroo.utils.tables import estimate
 
 OTHERS = ["translation", "summarization", "qa", "math_reasoning", "rag"]
 TASKS = ["mt_bench", *OTHERS]
+SCHEMA = ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
 TALKS = [(category, ["Tell me more.", "And shorter?"]) for category in MT_BENCH[:3]]
 SINGLE = [(category, [f"{category}, part {i}."]) for category in OTHERS for i in range(2)]
 
@@ -48,8 +49,8 @@ def by_task(summary):
 def table(page, heading):
     """The rows of the first table below a heading, by their first cell."""
     text = page.read_text().split(f"{heading}\n\n")[1]
-    lines = text[text.index("| ") :].split("\n\n")[0].splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    written = text[text.index("| ") :].split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in written]
     return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
 
 
@@ -65,6 +66,8 @@ def test_spec_benchs_report_reads_the_answers_of_every_task(finished, task):
         # a turn's last round may lack the bonus token
         assert 0 <= accepted - metrics["compression_rate"] <= 0.5
         assert spec_bench_equal(*files)
+        for line in [*lines(files[0]), *lines(files[1])]:
+            assert list(line) == SCHEMA and line["model_id"].startswith("tiny-")
 
 
 def test_every_number_of_the_page_is_that_of_the_summary(finished):

@@ -113,7 +113,7 @@ def test_questions_adapters_settings_and_files_are_the_asked_ones(answers, check
         answers("drafter=kangaroo", "drafter.adapter=nowhere")
 
 
-def test_the_answer_of_a_long_prompt_ends_with_the_context(method):
+def test_the_answer_of_a_long_prompt_ends_with_the_context(method, monkeypatch):
     engine, tokenizer = method.loaded(["model=tiny", "drafter=prompt_lookup"])
     long = "a" * (engine.lm.context - 3)
     inputs = tokenizer([long], return_tensors="pt", add_special_tokens=False)
@@ -123,39 +123,12 @@ def test_the_answer_of_a_long_prompt_ends_with_the_context(method):
     with pytest.raises(PromptError, match="context"):
         method.kangaroo_forward(inputs, None, None, 24, engine)
 
-
-def test_what_torch_raises_does_not_become_an_answer(method, monkeypatch):
-    engine, tokenizer = method.loaded(["model=tiny", "drafter=vanilla"])
-
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(engine, "generate", fails)
+    monkeypatch.setattr(engine, "generate", fails)  # nor does an error become an answer
     with pytest.raises(KangarooError, match="decoding failed: no memory is left"):
-        method.kangaroo_forward(tokenizer(["a"], return_tensors="pt"), None, None, 8, engine)
-
-
-def test_the_contract_is_checked(method):
-    """The stand-in refuses what a method might get wrong."""
-    checked = sys.modules["evaluation.eval"].checked
-    engine, tokenizer = method.loaded(["model=tiny", "drafter=vanilla"])
-    inputs = tokenizer(["Why?"], return_tensors="pt")
-    ids, new, idx, lengths = method.kangaroo_forward(inputs, None, tokenizer, 4, engine)
-    checked((ids, new, idx, lengths), inputs, 4)
-    for wrong in (
-        (ids, new, idx),
-        (ids[0], new, idx, lengths),
-        (ids.int(), new, idx, lengths),
-        (ids[:, 1:], new, idx, lengths),
-        (ids, new + 1, idx, lengths),
-        (ids, torch.tensor(new), idx, lengths),
-        (ids, new, idx - 1, lengths),
-        (ids, new, idx, [0, *lengths[1:]]),
-        (ids, new, idx, [3, *lengths[1:]]),
-        (ids, new, idx, torch.tensor(lengths)),
-    ):
-        with pytest.raises(AssertionError):
-            checked(wrong, inputs, 4)
+        method.kangaroo_forward(inputs, None, None, 24, engine)
 
 
 @pytest.mark.slow

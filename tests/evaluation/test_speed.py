@@ -5,19 +5,16 @@ import logging
 from importlib.metadata import version
 
 import pytest
-import torch
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import clock
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed import report
-from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
+from kangaroo.evaluation.speed.bandwidth import Reads
 from kangaroo.evaluation.speed.batches import WIDTHS, throughput
 from kangaroo.evaluation.speed.speed import (
     SpeedConfig,
@@ -66,39 +63,14 @@ def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tie
 
 def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
     lm = tiny(num_hidden_layers=LAYERS)
-    reads = Reads(lm, adapter_for(lm))
+    reads, part = (Reads(lm, adapter_for(lm), size) for size in (None, VOCABULARY // 4))
+    assert reads.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
+    assert reads.round(10, 0) == Reads(lm).round(10, 0)  # vanilla's, without draft tokens
     shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))
     adapted = sum(ADAPTER + HEAD + length * KV for length in (10, 11))
     assert reads.draft(length=10, drafted=2) == shallow + adapted
     deep = (LAYERS - EXIT) * (LAYER + 12 * KV)
     assert reads.verify(length=10, drafted=2) == deep + NORM + HEAD
-
-
-def test_a_draft_vocabulary_reads_its_share_of_the_head():
-    lm = tiny(num_hidden_layers=LAYERS)
-    whole, part = (Reads(lm, adapter_for(lm), size) for size in (None, VOCABULARY // 4))
-    assert whole.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
-    assert whole.verify(10, 2) == part.verify(10, 2)
-
-
-def test_a_round_without_draft_tokens_is_vanillas_and_half_the_precision_half_the_bytes():
-    lm, half = tiny(), tiny(dtype=torch.bfloat16)
-    assert Reads(lm, adapter_for(lm)).round(10, 0) == Reads(lm).round(10, 0)
-    assert Reads(lm).round(10, 0) == 2 * Reads(half).round(10, 0)
-
-
-def test_bandwidth_is_bytes_of_the_buffer_over_the_median_time(monkeypatch):
-    ticks = iter(i / 4 for i in range(1000))
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
-    assert memory_bandwidth(torch.device("cpu"), megabytes=1) == 4 * 2**20
-
-
-def test_transformers_has_its_own_attention_only_inside_and_not_after_an_error():
-    lm = tiny()
-    with pytest.raises(KeyError), transformers_attention(lm):
-        assert lm.hf.config._attn_implementation == "sdpa"
-        raise KeyError
-    assert lm.hf.config._attn_implementation == ATTENTION
 
 
 def test_all_methods_write_the_same_text_past_eos_and_the_first_round_is_not_decoding():
@@ -116,27 +88,18 @@ def test_all_methods_write_the_same_text_past_eos_and_the_first_round_is_not_dec
             assert written.rounds == [(1, 0)] * 9 and written.lengths() == list(range(13, 22))
 
 
-def test_lengths_count_what_each_round_wrote():
-    assert trial(rounds=[(3, 4), (1, 2), (2, 4)]).lengths() == [11, 14, 15]
-
-
 def test_methods_take_turns_and_each_is_first_equally_often():
     order = []
 
     def method(name):
-        def write(prompt, new_tokens):
-            order.append((name, prompt[0], new_tokens))
-            return trial(tokens=[len(order)])
+        return lambda prompt, new_tokens: order.append((name, prompt[0])) or trial(tokens=prompt)
 
-        return write
-
-    trials = take_turns({n: method(n) for n in "abc"}, [[0], [1], [2]], 5, 3, "test")
-    for name, of_prompts in trials.items():
-        for prompt, own in enumerate(of_prompts):
-            assert [order[t.tokens[0] - 1] for t in own] == [(name, prompt, 5)] * 3
-    first = [name for name, _, _ in order[::3]]
+    trials = take_turns({name: method(name) for name in "abc"}, [[0], [1], [2]], 5, 3, "test")
+    for of_prompts in trials.values():
+        assert [[t.tokens for t in each] for each in of_prompts] == [[[i]] * 3 for i in range(3)]
     for prompt in range(3):
-        assert sorted(first[prompt::3]) == ["a", "b", "c"]
+        first = [name for name, asked in order[::3] if asked == prompt]
+        assert sorted(first) == ["a", "b", "c"]
 
 
 def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_prompt():
@@ -166,12 +129,9 @@ def test_the_results_of_a_method_belong_together():
     assert parts == pytest.approx([300, 500, 200])
     drafted = (reads.draft(11, 4) + reads.draft(14, 2)) * 0.5 / size
     assert result["draft_over_limit"] == pytest.approx(0.6 / drafted)
-
-
-def test_what_is_not_known_has_no_number():
     result = summarise([trial()], None, bandwidth=1e9)
     names = "draft_ms", "verify_ms", "host_ms", "limit_ms_per_token", "share_of_limit"
-    assert {result[name] for name in (*names, "draft_over_limit")} == {None}
+    assert {result[name] for name in (*names, "draft_over_limit")} == {None}  # not known
 
 
 @pytest.mark.parametrize("length", [16, 256, 1024, 20_000])
@@ -182,21 +142,11 @@ def test_a_long_prompt_has_exactly_its_length_and_ends_as_the_chat_template_does
     assert len(ids) == length and ids[-6:] == question[-6:]
 
 
-def test_questions_are_spread_over_the_tasks():
-    tokenizer, bench = byte_tokenizer(), BenchConfig()
-    tasks = {
-        tuple(prompt_ids(tokenizer, [Message(role="user", content=q.turns[0])])): q.task
-        for q in load_questions(bench)
-    }
-    for count in 6, 12, 66:
-        prompts = question_prompts(tokenizer, count, bench, longest=5000)
-        drawn = [tasks[tuple(prompt)] for prompt in prompts]
-        assert len({tuple(prompt) for prompt in prompts}) == count and len(set(drawn)) == 6
-
-
-def test_questions_beyond_the_model_are_left_out_and_counted(caplog):
+def test_questions_are_spread_and_those_beyond_the_model_are_left_out_and_counted(caplog):
     tokenizer = byte_tokenizer()
-    lengths = sorted(map(len, question_prompts(tokenizer, 66, BenchConfig(), longest=5000)))
+    every = question_prompts(tokenizer, 66, BenchConfig(), longest=5000)
+    assert question_prompts(tokenizer, 6, BenchConfig(), longest=5000) == every[5::11]
+    lengths = sorted(map(len, every))
     longest = lengths[-3]
     kept = question_prompts(tokenizer, 66, BenchConfig(), longest)
     assert max(map(len, kept)) == longest
@@ -205,28 +155,20 @@ def test_questions_beyond_the_model_are_left_out_and_counted(caplog):
         question_prompts(tokenizer, 6, BenchConfig(), longest=10)
 
 
-def test_contexts_beyond_the_model_are_left_out_and_named(caplog):
+def test_contexts_beyond_the_model_are_left_out_and_settings_that_leave_nothing_refused(caplog):
     lm = tiny()  # 512 positions
-    config = SpeedConfig(contexts=[128, 488, 489], context_tokens=24)
+    drafters = [Vanilla(), Kangaroo(lm, adapter_for(lm), steps=6), PromptLookup(num_pred_tokens=9)]
     with caplog.at_level(logging.WARNING):
-        assert fitting_contexts(lm, [Kangaroo(lm, adapter_for(lm))], config) == [128, 488]
+        config = SpeedConfig(contexts=[128, 488, 489], context_tokens=24)
+        assert fitting_contexts(lm, drafters, config) == [128, 488]
     assert "489" in caplog.text and "488 " not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+    for wrong, words in (
         ({"max_new_tokens": 10}, "must be 11 or more"),  # than the longest round of any drafter
         ({"context_tokens": 10}, "must be 11 or more"),
         ({"contexts": [600]}, r"no context of speed\.contexts"),
-    ],
-)
-def test_settings_that_leave_nothing_to_measure_are_refused(wrong, words):
-    lm = tiny()
-    drafters = [Vanilla(), Kangaroo(lm, adapter_for(lm), steps=6), PromptLookup(num_pred_tokens=9)]
-    with pytest.raises(ConfigError, match=words):
-        fitting_contexts(lm, drafters, SpeedConfig(**wrong))
-    assert fitting_contexts(lm, drafters[:2], SpeedConfig(contexts=[32], context_tokens=8)) == [32]
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fitting_contexts(lm, drafters, SpeedConfig(**wrong))
 
 
 def test_throughput_makes_as_many_steps_as_its_texts_need(monkeypatch):
@@ -255,17 +197,14 @@ def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
     assert f"batch 4 is left out: its cache would take {4 * of_row} bytes" in caplog.text
 
 
-def test_drafters_that_cannot_be_measured_are_refused():
-    lm, tokenizer, config = tiny(), byte_tokenizer(), SpeedConfig(contexts=[32], max_new_tokens=8)
-    drafter = Kangaroo(lm, adapter_for(lm))
-    with pytest.raises(ConfigError, match="drafter=kangaroo"):
-        measure(lm, tokenizer, Vanilla(), config)
-    with pytest.raises(ConfigError, match=r"more\.hf: that name is taken"):
-        measure(lm, tokenizer, drafter, config, {"hf": Vanilla()})
-
-
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
+    for drafter, more, words in (
+        (Vanilla(), {}, "drafter=kangaroo"),
+        (Kangaroo(lm, adapter_for(lm)), {"hf": Vanilla()}, r"more\.hf: that name is taken"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            measure(lm, byte_tokenizer(), drafter, SpeedConfig(), more)
     config = SpeedConfig(
         prompts=2, max_new_tokens=8, repeats=1, contexts=[32, 96], context_tokens=6
     )

@@ -42,8 +42,7 @@ class SpeedConfig(Ranged):
     """What is measured.
 
     Args:
-        bench: where the questions come from.
-        prompts: this many of them, spread over the bench.
+        prompts: this many questions, spread over the bench.
         max_new_tokens: written for each.
         repeats: how often every method writes every text.
         hf_lookup: whether transformers' own prompt lookup is measured too.

@@ -37,8 +37,7 @@ class Claim:
 
     Args:
         more, less: the two methods, by the names of their folders.
-        metric: as in `StudyConfig.metrics`.
-        task: on the questions of this task; None is all.
+        metric, task: as in `StudyConfig.metrics`; on the questions of this task, None is all.
         why: what may explain that a study does not find it.
     """
 
