@@ -57,7 +57,7 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: its short name, which is also that of its section in `configs/groups/model.yaml`.
+        name: its short name, which is also that of its section in `MODELS`.
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
@@ -125,12 +125,8 @@ def model_config(model: str) -> ModelConfig:
 
 
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
-    """How a command is told of a target, for `folders.command_line`.
-
-    Args:
-        model: its name among `known_models`, or its path: a hub id or folder.
-        name: what it is called if it is none of them.
-    """
+    """How `folders.command_line` names a target: one of `known_models` by its name or path, else a
+    hub id or folder that is called `name`."""
     if settings := _known(model):
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"

@@ -310,8 +310,8 @@ def conversions(cache, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text("whole")
 
-    monkeypatch.setattr(embedded, "download", lambda folder: folder)
-    monkeypatch.setattr(embedded, "unpack", lambda wheel, folder: folder)
+    (cache / "models").mkdir(parents=True)
+    monkeypatch.setattr(embedded, "embedded_gguf", lambda: None)
     monkeypatch.setattr(embedded, "convert", convert)
     return done
 
@@ -327,8 +327,8 @@ def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_g
 
 
 def test_what_a_killed_conversion_left_is_not_taken_for_the_model(cache, conversions):
-    left = cache / "models" / f"{embedded.CONVERTED}.partial" / "checkpoint"
-    left.mkdir(parents=True)
+    left = cache / "models" / f"{embedded.CONVERTED}.partial"
+    left.mkdir()
     (left / "model.safetensors").write_text("ha")
     folder = embedded.embedded_checkpoint()
     assert (folder / "model.safetensors").read_text() == "whole"
