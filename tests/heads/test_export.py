@@ -22,8 +22,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
-from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
