@@ -131,7 +131,23 @@ class Layer(Trainable):
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
-        return unroll(self, taps[self.exit_layer], deep_BTD, meta, steps, read_BT)
+        """Those of a draft read the target's deep states up to its beginning, and after that the
+        layer's. As in decoding, the keys of the tokens before the draft are those of step 1, and
+        those within it of their own steps (training-time test, EAGLE-3, arXiv 2503.01840).
+        """
+        if steps > 1:
+            read_BT = None  # later steps read states where no head does
+        f_BTD, past = taps[self.exit_layer], Unrolled()
+        states: list[Tensor] = []
+        for step in range(1, steps + 1):
+            deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
+            if step > 1:
+                hidden_RTE = ~in_draft(sees(meta), step)
+                bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
+                at = replace(meta, bias_R1TE=bias_RTE[:, None])
+            deep_BTD = self(f_BTD, deep_BTD, at, past, read_BT)
+            states.append(deep_BTD)
+        return states
 
     def copy_layers(self, lm: TargetModel, first: int) -> None:
         """Begin with the weights of a layer of the target, and attention of those above it, as far
@@ -182,35 +198,6 @@ class Unrolled(PastKeys):
         keys.append(k_RKTC)
         values.append(v_RKTC)
         return torch.cat(keys, 2), torch.cat(values, 2)
-
-
-def unroll(
-    layer: Layer,
-    f_BTD: Tensor,
-    deep_BTD: Tensor,
-    meta: ForwardMeta,
-    steps: int,
-    read_BT: Tensor | None = None,
-) -> list[Tensor]:
-    """The layer's states; see `Trainable.states`.
-
-    Those of a draft are the target's deep states up to its beginning and the layer's own after. As
-    in decoding, the keys of the tokens before the draft are those of step 1, and those within it of
-    their own steps (training-time test, EAGLE-3, arXiv 2503.01840).
-    """
-    if steps > 1:
-        read_BT = None  # later steps read states where no head does
-    past = Unrolled()
-    states: list[Tensor] = []
-    for step in range(1, steps + 1):
-        deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
-        if step > 1:
-            hidden_RTE = ~in_draft(sees(meta), step)
-            bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
-            at = replace(meta, bias_R1TE=bias_RTE[:, None])
-        deep_BTD = layer(f_BTD, deep_BTD, at, past, read_BT)
-        states.append(deep_BTD)
-    return states
 
 
 def sees(meta: ForwardMeta) -> Tensor:
