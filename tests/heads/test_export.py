@@ -106,7 +106,8 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     talk = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(talk) == byte_tokenizer().apply_chat_template(talk)
-    assert tokenizer.get_vocab() == byte_tokenizer().get_vocab()
+    # to Qwen2's, transformers adds a token
+    assert tokenizer.get_vocab().items() >= byte_tokenizer().get_vocab().items()
 
 
 @pytest.mark.parametrize(
