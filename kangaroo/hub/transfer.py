@@ -99,9 +99,7 @@ def check(folder: Path) -> AdapterConfig:
 
 def prepare(config: PushConfig) -> Path:
     """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and `CODE`.
-
-    Errors: `ConfigError` for a name that the hub would refuse, or a folder that holds other files;
-    those of `check`.
+    Errors: `ConfigError` for a name that the hub would refuse, or other files there; as `check`.
     """
     _check_repo(config.repo)
     if config.base_model is not None:

@@ -163,12 +163,8 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose alphabet is GPT-2's 256 byte characters.
-
-    Args:
-        splits: applied in turn before `bpe`; the last one maps bytes to their characters.
-        options: roles of the special tokens, chat template, and the like.
-    """
+    """A tokenizer whose alphabet is GPT-2's 256 byte characters; `splits` are applied in turn, the
+    last one maps bytes to their characters, and then comes `bpe`."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

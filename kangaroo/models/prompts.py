@@ -83,10 +83,8 @@ class Sample(TypedDict):
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """Token ids of the conversation up to where the assistant begins, by the chat template, which
-    writes BOS itself where the model needs one.
-
-    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
-    template refuses; `ConfigError` where there is no template.
+    writes BOS itself where the model needs one. Errors: `PromptError` for an empty user turn, one
+    that is no text (`whole`) or that the template refuses; `ConfigError` where there is none.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
