@@ -125,7 +125,7 @@ def eagle_for(lm: TargetModel) -> EagleHead:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         head, size = EagleHead(lm), lm.config.hidden_size
-    head.copy_layer(lm.layers[-1])
+    head.copy_layers(lm, lm.n_layers - 1)
     head.join.weight.data = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     generator = torch.Generator().manual_seed(3)
     for name in ("join", "attention.o_proj", "feed_forward.down_proj"):

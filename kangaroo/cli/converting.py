@@ -13,8 +13,7 @@ from kangaroo.heads import export as exporting
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.hub.transfer import PullConfig, PushConfig
-from kangaroo.models.loading import options_of
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import meta_model, options_of
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance

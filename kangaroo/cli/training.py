@@ -12,8 +12,7 @@ from kangaroo.cli.schema import TrainCommand
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.heads import adapter_files
-from kangaroo.models.loading import ModelConfig, options_of
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import ModelConfig, meta_model, options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend, curves
 from kangaroo.training.estimate import Devices, Text, estimate, foresee

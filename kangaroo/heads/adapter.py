@@ -118,7 +118,7 @@ class Adapter(Layer):
         At full strength that norm makes the untrained adapter surely wrong: on SmolLM2 the loss
         starts at 18 nats, damped at 8, and 35 k tokens later it is 9.0 against 6.2.
         """
-        self._copy_layers(lm)
+        self.copy_layers(lm, self.exit_layer)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
         with torch.no_grad():
@@ -129,19 +129,9 @@ class Adapter(Layer):
             base.copy_head(self.head, lm, vocabulary_K)
         return self
 
-    def _copy_layers(self, lm: TargetModel) -> None:
-        """The layer above the exit, and attention of those above that, as far as there are any."""
-        self.copy_layer(lm.layers[self.exit_layer])
-        for place, (norm, attention) in enumerate(self.attentions[1:], self.exit_layer + 1):
-            layer = lm.layers[min(place, lm.n_layers - 1)]
-            assert norm is not None
-            norm.load_state_dict(layer.get_submodule("input_layernorm").state_dict())
-            attention.load_state_dict(layer.get_submodule("self_attn").state_dict())
-
     def grown(self, lm: TargetModel, wanted: AdapterHeadConfig) -> Adapter:
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
-        trained: attention of layers further above, the feed-forward part of the layer above the
-        exit, or reading deep states."""
+        trained."""
         now = self.architecture
         parts = replace(
             now,
@@ -151,7 +141,7 @@ class Adapter(Layer):
         )
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
-        grown._copy_layers(lm)
+        grown.copy_layers(lm, self.exit_layer)
         last = [attention_weights(attention)["o"] for _, attention in grown.attentions[1:]]
         if parts.feed_forward:
             last.append(feed_forward_weights(grown.get_submodule("feed_forward"))["down"])

@@ -197,9 +197,7 @@ def weights_hash(path: str) -> str:
 
 
 def made_by(path: str) -> dict[str, Any]:
-    """What training took, as far as the config says; with `start`, where it went on from another
-    adapter, whose own comes on top.
-    """
+    """What training took, as far as the config says; with `start`, the adapter it went on from."""
     training = read_config(path).training
     progress = training.get("progress", {})
     facts = {
@@ -212,10 +210,8 @@ def made_by(path: str) -> dict[str, Any]:
 
 
 def draft_vocabulary(path: str, size: int) -> Tensor:
-    """The `size` most frequent tokens of an adapter's training data, in ascending order.
-
-    Errors: `AdapterNotFound` where the adapter came without them, `CorruptFile`, `ConfigError`
-    where there are fewer.
+    """The `size` most frequent tokens of an adapter's training data, in ascending order. Errors:
+    `AdapterNotFound` where it came without, `CorruptFile`, `ConfigError` where there are fewer.
     """
     file = find(path) / VOCABULARY
     if not file.is_file():
@@ -310,10 +306,7 @@ def filled(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in an adapter's folder.
-
-    Errors: `CorruptFile`, also for weights that are not finite.
-    """
+    """The weights in an adapter's folder. Errors: `CorruptFile`, also where one is not finite."""
     try:
         state = load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:

@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 
 
 class HeadConfig(Ranged, ABC):
-    """What a trained part is made of: a dataclass of options, kept in its config.json.
+    """What a trained part is made of: a dataclass of options, kept in its config.json."""
 
-    Attributes:
-        drafter: the `drafter=` that drafts with it.
-    """
-
-    drafter: ClassVar[str]
+    drafter: ClassVar[str]  # the `drafter=` that drafts with it
 
     @classmethod
     def kind(cls) -> str:
@@ -40,12 +36,8 @@ class HeadConfig(Ranged, ABC):
 
     @abstractmethod
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
-        """An untrained one; of `lm` it takes the shapes alone.
-
-        Args:
-            vocabulary_K: the tokens to draft from, ascending; None is all of them.
-
-        Errors: `AdapterMismatch` for an exit layer that the target does not have.
+        """An untrained one that drafts from these tokens, ascending, or None for all; of `lm` it
+        takes the shapes alone. Errors: `AdapterMismatch` for an exit layer that there is not.
         """
 
     def fixed_exit(self, lm: TargetModel) -> int | None:
@@ -53,10 +45,8 @@ class HeadConfig(Ranged, ABC):
         return None
 
     def steps(self, draft_steps: int) -> int:
-        """How many draft tokens in a row it is trained for, where so many are asked for.
-
-        Errors: `ConfigError` for a number that it cannot be trained for.
-        """
+        """How many draft tokens in a row it is trained for, where so many are asked for. Errors:
+        `ConfigError` for a number that it cannot be trained for."""
         return draft_steps
 
     def graded_steps(self, most: int) -> int:
@@ -78,10 +68,8 @@ class Trainable(nn.Module, ABC):
 
     Args:
         exit_layer: how many of the target's layers lie below it.
-        taps: the hidden states of the target that it learns from, by the number of layers below
-            them.
-        deep_tap: as well, of which state it reads what the target's final norm makes of it; None
-            is of none.
+        taps: the hidden states of the target that it learns from, by the layers below them.
+        deep_tap: the one that it reads after the target's final norm, if any.
     """
 
     def __init__(

@@ -19,12 +19,8 @@ from kangaroo.models.target import TargetModel
 class DraftHead:
     """Logits over the draft vocabulary, by rows of the target's head or by an adapter's own head.
 
-    Drafting from the frequent tokens alone reads that part of the head only (FR-Spec, arXiv
-    2502.14856).
-
-    Args:
-        own_head: an adapter's own head, over the same tokens; None is the target's.
-        vocabulary_K: token ids, ascending; None is the whole vocabulary.
+    Drafting from the frequent tokens alone, which are given in ascending order, reads that part of
+    the head only (FR-Spec, arXiv 2502.14856).
     """
 
     def __init__(

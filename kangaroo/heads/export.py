@@ -35,11 +35,8 @@ PLUGIN_FORMAT = 1
 
 
 def check(parts: HeadConfig, vocabulary: int | None) -> None:
-    """Raise `ConfigError` for what is no layer on the target's first ones.
-
-    Args:
-        vocabulary: how many tokens it drafts from; None is all.
-    """
+    """Raise `ConfigError` for what is no layer on the target's first ones, or drafts from part of
+    the vocabulary by a head of its own."""
     if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.fused:
@@ -82,8 +79,8 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     """
     weights = adapter.state_dict()
     head = weights.get("head.weight")
-    is_whole = head is None or len(head) == lm.config.vocab_size
-    check(adapter.architecture, None if is_whole else len(head))
+    vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
+    check(adapter.architecture, vocabulary)
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     state = _shallow_state(lm, first) | {  # a part that the adapter does not have adds nothing
         f"model.layers.{layer}.{name}": torch.zeros_like(weight)
@@ -143,10 +140,7 @@ def _model(
 
 def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
     """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone, as the plugin
-    reads it.
-
-    Args:
-        threshold: stop drafting once confidence falls to this, if vLLM is told nothing else.
+    reads it; it stops drafting once confidence falls to `threshold`, if vLLM is told nothing else.
 
     Errors: `ConfigError` for an adapter or a target that the plugin cannot run, or a folder that is
     there already; those of `adapter_files.as_saved`.

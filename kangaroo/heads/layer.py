@@ -131,18 +131,35 @@ class Layer(Trainable):
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
-        return unroll(self, taps[self.exit_layer], deep_BTD, meta, steps, read_BT)
+        """Those of a draft read the target's deep states up to its beginning, and after that the
+        layer's. As in decoding, the keys of the tokens before the draft are those of step 1, and
+        those within it of their own steps (training-time test, EAGLE-3, arXiv 2503.01840).
+        """
+        if steps > 1:
+            read_BT = None  # later steps read states where no head does
+        f_BTD, past = taps[self.exit_layer], Unrolled()
+        states: list[Tensor] = []
+        for step in range(1, steps + 1):
+            deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
+            if step > 1:
+                hidden_RTE = ~in_draft(sees(meta), step)
+                bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
+                at = replace(meta, bias_R1TE=bias_RTE[:, None])
+            deep_BTD = self(f_BTD, deep_BTD, at, past, read_BT)
+            states.append(deep_BTD)
+        return states
 
-    def copy_layer(self, layer: nn.Module) -> None:
-        """Begin with the weights of a layer of the target."""
-        for part, theirs in (
-            (self.input_norm, "input_layernorm"),
-            (self.attention, "self_attn"),
-            (self.middle_norm, "post_attention_layernorm"),
-            (self.feed_forward, "mlp"),
-        ):
+    def copy_layers(self, lm: TargetModel, first: int) -> None:
+        """Begin with the weights of a layer of the target, and attention of those above it, as far
+        as there are any."""
+        layer = lm.layers[first]
+        parts = [(self.middle_norm, layer.post_attention_layernorm), (self.feed_forward, layer.mlp)]
+        for place, (norm, attention) in enumerate(self.attentions, first):
+            layer = lm.layers[min(place, lm.n_layers - 1)]
+            parts += [(norm, layer.input_layernorm), (attention, layer.self_attn)]
+        for part, theirs in parts:
             if part is not None:
-                part.load_state_dict(layer.get_submodule(theirs).state_dict())
+                part.load_state_dict(theirs.state_dict())
 
     def native_inputs(self) -> dict[str, Structure] | None:
         """What native rounds make the layer's input with, by its name in `NativeDrafting`, where it
@@ -183,40 +200,6 @@ class Unrolled(PastKeys):
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
-def unroll(
-    layer: Layer,
-    f_BTD: Tensor,
-    deep_BTD: Tensor,
-    meta: ForwardMeta,
-    steps: int,
-    read_BT: Tensor | None = None,
-) -> list[Tensor]:
-    """The layer's states `[B, T, D]` at draft steps 1 to `steps`.
-
-    The state of step k at a position is what the layer has there when its draft began k - 1
-    tokens earlier: with the target's deep states up to then and its own after. As in decoding, the
-    keys of the tokens before the draft are those of step 1, and those within it of their own steps
-    (training-time test, EAGLE-3, arXiv 2503.01840).
-
-    Args:
-        deep_BTD: the target's states at the layer's `deep_tap`, normed.
-        read_BT: where heads read them; see `Trainable.states`.
-    """
-    if steps > 1:
-        read_BT = None  # later steps read states where no head does
-    past = Unrolled()
-    states: list[Tensor] = []
-    for step in range(1, steps + 1):
-        deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
-        if step > 1:
-            hidden_RTE = ~in_draft(sees(meta), step)
-            bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
-            at = replace(meta, bias_R1TE=bias_RTE[:, None])
-        deep_BTD = layer(f_BTD, deep_BTD, at, past, read_BT)
-        states.append(deep_BTD)
-    return states
-
-
 def sees(meta: ForwardMeta) -> Tensor:
     """`[R, T, T]`: which tokens of a text each may attend to."""
     if meta.bias_R1TE is not None:
@@ -227,9 +210,8 @@ def sees(meta: ForwardMeta) -> Tensor:
 
 
 def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
-    """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys.
-
-    Of step 1, what lies before the draft; of each later step, the draft's one token of that step.
+    """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys: of
+    step 1, what lies before the draft; of each later step, the draft's one token of that step.
     """
     past = [seen_RTT.tril(1 - step)]
     past += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]

@@ -14,7 +14,7 @@ from jinja2 import ChainableUndefined, Environment
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads.adapter_files import AdapterConfig
-from kangaroo.models.loading import known_models, options_of
+from kangaroo.models.loading import options_of
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import command_line
@@ -45,8 +45,8 @@ def card(
         license: an identifier of the hub's, such as "apache-2.0"; None names none.
     """
     drafter = config.architecture.drafter
-    base_model = base_model or (config.target if is_hub_id(config.target) else None)
-    model = short_name(config.target) or base_model or UNKNOWN_MODEL
+    base_model = base_model or (config.target if _is_hub_id(config.target) else None)
+    model = options_of(config.target).get("model") or base_model or UNKNOWN_MODEL
     # a folder of somebody's machine: its last part alone says something to others
     target = f"`{Path(config.target).name}`"
     if base_model is not None:
@@ -84,12 +84,7 @@ def measure(model: str, drafter: str, repo: str) -> str:
     return command_line("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
 
 
-def short_name(target: str) -> str | None:
-    """The name among `known_models` of what an adapter's config calls its target, if it has one."""
-    return next((model["name"] for model in known_models() if model["path"] == target), None)
-
-
-def is_hub_id(name: str) -> bool:
+def _is_hub_id(name: str) -> bool:
     """Whether this may name a user's repository on the hub, and is no folder here."""
     try:
         validate_repo_id(name)

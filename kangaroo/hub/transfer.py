@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -99,9 +99,7 @@ def check(folder: Path) -> AdapterConfig:
 
 def prepare(config: PushConfig) -> Path:
     """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and `CODE`.
-
-    Errors: `ConfigError` for a name that the hub would refuse, or a folder that holds other files;
-    those of `check`.
+    Errors: `ConfigError` for a name that the hub would refuse, or other files there; as `check`.
     """
     _check_repo(config.repo)
     if config.base_model is not None:
@@ -136,17 +134,15 @@ def push(config: PushConfig) -> str | None:
     if config.dry_run:
         return None
     api = HfApi()
-    files = [
-        CommitOperationAdd(file.relative_to(folder).as_posix(), str(file))
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    ]
     with _told(f"'{config.repo}' was not uploaded"):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:
             api.create_branch(config.repo, branch=config.revision, exist_ok=True)
-        done = api.create_commit(
-            config.repo, files, commit_message=config.message, revision=config.revision
+        done = api.upload_folder(
+            repo_id=config.repo,
+            folder_path=folder,
+            commit_message=config.message,
+            revision=config.revision,
         )
     return str(done.commit_url)
 
@@ -198,34 +194,42 @@ def _check_repo(name: str, option: str = "repo") -> None:
         ) from error
 
 
+# By what the hub's client raises: what a user gets, why, and what to do.
+FAULTS = (
+    (RevisionNotFoundError, AdapterNotFound, "it has no such revision"),
+    (
+        RepositoryNotFoundError,
+        AdapterNotFound,
+        "the hub has no such repository, or you may not see it, or not write to it. Check the "
+        "name, and: hf auth login",
+    ),
+    (ValueError, HubError, "the hub refused what was sent"),
+    (
+        HfHubHTTPError,
+        HubError,
+        "the hub refused. To write, and to read what is private, it needs a token of yours that "
+        "may: hf auth login",
+    ),
+    (
+        (HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError),
+        HubError,
+        "the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE; the same command then "
+        "goes on",
+    ),
+)
+
+
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Say what failed, why, and what to do, in place of what the hub's client raises."""
+    """Say what failed in our words."""
     try:
         yield
-    except RevisionNotFoundError as error:
-        raise AdapterNotFound(f"{what}: it has no such revision. ({_line(error)})") from error
-    except RepositoryNotFoundError as error:
-        raise AdapterNotFound(
-            f"{what}: the hub has no such repository, or you may not see it. Check the name; for "
-            f"a private one: hf auth login. ({_line(error)})"
-        ) from error
-    except ValueError as error:
-        raise HubError(f"{what}: the hub refused what was sent. ({_line(error)})") from error
-    except HfHubHTTPError as error:
-        raise HubError(
-            f"{what}: the hub refused. To write, and to read what is private, it needs a token of "
-            f"yours that may: hf auth login. ({_line(error)})"
-        ) from error
-    except (HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
-        raise HubError(
-            f"{what}: the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE; the same "
-            f"command then goes on. ({_line(error)})"
-        ) from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    except Exception as error:
+        for raised, kind, reason in FAULTS:
+            if isinstance(error, raised):
+                line = " ".join(str(error).split())
+                raise kind(f"{what}: {reason}. ({line})") from error
+        raise
 
 
 def _sha256(file: Path) -> str:

@@ -94,7 +94,5 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 def skips_unseen(device: torch.device) -> bool:
     """Whether a whole text takes less time than the tokens of it that are read: these need a mask,
-    with which a GPU computes all scores, by a slower kernel, and how many they are is known to the
-    host only after all that was launched before.
-    """
+    with which a GPU computes all scores, and the host has to wait to know how many they are."""
     return device.type == "cuda"

@@ -42,13 +42,9 @@ BEGINNINGS = {
 def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer; what is refused is refused before the weights are read.
-
-    Args:
-        source: a folder or a hub id.
-        options: of transformers' `from_pretrained`.
-
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`.
+    """The model of a folder or hub id, by `from_pretrained` with these options, and its tokenizer.
+    What is refused is refused before the weights are read: `ModelNotFound`, `CorruptFile`,
+    `UnsupportedModel`.
     """
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):

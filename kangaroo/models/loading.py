@@ -17,10 +17,17 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.random_models import (
     RANDOM,
@@ -31,7 +38,7 @@ from kangaroo.models.random_models import (
 )
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import of_project
 
 MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
@@ -57,7 +64,7 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: its short name, which is also that of its section in `configs/groups/model.yaml`.
+        name: its short name, which is also that of its section in `MODELS`.
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
@@ -125,12 +132,8 @@ def model_config(model: str) -> ModelConfig:
 
 
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
-    """How a command is told of a target, for `folders.command_line`.
-
-    Args:
-        model: its name among `known_models`, or its path: a hub id or folder.
-        name: what it is called if it is none of them.
-    """
+    """How `folders.command_line` names a target: one of `known_models` by its name or path, else a
+    hub id or folder that is called `name`."""
     if settings := _known(model):
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"
@@ -197,6 +200,40 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBa
             *(lm.name, token, ", ".join(ends) or "nothing", token),
         )
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
+
+
+def meta_model(config: ModelConfig) -> TargetModel:
+    """The target's modules on the meta device: every shape, no weight, which is enough to estimate
+    what it needs. A model of `SHAPES` needs no download, another one only its config.
+
+    Errors: `ModelNotFound`; `UnsupportedModel` for an architecture that is no target.
+    """
+    shape = _shape(config)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"'{config.path}' cannot be a target: {str(error).splitlines()[0]} Choose another "
+            "model.path."
+        ) from error
+    hf.config.name_or_path = config.path
+    return TargetModel(hf)
+
+
+def _shape(config: ModelConfig) -> PretrainedConfig:
+    if config.path == TINY:
+        return random_model().config
+    if shape := shape_of(config.path.removeprefix(RANDOM)):
+        return AutoConfig.for_model(**shape)
+    try:
+        return AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
+            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
+            f"local folder, or choose one of {', '.join(SHAPES)}."
+        ) from error
 
 
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:

@@ -83,10 +83,8 @@ class Sample(TypedDict):
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """Token ids of the conversation up to where the assistant begins, by the chat template, which
-    writes BOS itself where the model needs one.
-
-    Errors: `PromptError` for an empty user turn, one that is no text (`whole`), or one that the
-    template refuses; `ConfigError` where there is no template.
+    writes BOS itself where the model needs one. Errors: `PromptError` for an empty user turn, one
+    that is no text (`whole`) or that the template refuses; `ConfigError` where there is none.
     """
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
@@ -121,11 +119,8 @@ def user_header(
 ) -> tuple[list[int], str]:
     """The tokens before the user's next turn, and the text that ends a user turn.
 
-    After the header alone, an aligned model writes a question itself; after a conversation and the
-    header, it writes what the user says next (Magpie, arXiv 2406.08464).
-
-    Args:
-        history: the conversation so far, which ends with the assistant; None at its start.
+    After the header alone, an aligned model writes a question itself; after a conversation that
+    ends with the assistant, and the header, what the user says next (Magpie, arXiv 2406.08464).
 
     Errors: `ConfigError` for a template by which nothing ends a user turn.
     """
@@ -160,14 +155,12 @@ def masked_ids(
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation that is already written.
 
-    The assistant's part is from where it would begin to write to the end of its turn: the
-    end-of-turn token counts, white space that the template puts after it does not. A token that
-    spans the beginning counts as the template's, since no model writes it after that prompt. In a
-    template with `{% generation %}` markers these decide.
+    The assistant's part is from where it would begin to write to the end-of-turn token. A token
+    that spans the beginning counts as the template's, since no model writes it after that prompt.
+    In a template with `{% generation %}` markers these decide.
 
-    Before a last answer the ids are those of `prompt_ids`, as in decoding: some tokenizers split
-    the end of a prompt in another way if text follows. (Where a token spans the beginning of that
-    answer, the two cannot be joined, and the ids are those of the whole text.)
+    Before a last answer the ids are those of `prompt_ids`, as in decoding, unless a token spans its
+    beginning: some tokenizers split the end of a prompt in another way if text follows.
 
     Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
     not show which part is the assistant's.

@@ -38,7 +38,7 @@ def random_model(
     so that what it writes depends on what it reads.
 
     Args:
-        architecture: transformers' `model_type`: llama, mistral, qwen2, qwen3, ...
+        architecture: transformers' `model_type`.
         deep_scale: factor on what the last two thirds of the layers add to the residual stream.
             If it is small, a shallow drafter is often right, as in a trained model.
         overrides: fields of the architecture's config.
@@ -74,13 +74,7 @@ def random_model(
 
 
 def random_of_shape(path: str, device: str, **options: Any) -> PreTrainedModel:
-    """A model of a known shape with random weights, made on its device.
-
-    Args:
-        options: of transformers' `from_config`.
-
-    Errors: `ConfigError` for a shape that is not known.
-    """
+    """A model of a known shape with random weights, made on its device. Errors: `ConfigError`."""
     shape = shape_of(path)
     if shape is None:
         raise ConfigError(

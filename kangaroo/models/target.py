@@ -129,13 +129,11 @@ class TargetModel(nn.Module):
         return self.config.max_position_embeddings
 
     def shard(self, device: torch.device) -> None:
-        """Spread the layers' weights over all processes; a layer is whole only while it runs.
+        """Spread the layers' weights over all processes; a layer is whole only while it runs, and
+        this process computes on `device`.
 
         All processes then have to run the same layers in the same order. Embedding, final norm and
         head stay whole: the loss reads the head far more often than once a batch.
-
-        Args:
-            device: where this process computes; its part of each layer moves there.
         """
         # imported here: it takes most of a second, and only training at scale needs it
         from torch.distributed.device_mesh import init_device_mesh
@@ -227,11 +225,7 @@ class TargetModel(nn.Module):
     def forward_meta_of(
         self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
     ) -> ForwardMeta:
-        """A block of all rows.
-
-        Args:
-            hidden_BNE: true for the slots that a token does not see.
-        """
+        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see."""
         bias_B1NE = self._bias(hidden_BNE)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]

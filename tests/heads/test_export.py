@@ -22,8 +22,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
-from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 
@@ -35,16 +34,6 @@ LAYERS = [
     {"attention_layers": 2},
     {"attention_layers": 3, "feed_forward": True},  # as deep as the target, or deeper
 ]
-
-
-@pytest.mark.parametrize("parts", LAYERS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_exported_model_says_what_the_adapter_says(family, parts):
-    lm = tiny(family, tie_word_embeddings=family == "qwen3")
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
-    tokens_1T = torch.tensor(random_prompts(12))
-    theirs = draft_model(lm, adapter)(tokens_1T).logits[0]
-    torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -94,10 +83,12 @@ def exported(tmp_path):
     return model, lm, saved(lm, adapter_for(lm), tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", True)]
+)
 @pytest.mark.parametrize("parts", LAYERS, ids=str)
-def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
-    model = target(tmp_path / "target", tie_word_embeddings=tied)
+def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, parts, family, tied):
+    model = target(tmp_path / "target", family, tie_word_embeddings=tied)
     lm = TargetModel(load(model)[0])
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter")
@@ -115,7 +106,8 @@ def test_a_saved_draft_model_is_whole(tmp_path, parts, tied):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     talk = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(talk) == byte_tokenizer().apply_chat_template(talk)
-    assert tokenizer.get_vocab() == byte_tokenizer().get_vocab()
+    # to Qwen2's, transformers adds a token
+    assert tokenizer.get_vocab().items() >= byte_tokenizer().get_vocab().items()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files, official
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
-from kangaroo.models.loading import Dtype, ModelConfig
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import Dtype, ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
@@ -201,7 +200,8 @@ def test_an_import_says_where_it_came_from(lm, tmp_path):
 
 
 def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
-    """Without a weight of it, and at the exit layers that the authors' code names for them."""
+    """Without a weight of it, and at the exit layers that the authors' code names for them; with
+    the paper's number of parameters."""
     for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):
         vicuna = meta_model(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
         heads = {"num_attention_heads": size // 128, "hidden_size": size}

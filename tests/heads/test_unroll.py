@@ -13,7 +13,7 @@ from torch import Tensor
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.heads.layer import Layer, unroll
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
 
@@ -59,7 +59,7 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     f_1TD = states(lm, ids, adapter.exit_layer)
     deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))
     with torch.no_grad():
-        unrolled = unroll(adapter, f_1TD, deep_1TD, meta, steps=3)
+        unrolled = adapter.states({adapter.exit_layer: f_1TD}, deep_1TD, meta, steps=3)
     for step, state_1TD in enumerate(unrolled):
         for position in range(step + 1, 12):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)

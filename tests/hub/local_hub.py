@@ -1,5 +1,7 @@
-"""A model hub on this machine: the few endpoints of huggingface.co that adapters need, kept in
-memory and stricter than the real one. What a test did not foresee is refused and remembered."""
+"""A model hub in this process: the few endpoints of huggingface.co that adapters need, behind the
+client's own transport, and stricter than the real ones. What a test did not foresee is refused and
+remembered.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from urllib.parse import parse_qs, unquote, urlsplit
+from importlib import import_module
+from typing import Any
+from urllib.parse import unquote
 
 import yaml
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import _http, validate_repo_id
+
+# the library under the client, which has had two names
+httpx: Any = import_module(HTTPError.__module__.partition(".")[0])
 
 TOKEN = "hf_of_a_test"
 # what a model card's front matter may say here; the real hub takes more
@@ -46,199 +53,178 @@ class Repo:
         return self.branches.get(revision, revision if revision in self.commits else None)
 
 
+class Refused(Exception):
+    """An answer other than success."""
+
+    def __init__(self, status: int, message: str, code: str = "", body: dict | None = None):
+        headers = {"X-Error-Message": message, "X-Error-Code": code}
+        self.response = httpx.Response(status, headers=headers, json=body or {"error": message})
+
+
+def success(content: object) -> Any:
+    return httpx.Response(200, json=content)
+
+
 @dataclass
 class Hub:
     """All repositories, the requests so far, and those that were refused as unknown."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # bytes of each file
     cut: set[str] = field(default_factory=set)  # files whose transfer breaks off half-way
+    is_down: bool = False
 
     def uploaded(self, name: str) -> dict[str, bytes]:
         """The files of a repository's main branch."""
         repo = self.repos[name]
         return repo.commits[repo.branches["main"]]
 
-
-class Refused(Exception):
-    """An answer other than success."""
-
-    def __init__(self, status: int, told: str, code: str = "", body: dict | None = None):
-        self.status, self.told, self.code, self.body = status, told, code, body
-
-
-class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def answer(self) -> None:
-        verb, path = self.command, unquote(urlsplit(self.path).path)
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            self.body = b"".join(self.chunks())
-        else:
-            self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.hub.asked.append(f"{verb} {path}")
+    def answer(self, request: Any) -> Any:
+        if self.is_down:
+            raise httpx.ConnectError("nobody listens")
+        path = unquote(request.url.path)
+        request.read()
+        self.requests.append(f"{request.method} {path}")
         try:
             for pattern, verbs, act in ROUTES:
-                if verb in verbs and (found := re.fullmatch(pattern, path)):
-                    act(self, **found.groupdict())
-                    return
+                if request.method in verbs and (match := re.fullmatch(pattern, path)):
+                    return act(self, request, **match.groupdict())
             if path != OWN_AFFAIR:
-                self.hub.unknown.append(f"{verb} {path}")
+                self.unknown.append(self.requests[-1])
             raise Refused(404, "no such endpoint")
         except Refused as refused:
-            headers = {"X-Error-Message": refused.told, "X-Error-Code": refused.code}
-            self.reply(refused.body or {"error": refused.told}, refused.status, headers)
+            return refused.response
 
-    do_GET = do_HEAD = do_POST = answer
-
-    def chunks(self) -> Iterator[bytes]:
-        while size := int(self.rfile.readline(), 16):
-            yield self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-
-    def reply(self, content: object, status: int = 200, headers: dict | None = None) -> None:
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def may_write(self) -> None:
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            raise Refused(401, "Invalid username or password.")
-
-    def repo(self, name: str) -> Repo:
-        found = self.hub.repos.get(name)
-        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if found is None or (found.private and not allowed):
+    def repo(self, request: Any, name: str) -> Repo:
+        repo, allowed = self.repos.get(name), is_allowed(request)
+        if repo is None or (repo.private and not allowed):
             raise Refused(404 if allowed else 401, "Repository not found", "RepoNotFound")
-        return found
+        return repo
 
-    def commit_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        repo = self.repo(name)
+    def commit_of(self, request: Any, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        repo = self.repo(request, name)
         if (commit := repo.at(revision)) is None:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit, repo.commits[commit]
 
-    def create(self) -> None:
-        self.may_write()
-        asked = json.loads(self.body)
-        assert set(asked) <= {"name", "organization", "visibility", "type"}, asked
-        name = f"{asked['organization']}/{asked['name']}"
+    def create(self, request: Any) -> Any:
+        must_be_allowed(request)
+        fields = json.loads(request.content)
+        assert set(fields) <= {"name", "organization", "visibility", "type"}, fields
+        name = f"{fields['organization']}/{fields['name']}"
         validate_repo_id(name)
-        if name in self.hub.repos:
-            told = {"url": f"{self.address()}/{name}"}
-            raise Refused(409, "You already created this model repo", body=told)
-        repo = self.hub.repos[name] = Repo(asked.get("visibility") == "private")
-        repo.commit("main", "initial commit", {".gitattributes": b""})
-        self.reply({"url": f"{self.address()}/{name}"})
+        address = {"url": f"{constants.ENDPOINT}/{name}"}
+        if name in self.repos:
+            raise Refused(409, "You already created this model repo", body=address)
+        self.repos[name] = Repo(fields.get("visibility") == "private")
+        self.repos[name].commit("main", "initial commit", {".gitattributes": b""})
+        return success(address)
 
-    def address(self) -> str:
-        return f"http://{self.headers['Host']}"
-
-    def branch(self, repo: str, revision: str) -> None:
-        self.may_write()
-        found = self.repo(repo)
-        if revision in found.branches:
+    def branch(self, request: Any, repo: str, revision: str) -> Any:
+        must_be_allowed(request)
+        branches = self.repo(request, repo).branches
+        if revision in branches:
             raise Refused(409, "Reference already exists")
-        found.branches[revision] = found.branches["main"]
-        self.reply({})
+        branches[revision] = branches["main"]
+        return success({})
 
-    def validate(self) -> None:
-        problems = card_problems(json.loads(self.body)["content"])
+    def validate(self, request: Any) -> Any:
+        problems = card_problems(json.loads(request.content)["content"])
         errors = {"errors": [{"message": text} for text in problems], "warnings": []}
         if problems:
             raise Refused(400, "Bad request", body=errors)
-        self.reply(errors)
+        return success(errors)
 
-    def preupload(self, repo: str, revision: str) -> None:
-        self.may_write()
-        commit, _ = self.commit_of(repo, revision)
-        names = [file["path"] for file in json.loads(self.body)["files"]]
+    def preupload(self, request: Any, repo: str, revision: str) -> Any:
+        must_be_allowed(request)
+        commit, _ = self.commit_of(request, repo, revision)
+        names = [file["path"] for file in json.loads(request.content)["files"]]
         modes = [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]
-        self.reply({"commitOid": commit, "files": modes})
+        return success({"commitOid": commit, "files": modes})
 
-    def commit(self, repo: str, revision: str) -> None:
-        self.may_write()
-        self.commit_of(repo, revision)
-        header, *lines = [json.loads(line) for line in self.body.splitlines()]
+    def commit(self, request: Any, repo: str, revision: str) -> Any:
+        must_be_allowed(request)
+        self.commit_of(request, repo, revision)
+        header, *lines = [json.loads(line) for line in request.content.splitlines()]
         files = {}
         for line in lines:
             assert line["key"] == "file" and line["value"]["encoding"] == "base64", line["key"]
             files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
         if problems := card_problems(files["README.md"].decode()):
             raise Refused(400, problems[0])
-        summary = header["value"]["summary"]
-        made = self.hub.repos[repo].commit(revision, summary, files)
-        address = f"{self.address()}/{repo}/commit/{made}"
-        self.reply({"success": True, "commitOid": made, "commitUrl": address})
+        commit = self.repos[repo].commit(revision, header["value"]["summary"], files)
+        address = f"{constants.ENDPOINT}/{repo}/commit/{commit}"
+        return success({"success": True, "commitOid": commit, "commitUrl": address})
 
-    def info(self, repo: str, revision: str = "main") -> None:
-        commit, files = self.commit_of(repo, revision)
-        siblings = [{"rfilename": name} for name in sorted(files)]
-        private = self.hub.repos[repo].private
-        told = {"_id": "1", "id": repo, "modelId": repo, "sha": commit, "private": private}
-        self.reply(told | {"tags": [], "downloads": 0, "likes": 0, "siblings": siblings})
+    def info(self, request: Any, repo: str, revision: str = "main") -> Any:
+        commit, files = self.commit_of(request, repo, revision)
+        about = {"_id": "1", "id": repo, "modelId": repo, "sha": commit}
+        about |= {"private": self.repos[repo].private, "tags": [], "downloads": 0, "likes": 0}
+        return success(about | {"siblings": [{"rfilename": name} for name in sorted(files)]})
 
-    def tree(self, repo: str, revision: str) -> None:
-        assert parse_qs(urlsplit(self.path).query)["recursive"] == ["true"]
-        _, files = self.commit_of(repo, revision)
-        self.reply([file | {"type": "file"} for file in map(entry, files.items())])
+    def tree(self, request: Any, repo: str, revision: str) -> Any:
+        assert request.url.params["recursive"] == "true"
+        _, files = self.commit_of(request, repo, revision)
+        return success([entry(*file) | {"type": "file"} for file in files.items()])
 
-    def file(self, repo: str, revision: str, name: str) -> None:
-        commit, files = self.commit_of(repo, revision)
+    def file(self, request: Any, repo: str, revision: str, name: str) -> Any:
+        commit, files = self.commit_of(request, repo, revision)
         if name not in files:
             raise Refused(404, "Entry not found", "EntryNotFound")
-        etag = f'"{entry((name, files[name]))["oid"]}"'
-        headers = {"X-Repo-Commit": commit, "ETag": etag, "Accept-Ranges": "bytes"}
         data, status, begin = files[name], 200, 0
-        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            status, begin = 206, int(asked[1])
+        etag = f'"{entry(name, data)["oid"]}"'
+        headers = {"X-Repo-Commit": commit, "ETag": etag, "Accept-Ranges": "bytes"}
+        if rest := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "")):
+            status, begin = 206, int(rest[1])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        if name in self.hub.cut:
-            headers["Content-Length"] = str(len(data) - begin)
-            data, self.close_connection = data[: (begin + len(data)) // 2], True
-        elif self.command == "GET":
-            self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data) - begin
-        self.reply(data[begin:], status, headers)
+        headers["Content-Length"] = str(len(data) - begin)
+        if request.method == "HEAD":
+            return httpx.Response(status, headers=headers)
+        if name in self.cut:
+            return httpx.Response(status, headers=headers, content=broken(data[begin:]))
+        self.sent[name] = self.sent.get(name, 0) + len(data) - begin
+        return httpx.Response(status, headers=headers, content=data[begin:])
+
+
+def is_allowed(request: Any) -> bool:
+    return request.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+
+def must_be_allowed(request: Any) -> None:
+    if not is_allowed(request):
+        raise Refused(401, "Invalid username or password.")
+
+
+def broken(data: bytes) -> Iterator[bytes]:
+    yield data[: len(data) // 2]
+    raise httpx.ReadError("the connection was lost")
 
 
 NAME = r"(?P<repo>[^/]+/[^/]+)"
 ROUTES = [
-    (r"/api/repos/create", ["POST"], Handler.create),
-    (r"/api/validate-yaml", ["POST"], Handler.validate),
-    (rf"/api/models/{NAME}/branch/(?P<revision>.+)", ["POST"], Handler.branch),
-    (rf"/api/models/{NAME}/preupload/(?P<revision>.+)", ["POST"], Handler.preupload),
-    (rf"/api/models/{NAME}/commit/(?P<revision>.+)", ["POST"], Handler.commit),
-    (rf"/api/models/{NAME}/revision/(?P<revision>.+)", ["GET"], Handler.info),
-    (rf"/api/models/{NAME}/tree/(?P<revision>[^/]+)", ["GET"], Handler.tree),
-    (rf"/api/models/{NAME}", ["GET"], Handler.info),
-    (rf"/{NAME}/resolve/(?P<revision>[^/]+)/(?P<name>.+)", ["GET", "HEAD"], Handler.file),
+    (r"/api/repos/create", ["POST"], Hub.create),
+    (r"/api/validate-yaml", ["POST"], Hub.validate),
+    (rf"/api/models/{NAME}/branch/(?P<revision>.+)", ["POST"], Hub.branch),
+    (rf"/api/models/{NAME}/preupload/(?P<revision>.+)", ["POST"], Hub.preupload),
+    (rf"/api/models/{NAME}/commit/(?P<revision>.+)", ["POST"], Hub.commit),
+    (rf"/api/models/{NAME}/revision/(?P<revision>.+)", ["GET"], Hub.info),
+    (rf"/api/models/{NAME}/tree/(?P<revision>[^/]+)", ["GET"], Hub.tree),
+    (rf"/api/models/{NAME}", ["GET"], Hub.info),
+    (rf"/{NAME}/resolve/(?P<revision>[^/]+)/(?P<name>.+)", ["GET", "HEAD"], Hub.file),
 ]
 
 
-def entry(file: tuple[str, bytes]) -> dict:
+def entry(name: str, data: bytes) -> dict:
     """A file as the tree of a commit lists it; `oid` is what git calls its content."""
-    name, data = file
     oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     return {"path": name, "size": len(data), "oid": oid}
 
 
 def card_problems(text: str) -> list[str]:
     """What is wrong with a model card's front matter."""
-    _, front, _ = text.split("---\n", 2)
-    fields = yaml.safe_load(front)
+    fields = yaml.safe_load(text.split("---\n")[1])
     problems = [f"unknown field {name}" for name in fields if name not in KNOWN]
     if "base_model" in fields:
         validate_repo_id(fields["base_model"])
@@ -250,13 +236,12 @@ def card_problems(text: str) -> list[str]:
 
 
 @contextmanager
-def serving(hub: Hub) -> Iterator[str]:
-    """The hub's address."""
-    handler = type("HandlerOfHub", (Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+def reached(hub: Hub) -> Iterator[None]:
+    """Every request of the client goes there."""
+    options = {"follow_redirects": True, "event_hooks": {"request": [_http.hf_request_event_hook]}}
+    transport = httpx.MockTransport(hub.answer)
+    set_client_factory(lambda: httpx.Client(transport=transport, **options))
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield
     finally:
-        server.shutdown()
-        server.server_close()
+        set_client_factory(_http.default_client_factory)

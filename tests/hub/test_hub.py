@@ -8,20 +8,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import yaml
 from commands import ROOT, python
 from helpers import adapter_for, saved_adapter, tiny_target
 from huggingface_hub import constants
-from local_hub import TOKEN, Hub, serving
+from local_hub import TOKEN, Hub, reached
 
 import kangaroo
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
 from kangaroo.heads.eagle_head import EagleHead
-from kangaroo.hub.card import card, is_hub_id, short_name
+from kangaroo.hub.card import card
 from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
@@ -40,18 +39,13 @@ TRAINING = {
 def hub(tmp_path, monkeypatch):
     """Where the client looks, with the token of one who may write."""
     hub = Hub()
-    with serving(hub) as address:
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        huggingface_hub.close_session()
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.chdir(tmp_path)
+    with reached(hub):
         yield hub
-    huggingface_hub.close_session()
     assert hub.unknown == []
 
 
@@ -160,7 +154,7 @@ def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(hub, a
     expected = {*FILES[:3], "README.md", "SHA256SUMS", *code}
     files = (file for file in Path("out").rglob("*") if file.is_file())
     assert {file.relative_to("out").as_posix() for file in files} == expected
-    assert hub.asked == []
+    assert hub.requests == []
     push(pushing(adapter))  # over what the dry run left
     assert hub.uploaded(REPO).keys() == expected | {".gitattributes"}
 
@@ -179,15 +173,14 @@ def test_a_folder_with_other_files_is_not_cleared(hub, adapter):
 def test_nothing_that_is_there_is_pulled_over(hub, adapter):
     push(pushing(adapter))
     Path("adapters/theirs").mkdir(parents=True)
-    asked = len(hub.asked)
+    asked = len(hub.requests)
     with pytest.raises(ConfigError, match="'adapters/theirs' is there already"):
         pull(pulling())
-    assert len(hub.asked) == asked and list(Path("adapters/theirs").iterdir()) == []
+    assert len(hub.requests) == asked and list(Path("adapters/theirs").iterdir()) == []
 
 
-def test_a_pull_that_broke_off_goes_on_and_its_folder_appears_whole(hub, adapter, monkeypatch):
+def test_a_pull_that_broke_off_goes_on_and_its_folder_appears_whole(hub, adapter):
     push(pushing(adapter))
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut.add(WEIGHTS)
     with pytest.raises(HubError, match="not fetched whole: the hub cannot be reached"):
         pull(pulling())
@@ -240,7 +233,7 @@ def test_an_adapter_that_cannot_be_used_is_not_sent(hub, adapter, lm, broken):
         told = (ConfigError, "must lie in 1 to 3")
     with pytest.raises(told[0], match=told[1]):
         push(pushing(adapter))
-    assert hub.asked == [] and not Path("out").exists()
+    assert hub.requests == [] and not Path("out").exists()
 
 
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "someone/..", "some one/x", "someone/x.git", ""])
@@ -250,7 +243,7 @@ def test_a_name_that_the_hub_would_refuse_is_refused_before_anything_is_done(hub
             act()
     with pytest.raises(ConfigError, match="base_model="):
         push(pushing(adapter, base_model=name))
-    assert hub.asked == [] and not Path("out").exists()
+    assert hub.requests == [] and not Path("out").exists()
 
 
 def test_what_the_hub_says_of_a_failure_is_told(hub, adapter, monkeypatch):
@@ -262,7 +255,7 @@ def test_what_the_hub_says_of_a_failure_is_told(hub, adapter, monkeypatch):
     with pytest.raises(AdapterNotFound, match=r"no such revision.*Invalid rev id: nowhere"):
         pull(pulling(revision="nowhere"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
-    with pytest.raises(HubError, match=r"was not uploaded: the hub refused.*hf auth login"):
+    with pytest.raises(AdapterNotFound, match=r"was not uploaded.* or not write.*hf auth login"):
         push(pushing(adapter))
 
 
@@ -277,9 +270,8 @@ def test_without_a_hub_both_say_so(adapter, tmp_path, monkeypatch):
     assert not Path("adapters/theirs").exists()
 
 
-def test_a_machine_that_does_not_answer_is_told_too(hub, adapter, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+def test_a_hub_that_does_not_answer_is_told_too(hub, adapter):
+    hub.is_down = True
     for act in (lambda: push(pushing(adapter)), lambda: pull(pulling())):
         with pytest.raises(HubError, match="the hub cannot be reached"):
             act()
@@ -348,17 +340,8 @@ def test_a_card_names_a_hub_target_and_keeps_a_local_path_to_itself(lm):
     assert 'kangaroo.load("vicuna-7b", ' in on_hub and "model=vicuna-7b" in on_hub
     other = card(replace(about, target="org/model"), REPO, SUMS)
     assert 'kangaroo.load("org/model", ' in other and "model.path=org/model" in other
-    local = card(replace(about, target="/home/me/secret/llama"), REPO, SUMS)
-    assert "secret" not in local and "base_model" not in local and "`llama`" in local
+    for folder in ("/home/me/secret/llama", "../secret/llama", "llama"):
+        local = card(replace(about, target=folder), REPO, SUMS)
+        assert "secret" not in local and "base_model" not in local and "`llama`" in local
     given = card(replace(about, target="/home/me/llama"), REPO, SUMS, base_model="org/model")
     assert 'kangaroo.load("org/model", ' in given
-
-
-def test_which_targets_have_a_name_or_a_place_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    known = {"embedded:smollm2-135m": "smollm2-135m", "lmsys/vicuna-7b-v1.3": "vicuna-7b"}
-    known |= {TINY: "tiny", "org/model": None, "/x/vicuna-7b": None, "what": None}
-    assert {target: short_name(target) for target in known} == known
-    (tmp_path / "org/here").mkdir(parents=True)
-    names = ["org/model", "org/here", "gpt2", "/x/y", "embedded:smollm2-135m", "../x"]
-    assert [name for name in names if is_hub_id(name)] == ["org/model"]

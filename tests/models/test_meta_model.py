@@ -5,8 +5,7 @@ from commands import ROOT
 from transformers import T5Config
 
 from kangaroo.heads import adapter_files
-from kangaroo.models.loading import EMBEDDED, ModelConfig
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import EMBEDDED, ModelConfig, meta_model
 from kangaroo.utils.errors import ModelNotFound, UnsupportedModel
 
 # of the hub's safetensors files, in parameters

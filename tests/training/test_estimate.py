@@ -19,8 +19,7 @@ from kangaroo import cli
 from kangaroo.data import store
 from kangaroo.engine import topk_logits
 from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.meta_model import meta_model
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.batches import collate
