@@ -56,14 +56,6 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
         )
 
 
-def begin(
-    adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks | None = None
-) -> TorchBackend:
-    """The backend that `zero_stage` asks for; 0 is plain torch."""
-    backend = DeepSpeedBackend if options.zero_stage else TorchBackend
-    return backend(adapters, options, ranks or Ranks())
-
-
 class TorchBackend:
     """AdamW, or Muon for matrices and AdamW for all else, whole in every process.
 

@@ -28,7 +28,7 @@ from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
 from kangaroo.training.checkpoint import CHECKPOINT
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import ConfigError
 
@@ -53,8 +53,8 @@ UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.4, 32, 68_000, 1024, 0.
 
 @dataclass(frozen=True)
 class Devices:
-    """What each process computes on: the name, the memory that it may still take, all the memory
-    of its first GPU (0 for a CPU), and that device as torch names it."""
+    """What each process computes on: its name, its free memory, all the memory of its first GPU (0
+    for a CPU), and that device as torch names it."""
 
     name: str
     free: int
@@ -74,8 +74,8 @@ class Devices:
             return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
         gpu = torch.cuda.current_device() if index is None else index
-        memory = torch.cuda.mem_get_info(gpu)
-        return Devices(torch.cuda.get_device_name(gpu), *memory, f"cuda:{gpu}")
+        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
+        return Devices(name, *memory, f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> tuple[float, str]:
         """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
@@ -285,9 +285,9 @@ def foresee(
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    expected = estimate(
-        lm, recipes, trainer.on(devices.total, lm.config.vocab_size), text, processes
-    )
+    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
+    trainer = replace(trainer, loss_chunk=chunk)
+    expected = estimate(lm, recipes, trainer, text, processes)
     memory = {k: size for k, size in expected.memory.items() if k != "remembered states"}
     devices.check("training", memory)
     peak, source = devices.speed(lm.dtype)
