@@ -200,6 +200,7 @@ def estimate(
 
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
+    in_layer = 3 * (width + lm.config.intermediate_size) * size  # of a token
     # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
     moments = 12 / processes if config.zero_stage else 8
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
@@ -207,7 +208,7 @@ def estimate(
     memory = {
         "target": (_count(lm) - spared + (config.vocabulary or 0) * width) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
-        "a micro-batch": batch * _in_layer(lm) + states(batch, wanted),
+        "a micro-batch": batch * in_layer + states(batch, wanted),
         "logits": min(config.chunk, wanted) * logits,
     }
     if config.cache_target_states:  # of the process with most micro-batches
@@ -309,11 +310,6 @@ def _listed(memory: dict[str, int]) -> str:
 def _turn(data: SynthesisConfig) -> int:
     """Tokens of a question and its answer."""
     return data.max_question_tokens + data.max_answer_tokens
-
-
-def _in_layer(lm: TargetModel) -> int:
-    """Bytes of a token in a pass of one layer."""
-    return 3 * (lm.config.hidden_size + lm.config.intermediate_size) * lm.dtype.itemsize
 
 
 def _count(module: nn.Module) -> int:
