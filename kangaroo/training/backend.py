@@ -196,7 +196,8 @@ class DeepSpeedBackend(TorchBackend):
             "gradient_clipping": 0.0,
             "steps_per_print": None,
         }
-        self.engines, self.twins = [], []
+        self.engines: list[Any] = []
+        self.twins: list[nn.Parameter] = []
         # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
         # moments of the first alone
         for adapter in self.adapters:
