@@ -78,11 +78,7 @@ class ConversationsConfig(WrittenConfig):
     def make(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
-        """Write the dataset to `path`, or what is still missing of it.
-
-        Args:
-            ranks: the processes that share the shards between them. The first makes the dataset,
-                and the others do not wait for it. None: there is only this process.
+        """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
 
         Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
         `ConfigError` for a template that does not show which part is the assistant's.
@@ -115,13 +111,8 @@ class ConversationsConfig(WrittenConfig):
     def _usable(
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[list[Message]]:
-        """The turns that are used of each conversation that has something to learn from.
-
-        Args:
-            dropped: counts those that are dropped or cut, by reason.
-
-        Errors: `DataError` where nothing is left.
-        """
+        """The turns that are used of each conversation that has something to learn from; those that
+        are dropped or cut are counted. Errors: `DataError` where nothing is left."""
         usable, last = [], "user" if self.regenerate else "assistant"
         unused = {"assistant"} if self.regenerate else set()
         unused |= set() if self.keep_system else {"system"}
@@ -184,11 +175,8 @@ class ConversationsConfig(WrittenConfig):
         conversations: Sequence[list[Message]],
         dropped: Counter[str],
     ) -> list[Sample]:
-        """Conversations as samples, each up to the last answer that ends within `max_length`.
-
-        Args:
-            dropped: counts those that are dropped or cut, by reason.
-        """
+        """Conversations as samples, each up to the last answer that ends within `max_length`; those
+        that are dropped or cut are counted."""
         folder = Path(self.path).parent
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, _characters(conversations) // CHARACTERS * BYTES_PER_TOKEN)

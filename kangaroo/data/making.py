@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
-from kangaroo.data.shards import Shards
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.topk_logits import Likeliest
@@ -119,7 +118,7 @@ def write_parts(
     Errors: `DataError` where the disk has not enough room, or the folder was begun with other
     settings.
     """
-    shards = Shards(Path(config.path + ".shards"), settings)
+    shards = store.Shards(Path(config.path + ".shards"), settings)
     there = ranks.broadcast({part.name for part in parts if shards.path(part.name).exists()})
     if missing := [part for part in parts if part.name not in there]:
         written = sum(part.answers for part in missing) * config.max_answer_tokens

@@ -56,14 +56,6 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
         )
 
 
-def begin(
-    adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks | None = None
-) -> TorchBackend:
-    """The backend that `zero_stage` asks for; 0 is plain torch."""
-    backend = DeepSpeedBackend if options.zero_stage else TorchBackend
-    return backend(adapters, options, ranks or Ranks())
-
-
 class TorchBackend:
     """AdamW, or Muon for matrices and AdamW for all else, whole in every process.
 
@@ -204,7 +196,8 @@ class DeepSpeedBackend(TorchBackend):
             "gradient_clipping": 0.0,
             "steps_per_print": None,
         }
-        self.engines, self.twins = [], []
+        self.engines: list[Any] = []
+        self.twins: list[nn.Parameter] = []
         # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
         # moments of the first alone
         for adapter in self.adapters:

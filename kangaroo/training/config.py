@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from kangaroo.utils.ranges import (
@@ -83,10 +83,6 @@ class TrainerConfig(Ranged):
     zero_stage: Annotated[int, Range(0, 2)] = 0
     shard_target: bool = False
 
-    def on(self, memory: int, vocabulary: int) -> TrainerConfig:
-        """The same on a device of so much memory; see `loss_chunk_of`."""
-        return replace(self, loss_chunk=self.loss_chunk or loss_chunk_of(memory, vocabulary))
-
     @property
     def chunk(self) -> int:
         """`loss_chunk`, or a CPU's."""
@@ -111,10 +107,7 @@ def loss_chunk_of(memory: int, vocabulary: int) -> int:
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:
-    """Share of the peak learning rate at optimizer step `step` of `total`.
-
-    Linear warm-up, then a cosine that ends at 0.
-    """
+    """Share of the peak learning rate at a step of `total`: linear warm-up, then a cosine to 0."""
     warmup = min(config.warmup_steps, total - 1)
     if step < warmup:
         return (step + 1) / warmup

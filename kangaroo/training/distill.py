@@ -34,16 +34,14 @@ def parts(count: int, size: int) -> list[slice]:
 class WholeDistributions:
     """What the target says at every position; the outcomes are all tokens of the draft vocabulary.
 
-    The whole head runs once: its likeliest token and the logarithm of the sum of all exponentiated
-    logits (`total_M`) are kept.
-
     Args:
         state_MD: the target's normed final states.
         chunk_size: positions whose logits exist at a time. None: the head is not run here, since
             all tokens are drafted from and so each part will run it whole.
 
     Attributes:
-        top_M: the target's likeliest tokens, there once `chances` has been asked for every part.
+        top_M, total_M: the target's likeliest tokens, and the logarithms of the sums of all
+            exponentiated logits; there once `chances` has been asked for every part.
         single_tokens: which of the outcomes are single tokens.
     """
 
@@ -150,11 +148,10 @@ def distill(
     chunk_size: int,
     backward: bool,
 ) -> None:
-    """Grade every student against the target.
+    """Grade every student against the target, in chunks.
 
     Args:
         head: the target's, over the students' draft vocabulary.
-        chunk_size: positions whose logits exist at a time.
         backward: also compute gradients, which the caller passes on, once for all chunks.
     """
     for student in students:

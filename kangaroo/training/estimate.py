@@ -28,7 +28,7 @@ from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
 from kangaroo.training.checkpoint import CHECKPOINT
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import ConfigError
 
@@ -53,8 +53,8 @@ UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.4, 32, 68_000, 1024, 0.
 
 @dataclass(frozen=True)
 class Devices:
-    """What each process computes on: the name, the memory that it may still take, all the memory
-    of its first GPU (0 for a CPU), and that device as torch names it."""
+    """What each process computes on: its name, its free memory, all the memory of its first GPU (0
+    for a CPU), and that device as torch names it."""
 
     name: str
     free: int
@@ -74,8 +74,8 @@ class Devices:
             return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
         gpu = torch.cuda.current_device() if index is None else index
-        memory = torch.cuda.mem_get_info(gpu)
-        return Devices(torch.cuda.get_device_name(gpu), *memory, f"cuda:{gpu}")
+        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
+        return Devices(name, *memory, f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> tuple[float, str]:
         """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
@@ -124,9 +124,10 @@ class Text:
             folders = [data.path] if is_there or not isinstance(data, MixConfig) else data.paths
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            counts = [sum(part[name] for part in parts) for name in names]
+            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            return Text(*counts, max(lengths), stored, f"as they lie in {', '.join(folders)}")
+            source = f"as they lie in {', '.join(folders)}"
+            return Text(count, tokens, learnt, max(lengths), stored, source)
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:
@@ -200,6 +201,7 @@ def estimate(
 
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
+    in_layer = 3 * (width + lm.config.intermediate_size) * size  # of a token
     # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
     moments = 12 / processes if config.zero_stage else 8
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
@@ -207,7 +209,7 @@ def estimate(
     memory = {
         "target": (_count(lm) - spared + (config.vocabulary or 0) * width) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
-        "a micro-batch": batch * _in_layer(lm) + states(batch, wanted),
+        "a micro-batch": batch * in_layer + states(batch, wanted),
         "logits": min(config.chunk, wanted) * logits,
     }
     if config.cache_target_states:  # of the process with most micro-batches
@@ -285,9 +287,9 @@ def foresee(
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    expected = estimate(
-        lm, recipes, trainer.on(devices.total, lm.config.vocab_size), text, processes
-    )
+    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
+    trainer = replace(trainer, loss_chunk=chunk)
+    expected = estimate(lm, recipes, trainer, text, processes)
     memory = {k: size for k, size in expected.memory.items() if k != "remembered states"}
     devices.check("training", memory)
     peak, source = devices.speed(lm.dtype)
@@ -309,11 +311,6 @@ def _listed(memory: dict[str, int]) -> str:
 def _turn(data: SynthesisConfig) -> int:
     """Tokens of a question and its answer."""
     return data.max_question_tokens + data.max_answer_tokens
-
-
-def _in_layer(lm: TargetModel) -> int:
-    """Bytes of a token in a pass of one layer."""
-    return 3 * (lm.config.hidden_size + lm.config.intermediate_size) * lm.dtype.itemsize
 
 
 def _count(module: nn.Module) -> int:

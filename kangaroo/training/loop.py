@@ -24,11 +24,11 @@ from kangaroo.engine.clock import running
 from kangaroo.heads import adapter_files
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import backend as backends
 from kangaroo.training import curves, results
+from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan
 from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
-from kangaroo.training.config import TrainerConfig, schedule
+from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
 from kangaroo.training.decode import decode, prompts_of
 from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, train_step
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
@@ -86,7 +86,8 @@ class Trainer:
         shard_on = self.ranks.device if config.shard_target else None
         self.trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         adapters = [trainee.adapter for trainee in self.trained]
-        self.backend = backends.begin(adapters, config, self.ranks)
+        backend = DeepSpeedBackend if config.zero_stage else TorchBackend
+        self.backend = backend(adapters, config, self.ranks)
         settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
         self.checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
         resumed = self.checkpoint.resume() if self.ranks.is_first else (Progress(), None)
@@ -155,11 +156,9 @@ class Trainer:
         progress.tokens += tokens
         progress.assistant_tokens += positions
         metrics = results.named("train", trained, [x.recipe.steps for x in trained], sums_SF)
-        metrics |= {
-            "tokens": progress.tokens,
-            "tokens_per_second": tokens / seconds,
-            "peak_memory_gib": memory.peak(self.lm.device) / 2**30,
-        }
+        metrics["tokens"] = progress.tokens
+        metrics["tokens_per_second"] = tokens / seconds
+        metrics["peak_memory_gib"] = memory.peak(self.lm.device) / 2**30
         named = zip(trained, rates, strict=True)
         return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
 
@@ -196,10 +195,10 @@ class Trainer:
         return metrics
 
     def _save(self, trainee: Trainee, folder: Path) -> None:
-        progress = asdict(self.progress)
-        facts = progress.pop("facts")[trainee.name]
-        for part, prefix in (("held_out", "held_out"), ("decoded", "decode")):
-            progress[part] = results.below(progress[part], f"{prefix}/{trainee.name}/")
+        progress, name = asdict(self.progress), trainee.name
+        facts = progress.pop("facts")[name]
+        progress["held_out"] = results.below(progress["held_out"], f"held_out/{name}/")
+        progress["decoded"] = results.below(progress["decoded"], f"decode/{name}/")
         training = {
             "adapter": trainee.settings(),
             "trainer": asdict(self.config),
@@ -207,8 +206,8 @@ class Trainer:
             "data": self.about,
             "processes": self.ranks.world,
         } | provenance()
-        vocabulary_K = trainee.vocabulary_K  # smaller than asked for if the data has fewer tokens
-        size = None if vocabulary_K is None else len(vocabulary_K)
+        # smaller than asked for if the data has fewer tokens
+        size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
         described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
         dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
         adapter_files.save(trainee.adapter, described, self.frequent_K, folder, dtype)
@@ -252,7 +251,7 @@ def resolve_options(
     begun = begun_with(output) if ranks.is_first else {}
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = config.on(memory.total(device), lm.config.vocab_size).chunk
+    suiting = loss_chunk_of(memory.total(device), lm.config.vocab_size)
     usual = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
     accumulate, chunk = ranks.broadcast(usual)
     accumulate, chunk = config.accumulate or accumulate, config.loss_chunk or chunk
@@ -283,10 +282,8 @@ def evaluate(
 
     measured = [measure(batch) for batch, _ in ranks.scatter(batches)]
     sums, accepted, tallies = zip(*ranks.gather(measured, len(batches)), strict=True)
-    facts = {
-        trainee.name: trainee.adapter.facts(torch.stack(counted).sum(0))
-        for trainee, counted in zip(trained, zip(*tallies, strict=True), strict=True)
-    }
+    counted = zip(trained, zip(*tallies, strict=True), strict=True)
+    facts = {x.name: x.adapter.facts(torch.stack(tally).sum(0)) for x, tally in counted}
     sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(accepted).sum(0)
     return results.held_out(trained, sums_SF, accepted_AW), facts
 

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import data_cases
 import pytest
@@ -13,7 +12,6 @@ from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import answers
 from kangaroo.data.reading import Source, read, regular
-from kangaroo.engine.engine import Engine
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.serving.protocol import ChatMessage
 from kangaroo.training.batches import check_trainable
@@ -298,26 +296,6 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
         assert len(answers(sample["loss_mask"])) == len(said)
         lengths.add(len(said))
     assert lengths == {1, 2}  # some first answers reach their limit, which ends a conversation
-
-
-def test_what_a_conversation_has_said_already_is_not_read_again(target, tmp_path, monkeypatch):
-    lm, tokenizer = target
-    source, known, find = written(tmp_path), {}, Engine.match_prefix
-
-    def found(self, batch, row, prompt):
-        return known.setdefault(tuple(prompt), find(self, batch, row, prompt))
-
-    monkeypatch.setattr(Engine, "match_prefix", found)
-    config(tmp_path, source).make(lm, tokenizer)
-    samples, _ = store.load(tmp_path / "data")
-    several = [sample["messages"] for sample in samples if len(sample["messages"]) == 4]
-    assert several
-    for messages in several:
-        first, second = (prompt_ids(tokenizer, messages[:n]) for n in (1, 3))
-        assert known[tuple(second)][1] >= len(first) - 1  # an answer may be one token
-    monkeypatch.setattr(Engine, "match_prefix", lambda self, batch, row, prompt: (row, 0))
-    replace(config(tmp_path, source), path=str(tmp_path / "whole")).make(lm, tokenizer)
-    assert store.load(tmp_path / "whole")[0] == samples
 
 
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):

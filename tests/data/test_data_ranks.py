@@ -10,7 +10,7 @@ from data_cases import settings, target
 
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
-from kangaroo.data.shards import Shards
+from kangaroo.data.store import Shards
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranks import Ranks
 

@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from helpers import EXIT, adapter_for, random_prompts, recipe_of, tiny, tiny_model
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import recipe, sample
 
-from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
@@ -146,54 +144,6 @@ def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_
     for exact, half in zip(*gradients, strict=True):
         assert half.dtype == torch.float32
         assert cosine(exact, half) > 0.999  # matrix products in bfloat16
-
-
-@pytest.mark.parametrize("loss", Loss)
-def test_unweighted_gradients_stay_far_below_what_float16_holds(loss):
-    """Of a position's logits they add up to 2 at most, so the head's largest weight bounds them."""
-    lm = like_vicunas(torch.float16, vocab_size=64)
-    lm.head.weight.copy_(lm.head.weight.sign() * 1000)
-    head = DraftHead(lm)
-    teacher = WholeDistributions(lm, (1e-3 * torch.randn(40, 32)).half(), 64)
-    far = (1e-3 * torch.randn(40, 32)).requires_grad_()
-    student = Student(far, torch.ones(40, dtype=torch.bool), head, loss)
-    distill(teacher, head, [student], 64, backward=True)
-    ((_, gradient),) = student.gradients
-    assert 1 < gradient.abs().max() <= 2 * 1000
-
-
-VARIANTS = [
-    {},
-    {"own_head": True},
-    {"feed_forward": True, "fused": True, "draft_steps": 3},
-    {"architecture": medusa_heads.MedusaHeadsConfig(heads=2, own_head=False)},
-    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
-]
-
-
-@pytest.mark.parametrize("parts", VARIANTS, ids=str)
-def test_the_way_back_through_an_adapter_knows_no_float16(monkeypatch, parts):
-    """There gradients are weighted: bfloat16 has float32's range, float16 would lose them."""
-    dtypes, backward = set(), torch.autograd.backward
-
-    class Formats(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            results = out if isinstance(out, tuple | list) else (out,)
-            dtypes.update(x.dtype for x in results if isinstance(x, torch.Tensor))
-            return out
-
-    def watched(*args):
-        with Formats():
-            backward(*args)
-
-    lm = tiny(dtype=torch.float16)
-    made = trainees(lm, [recipe(**parts)], None)
-    samples = [sample(ids, 5) for ids in random_prompts(20, 21)]
-    outputs = forward_target(lm, collate(samples, 100, lm.device), made, 64)
-    monkeypatch.setattr(torch.autograd, "backward", watched)
-    train_step(lm, outputs, made, 64, weight=1 / 50_000)
-    assert torch.bfloat16 in dtypes and torch.float16 not in dtypes
 
 
 class Heads(TorchFunctionMode):

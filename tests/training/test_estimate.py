@@ -30,6 +30,7 @@ from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.micro_batch import forward_target
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.ranks import Ranks
 
 GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
@@ -55,7 +56,7 @@ def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
     lm, config = TargetModel(load(MODEL)[0]), TrainerConfig(accumulate=2, vocabulary=100)
     expected = estimate(meta_model(MODEL), RECIPES, config, TEXT).memory
     made = trainees(lm, RECIPES, torch.arange(100))
-    real = backend.begin([t.adapter for t in made], config)
+    real = backend.TorchBackend([t.adapter for t in made], config, Ranks())
     parameters = real.parameters.values()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -32,6 +32,7 @@ from kangaroo.training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from kangaroo.training.losses import Loss
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
+from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
@@ -233,7 +234,7 @@ def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     names = {name for name, p in made.named_parameters() if id(p) in moved}
     assert names == {f"attention.{part}_proj.weight" for part in "qkvo"}
-    optimizer = backend.begin([made], options)
+    optimizer = backend.TorchBackend([made], options, Ranks())
     for parameter in made.parameters():
         parameter.grad = torch.randn_like(parameter)
         if id(parameter) in moved:

@@ -97,14 +97,6 @@ def test_no_attention_of_training_has_a_mask_on_a_gpu(family, changes, monkeypat
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
-def test_a_float32_adapter_trains_on_a_bfloat16_target():
-    lm = tiny(dtype=torch.bfloat16)
-    for changes in VARIANTS:
-        (grades,), gradients = taught(lm, [collate(samples(3), 100, lm.device)], **changes)
-        assert torch.isfinite(grades).all()
-        assert all(gradient.dtype == torch.float32 for gradient in gradients)
-
-
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))

@@ -76,20 +76,6 @@ def test_all_tokens_kept_are_the_whole_distribution(loss, size, own_head):
         assert math.isclose(kept_results[name], results[name], rel_tol=1e-4, abs_tol=1e-5), name
 
 
-@pytest.mark.parametrize("loss", Loss)
-@pytest.mark.parametrize("size", [None, 40])
-def test_the_more_is_kept_the_nearer_is_the_gradient(loss, size):
-    lm = tiny()
-    (exact,), results = distilled(lm, whole(lm), loss, size)
-    errors = []
-    for count in (2, 8, 32, 63):
-        (gradient,), kept = distilled(lm, truncated(lm, count), loss, size)
-        errors.append(float((gradient - exact).norm() / exact.norm()))
-        assert kept["agreement"] == results["agreement"]
-        assert kept["expected_acceptance"] <= results["expected_acceptance"] + 1e-4
-    assert errors[-1] < 0.02 and errors[2] < 0.1 and errors[2] < errors[0]
-
-
 def by_tensors(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
 
@@ -155,10 +141,7 @@ def test_what_is_not_known_is_not_learnt():
     assert torch.equal(tokens_MJ[:, 0], p_MV.argmax(-1))
     work = Work.of([one, one, one], config(use_stored_logits=True, max_length=15))
     assert work.positions == [10 - 3]
-
-
-def test_a_first_token_of_the_assistant_is_not_learnt():
-    lm = tiny()
+    # nor is a first token of the assistant
     begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
     records = stored_samples(lm, count=3, samples=1)[0]["teacher"][:4]
     tokens = collate([begun | {"teacher": records}], 100, lm.device, stored=True)
