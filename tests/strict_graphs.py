@@ -219,6 +219,7 @@ class StrictGraphs(Graphs):
         super().__init__(torch.device("cpu"), StrictRecorder(), most)
         self.calls: Counter[Key] = Counter()
 
-    def _renewed(self, caches: Any, key: Key, *work_and_inputs: Any) -> tuple[Tensor, ...]:
-        self.calls[key] += 1
-        return super()._renewed(caches, key, *work_and_inputs)
+    def __call__(self, caches: Any, key: Key, *work_and_inputs: Any, **options: Any) -> Any:
+        if not self.recording:
+            self.calls[key] += 1
+        return super().__call__(caches, key, *work_and_inputs, **options)

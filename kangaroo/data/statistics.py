@@ -51,7 +51,7 @@ def stored_logits(samples: Sequence[Sample], model: str | None) -> dict[str, Any
         return None
     complete = sum(int(topk_logits.known(records).sum()) for records in stored)
     tokens, record = sum(map(len, stored)), stored[0].dtype
-    likeliest = topk_logits.likeliest_kept(stored[0])
+    likeliest = stored[0].dtype["tokens"].shape[0]
     chances = sum(float(records["chances"].sum(dtype=np.float64)) for records in stored)
     mass = chances / max(complete, 1)
     log.info(

@@ -97,18 +97,18 @@ def forward_natively(
     log_q_CO, largest_C, rest_C = (torch.empty(n) for n in ((count, tokens + 1), count, count))
     best_C = torch.empty(count, dtype=torch.long)
     results = log_q_CO, largest_C, rest_C, best_C
-    _call("find_outcomes", native.FIND_OUTCOMES, [logits_CK, index_CJ, inside_CJ, *results])
+    _call("find_outcomes", [logits_CK, index_CJ, inside_CJ, *results])
     return results
 
 
 def backward_natively(g_CO: Tensor, logits_CK: Tensor, *others: Tensor) -> Tensor:
     """`backward_by_tensors` by `cpp/outcomes.h`."""
     gradient_CK = torch.empty_like(logits_CK)
-    _call("outcomes_back", native.OUTCOMES_BACK, [logits_CK, *others], g_CO, gradient_CK)
+    _call("outcomes_back", [logits_CK, *others], g_CO, gradient_CK)
     return gradient_CK
 
 
-def _call(name: str, takes: list[Any], fields: list[Tensor], *arguments: Tensor) -> None:
+def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
     """Call native code with `fields`, those of `NativeOutcomes` in its order, and arguments."""
     library = native.library()
     assert library is not None
@@ -117,4 +117,4 @@ def _call(name: str, takes: list[Any], fields: list[Tensor], *arguments: Tensor)
     held = [tensor.contiguous() for tensor in (*fields, *arguments)]  # as long as the call
     pointers = [native.pointer(tensor) for tensor in held]
     outcomes = native.NativeOutcomes(*sizes, *pointers[: len(fields)])
-    native.function(library, name, dtype, takes)(byref(outcomes), *pointers[len(fields) :])
+    native.function(library, name, dtype)(byref(outcomes), *pointers[len(fields) :])

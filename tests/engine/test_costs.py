@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -186,15 +185,6 @@ def file_pages() -> int:
     """Bytes of files that are in this process's memory."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("RssFile:")[2].split()[0])
-
-
-def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
-    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
-    tensor = torch.zeros(3)
-    place = tensor.data_ptr()
-    with caplog.at_level(logging.WARNING):
-        move_to_huge_pages([tensor])
-    assert tensor.data_ptr() == place and not caplog.text
 
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

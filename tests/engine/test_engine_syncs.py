@@ -8,18 +8,28 @@ import engine_cases
 import pytest
 import torch
 from cases import DRAFTERS
-from engine_cases import HOT, NEW_TOKENS, PROMPTS
+from engine_cases import HOT, PROMPTS
 from helpers import adapter_for, graphed, random_prompts, tiny
 from syncs import Syncs
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.models.target import TargetModel
 
 eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
+
+
+def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine, Batch]:
+    engine = Engine(lm, drafter)
+    batch = engine.open(len(prompts), 60, sampling)
+    for row, prompt in enumerate(prompts):
+        engine.admit(batch, row, Request(prompt, 30, seed=HOT.seed + row))
+    return engine, batch
 
 
 @pytest.mark.parametrize(
@@ -58,10 +68,7 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     for a threshold."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
     drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
-    engine = Engine(lm, drafter)
-    batch = engine.open(rows, 60, sampling)
-    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
-        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         with Syncs(monkeypatch) as syncs:
             records = engine.step(batch)
@@ -87,10 +94,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
         return replay(batch, key, *args)
 
     monkeypatch.setattr(drafter, "replay", counted)
-    engine = Engine(lm, drafter)
-    batch = engine.open(rows, 60, HOT)
-    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
-        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    engine, batch = begun(lm, drafter, HOT, random_prompts(3, 5, 1, 9)[:rows])
     with monkeypatch.context() as patched:
         for _ in range(5):
             levels.clear()
@@ -105,10 +109,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
     "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
 )
 def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
-    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
-    batch = engine.open(3, 90, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    engine, batch = begun(eager_case.lm, DRAFTERS[name](eager_case), HOT, PROMPTS)
     for _ in range(4):
         with Syncs(monkeypatch) as syncs:
             engine.step(batch)
@@ -118,10 +119,7 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkey
 
 def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
     """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
-    batch = engine.open(3, 60, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    engine, batch = begun(eager_case.lm, DRAFTERS["tree"](eager_case), HOT, PROMPTS)
     for _ in range(3):
         draft = engine.drafter.propose(batch)
         monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
