@@ -47,8 +47,7 @@ class DraftBuffers:
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size
-        # Committed tokens whose states wait until the drafting layer drafts again, as many as there
-        # may be: what never drafts never reads them. Memory that is not written to costs nothing.
+        # committed tokens whose states the drafting layer has yet to read; unused memory is free
         unread = cache.n_slots if exit_layer else 0
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, native.DRAW)

@@ -173,9 +173,8 @@ class CascadeDrafting(NativeDrafting):
 
 
 class DraftModelDrafting(NativeDrafting):
-    """Chains of a model with a cache of its own. A round's first pass takes whatever the model has
-    not read, which may be much where drafting did not pay for a while.
-    """
+    """Chains of a model with a cache of its own; a round's first pass takes whatever it has not
+    read."""
 
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
@@ -207,7 +206,7 @@ class DraftModelDrafting(NativeDrafting):
             buffers.add(row, tokens)
 
     def _buffers(self) -> DraftBuffers:
-        """Chains of this model's own: the states are the output of its last layer."""
+        """Of this model, whose states are the output of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
         stack, head, norm = lm.native_layers, lm.native_head, lm.hf.model.norm
         assert stack is not None and head is not None

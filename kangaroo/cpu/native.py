@@ -70,12 +70,7 @@ OF_KEYS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
 
 @dataclass
 class Sizes:
-    """What all layers of a stack share.
-
-    Args:
-        eps: of every norm.
-        scaling: of attention's scores.
-    """
+    """What all layers of a stack share; `eps` is of every norm, `scaling` of attention's scores."""
 
     hidden: int
     heads: int
@@ -209,9 +204,8 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
         weights = vars(layer)
         assert all(w is None or w.is_contiguous() for w in weights.values())
         size += sum(w.nbytes for w in weights.values() if w is not None)
-        entries += [
-            pointer(w) if names is None or name in names else 0 for name, w in weights.items()
-        ]
+        some = {name: w for name, w in weights.items() if names is None or name in names}
+        entries += [pointer(some.get(name)) for name in weights]
         entries.append(int(size > staying_bytes()))
     return (ctypes.c_int64 * len(entries))(*entries)
 
@@ -309,8 +303,8 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 @cache
 def staying_bytes() -> int:
     """How much of a model's layers, or of a head, stays in the last-level cache between passes:
-    half of it. What does not would push it out, and is fetched past it, where that can be
-    (`products.h`). All stays where the system does not tell the cache's size."""
+    half of it, so that the rest, which is fetched past it (`products.h`), does not push it out. All
+    where the system does not tell its size."""
     return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
 
 

@@ -120,8 +120,8 @@ class Engine:
     def prefill_chunks(
         self, batch: Batch, row: int, request: Request
     ) -> Generator[None, None, Generation]:
-        """The same chunk by chunk, so that other rows may step in between. A prompt that is given
-        up halfway (`close`) leaves its row free."""
+        """The same chunk by chunk, so that other rows may step in between; `close` gives the prompt
+        up, and leaves its row free."""
         self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -301,7 +301,6 @@ class Engine:
         Args:
             batch_size: rows decoded at a time; by default all prompts at once.
             seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
-            stop: strings that end a text.
 
         Errors: `PromptError` as of `check`; `ConfigError` for a batch of no rows.
         """

@@ -48,10 +48,8 @@ class Request(Ranged):
         fix = f"Shorten the prompt or ask for at most {room} new tokens."
         if room < 1:
             fix = f"Shorten the prompt by {1 - room} or more: one new token needs room."
-        raise PromptError(
-            f"the prompt has {prompt} tokens and {new} new ones were asked for, but {limit} "
-            f"{tokens}. {fix}"
-        )
+        wanted = f"the prompt has {prompt} tokens and {new} new ones were asked for"
+        raise PromptError(f"{wanted}, but {limit} {tokens}. {fix}")
 
 
 @dataclass

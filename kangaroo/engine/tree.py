@@ -36,7 +36,7 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """`[b, i, j]` is true where node j lies on the path from the root to node i, i included."""
+        """`[b, i, j]`: whether node j lies on the path from the root to node i, or is i."""
         reach_BNN = torch.eye(self.size, dtype=torch.bool, device=self.parents_BN.device)
         reach_BNN = reach_BNN.expand(self.parents_BN.shape[0], -1, -1)
         jump_BN = self.parents_BN
@@ -53,7 +53,7 @@ class Tree:
     @staticmethod
     @cache  # without a limit, since graphs read where it lies
     def chain(size: int, device: torch.device) -> Tree:
-        """`size` nodes in a line; kept, since every step of a chain drafter asks for one."""
+        """`size` nodes in a line, kept for every step of a drafter."""
         parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
         return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
 

@@ -1,4 +1,4 @@
-"""The cache writes where it is told, attention reads what the mask shows, and no more than it must.
+"""The cache writes where it is told, and attention reads no more than it must.
 
 Shapes as in `kangaroo/engine/cache.py`.
 """
@@ -15,7 +15,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.models.attention import attention
 
 CPU = torch.device("cpu")
 
@@ -78,49 +77,6 @@ def test_move_copies_slots_within_each_row_as_if_all_at_once():
 
 
 # ---- attention ---------------------------------------------------------------------------------
-
-
-def plain_attention(q_RHTC, k_RKEC, v_RKEC, seen_RTE, scaling):
-    """Softmax attention in its textbook form, with the key heads expanded."""
-    group = q_RHTC.shape[1] // k_RKEC.shape[1]
-    k_RHEC, v_RHEC = (x.repeat_interleave(group, 1) for x in (k_RKEC, v_RKEC))
-    scores = (q_RHTC @ k_RHEC.transpose(2, 3)) * scaling
-    scores = scores.masked_fill(~seen_RTE[:, None], -torch.inf)
-    return (scores.softmax(-1) @ v_RHEC).transpose(1, 2)
-
-
-# float64 leaves rounding alone (1e-12); float32 sums of 20 terms differ by a few 1e-7
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("width", [1, 5])
-def test_attention_is_softmax_attention_with_expanded_heads(dtype, tolerance, kv_heads, width):
-    generator = torch.Generator().manual_seed(0)
-    rows, heads, extent, size = 2, 4, 20, 8
-    q = torch.randn(rows, width, heads, size, generator=generator, dtype=dtype).transpose(1, 2)
-    shape = 2, rows, extent, kv_heads, size
-    k, v = torch.randn(shape, generator=generator, dtype=dtype).transpose(2, 3)
-    seen = torch.rand(rows, width, extent, generator=generator) < 0.5
-    seen[..., 0] = True
-    bias = torch.zeros(rows, 1, width, extent, dtype=dtype).masked_fill(~seen[:, None], -torch.inf)
-    out, _ = attention(torch.nn.Identity(), q, k, v, bias, 0.3)
-    expected = plain_attention(q, k, v, seen, 0.3)
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
-
-    # without a mask: causal over the block itself
-    causal = torch.ones(width, width).tril().bool().expand(rows, -1, -1)
-    out, _ = attention(torch.nn.Identity(), q, k[:, :, :width], v[:, :, :width], None, 0.3)
-    expected = plain_attention(q, k[:, :, :width], v[:, :, :width], causal, 0.3)
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
-
-
-def test_masked_slots_have_no_influence_whatever_they_hold():
-    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    bias = torch.zeros(1, 1, 2, 6)
-    bias[..., 3:] = -torch.inf
-    clean, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
-    k[:, :, 3:], v[:, :, 3:] = 1e4, -1e4
-    dirty, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
-    assert torch.equal(clean, dirty)
 
 
 def test_transformers_own_generate_does_not_go_wrong_silently():

@@ -14,7 +14,6 @@ from helpers import (
     VOCABULARY,
     Scripted,
     adapter_for,
-    adversary,
     oracle,
     random_prompts,
     tiny,
@@ -151,19 +150,6 @@ def test_a_row_decodes_alone_in_a_batch_whose_other_rows_were_never_taken(case, 
     assert tokens == continuations(case)[0]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_prompt_may_join_while_others_are_decoding(case, name):
-    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=8)
-    batch = engine.open(3, 60, HOT)
-    written: list[list[int]] = [[], [], []]
-    for row, request in enumerate(requests_of(*[NEW_TOKENS] * 3)):
-        written[row] += engine.admit(batch, row, request).tokens
-        for _ in range(2):
-            step(engine, batch, written)
-    finish(engine, batch, written)
-    assert written == continuations(case)
-
-
 @pytest.mark.parametrize("which", ["case", "eager_case"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, name):
@@ -215,16 +201,6 @@ def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     assert written[0] == continuations(case)[0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
-def test_a_prefill_in_chunks_changes_nothing(case, sampling):
-    prompts = random_prompts(2, 64, 65)
-    for drafter in (Vanilla(), DRAFTERS["kangaroo"](case)):
-        whole = Engine(case.lm, drafter).generate(prompts, 8, sampling)
-        for chunk in (7, 64):
-            parts = Engine(case.lm, drafter, prefill_chunk=chunk).generate(prompts, 8, sampling)
-            assert [g.tokens for g in parts] == [g.tokens for g in whole]
-
-
 @pytest.mark.parametrize("native", [False, True])
 def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
     lm = tiny().compile_for_decoding() if native else tiny()
@@ -271,13 +247,6 @@ def test_records_count_what_was_drafted_accepted_and_written(case, steps):
     for prompt, generation in zip(PROMPTS, done, strict=True):
         counted = [(len(s.tokens), s.accepted, s.drafted) for s in generation.steps]
         assert counted == expected_records(len(prompt), NEW_TOKENS, steps)
-
-
-def test_wrong_drafts_cost_steps_and_right_ones_save_them(case):
-    wrong = Engine(case.lm, adversary(case.texts)).generate(PROMPTS, NEW_TOKENS, HOT)
-    right = Engine(case.lm, oracle(case.texts, steps=3)).generate(PROMPTS, NEW_TOKENS, HOT)
-    assert [len(g.steps) for g in wrong] == [NEW_TOKENS] * 3
-    assert [len(g.steps) for g in right] == [1 + -(-(NEW_TOKENS - 1) // 4)] * 3
 
 
 def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_own(case):

@@ -107,7 +107,7 @@ class AltersATokenThatWasWritten(Kangaroo):
 class WritesIntoTheCommittedCache(PromptLookup):
     def propose(self, batch):
         for values in batch.cache.values:
-            values[0] += 1.0
+            values += 1.0
         return super().propose(batch)
 
 
