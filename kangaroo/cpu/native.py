@@ -260,7 +260,12 @@ class Fusing:
 
 
 # What the functions of `decode.cpp` take: pointers, integers, floats, a boolean.
-KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ctypes.c_int}
+KINDS: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "b": ctypes.c_int,
+}
 TAKES = {
     "run_block": "ppiiiipppppp",
     "read_out": "pppip",

@@ -55,8 +55,8 @@ class CpuStepper:
             records[row] = StepRecord(tokens, min(accepted, len(tokens)), nodes, *seconds)
         if self.keep:
             kept = buffers.kept, buffers.kept_chances, self.lm.config.vocab_size
-            for record, own in zip(records, topk_logits.records(*kept), strict=True):
-                record.kept = own
+            for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
+                record.kept = likeliest
         return records
 
     def _begin(self, active: list[int]) -> None:

@@ -107,7 +107,7 @@ class Graphs:
             stale = [pair for pair in pairs if pair[0] is not pair[1]]
             for dtype in {given.dtype for _, given in stale}:  # of each all at once
                 same = [pair for pair in stale if pair[1].dtype == dtype]
-                torch._foreach_copy_(*map(list, zip(*same, strict=True)))
+                torch._foreach_copy_([place for place, _ in same], [given for _, given in same])
             graph.replay()
         return graph.results
 

@@ -115,7 +115,7 @@ def gate_up_kernel(
     wait(PDL)
     rows = tl.program_id(0) * BO + tl.arange(0, BO)
     first = tl.program_id(1) * TOKENS
-    sums = zeros(BO, TOKENS // 8)
+    sums = zeros(BO, 2 * TOKENS // 16)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         both = weights(gate_ptr, rows, O, k, K, BK), weights(up_ptr, rows, O, k, K, BK)
         sums = add(sums, both, x_ptr, first, N, k, K, BK)
@@ -187,7 +187,7 @@ def qkv_kernel(
     heads = tl.where(head < H, H, G)
     inside_head = d < HALF
     rows = tl.where(inside_head, h * D + d, heads * D)  # the matrix ends there
-    sums = zeros(BO, TOKENS // 8)
+    sums = zeros(BO, 2 * TOKENS // 16)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         w1 = weights(w_ptr, rows, heads * D, k, K, BK)
         w2 = weights(w_ptr, rows + HALF, heads * D, k, K, BK)

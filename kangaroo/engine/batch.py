@@ -178,7 +178,7 @@ class Batch:
         self.alike = False
         self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
         pairs = zip(self.samplings, self.done, strict=True)
-        self.sampling = together([own for own, done in pairs if not done], self.settings_B3)
+        self.sampling = together([how for how, done in pairs if not done], self.settings_B3)
 
     def first(self, row: int, token: int) -> None:
         """Append the token that the prefill of a row's prompt gave; it is pending."""

@@ -128,7 +128,8 @@ class KVCache:
     def addresses(self) -> tuple[ctypes.Array, ctypes.Array]:
         """Where each layer's keys and values lie, for native code."""
         kind = ctypes.c_void_p * len(self.keys)
-        return tuple(kind(*(x.data_ptr() for x in cached)) for cached in (self.keys, self.values))
+        keys, values = (map(Tensor.data_ptr, cached) for cached in (self.keys, self.values))
+        return kind(*keys), kind(*values)
 
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""

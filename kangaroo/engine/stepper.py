@@ -62,7 +62,8 @@ class TensorStepper:
             batch.append(row, tokens)
             batch.budget.observe(drafted, accepted)
         seconds = between(started, proposed), between(proposed, verified), 0.0
-        return [StepRecord(*row, *seconds, own) for row, own in zip(rows, kept, strict=True)]
+        pairs = zip(rows, kept, strict=True)
+        return [StepRecord(*row, *seconds, likeliest) for row, likeliest in pairs]
 
     def _block(self, draft: Draft) -> ForwardMeta:
         """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
@@ -87,20 +88,20 @@ class TensorStepper:
 
         def work(*inputs: Tensor) -> tuple[Tensor, ...]:
             given = iter(inputs)
-            own = draft.with_tensors(*islice(given, len(drafted)))
+            nodes = draft.with_tensors(*islice(given, len(drafted)))
             block, rows = meta.with_tensors(*islice(given, len(placed))), RowTensors(*given)
-            x_BND = lm.embed(own.tokens_BN) if own.hidden_BND is None else own.hidden_BND
+            x_BND = lm.embed(nodes.tokens_BN) if nodes.hidden_BND is None else nodes.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
             chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
             kept: tuple[Tensor, ...] = ()
             if chosen is not None:
-                verdict = accept(own, chosen[0])
+                verdict = accept(nodes, chosen[0])
             else:
                 logits_BNV = lm.logits(x_BND)
                 how = sampling.reading(rows.settings_B3)
-                verdict = decide(own, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
+                verdict = decide(nodes, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
                 kept = (logits_BNV,) if keeps else ()
-            return *verdict, *emitted(own, verdict, rows), *kept, *(states[tap] for tap in taps)
+            return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
         inputs, count = (*drafted, *placed, *batch.rows), draft.tokens_BN.numel()

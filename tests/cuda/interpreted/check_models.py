@@ -26,7 +26,7 @@ FAMILIES = {
     "llama": {"num_key_value_heads": 4},
     "llama-biased": {"attention_bias": True},
     "llama-wide": {"head_dim": 96},
-    "llama-widest": {"head_dim": 256, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "llama-widest": {"head_dim": 256, "num_key_value_heads": 1},
     "qwen2": {"head_dim": 80},
     "qwen3": {"head_dim": 40},
     "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
