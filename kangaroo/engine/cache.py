@@ -49,7 +49,9 @@ class ForwardMeta:
     recordable: bool = False
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
+        """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
+        builds one block a step."""
+        width = min(width, self.slots_RT.shape[1] - start)
         return self._each(lambda x, axis: x.narrow(axis, start, width))
 
     def take(self, index_RN: Tensor) -> ForwardMeta:

@@ -131,3 +131,4 @@ def test_parts_of_a_block_are_views_taken_places_and_joined_again():
             assert torch.equal(places[row].select(axis - 1, 0), all_[row].select(axis - 1, first))
             assert torch.equal(places[row].select(axis - 1, 1), all_[row].select(axis - 1, second))
     assert part.extent == meta.extent and part.rows == meta.rows and part.recordable
+    assert torch.equal(meta.narrow(3, 9).slots_RT, rest.slots_RT)  # as many as there are
