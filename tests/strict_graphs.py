@@ -1,14 +1,10 @@
 """Graphs on the CPU, as strict as CUDA's.
 
-A CUDA graph is a list of kernels with bare addresses. So is a `Tape`: while work is recorded it
-notes the operators that run and the memory that they run on. It keeps alive only what the work
-allocated itself, as a graph's pool does; a replay runs the operators again on the very same
-addresses, and fails loudly where memory of others has died or moved since. As on a GPU, recording
-computes nothing: what it wrote into memory of others does not happen. After a replay all that the
-work allocated is rubbish, since graphs share one pool and overwrite each other's parts of it. A
-pool whose last tape was freed cannot be recorded into again. Work that would wait for the device,
-or read from the host, cannot be recorded. Triton's kernels are recorded where they are launched,
-beside the operators.
+A CUDA graph is a list of kernels with bare addresses. So is a `Tape`, of operators and of Triton's
+kernels. It keeps alive only what the work allocated itself, as a graph's pool does; a replay runs
+on the very same addresses, and fails where memory of others has died or moved. Recording computes
+nothing. After a replay all that the work allocated is rubbish, since graphs share one pool. A pool
+whose last tape was freed cannot be recorded into again, nor can work that waits for the device.
 """
 
 from __future__ import annotations
@@ -61,19 +57,16 @@ class Foreign:
     address: int
     size: int
 
-    def check(self, what: str) -> None:
+    def check(self) -> None:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        if storage is None:
-            raise DanglingGraph(f"{what}: {self.size} bytes that recording saw were freed")
-        if storage.data_ptr() != self.address:
-            raise DanglingGraph(f"{what}: {self.size} bytes that recording saw have moved")
+        if storage is None or storage.data_ptr() != self.address:
+            fate = "were freed" if storage is None else "have moved"
+            raise DanglingGraph(f"{self.size} bytes that recording saw {fate}")
 
 
 @dataclass
 class Operator:
-    """One operator with the tensors that recording saw; `results` is empty where it writes into its
-    arguments.
-    """
+    """With the tensors that recording saw; no `results` where it writes into its arguments."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -132,7 +125,7 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         for foreign in self.foreign.values():
-            foreign.check(f"a graph of {len(self.operators)} operators")
+            foreign.check()
         for op in self.operators:
             out = op.run(*op.args, **op.kwargs)
             for mine, x in zip(op.results, tree_leaves(out) if op.results else (), strict=True):
@@ -187,9 +180,7 @@ def twin(x: Tensor) -> Tensor:
 
 
 class StrictRecorder:
-    """Stands in for `kangaroo.cuda.graphs.GraphRecorder`; its pool, as CUDA's, is lost for good
-    with the last tape in it.
-    """
+    """Stands in for `kangaroo.cuda.graphs.GraphRecorder`."""
 
     def __init__(self) -> None:
         self.tapes = weakref.WeakSet[Tape]()
@@ -209,16 +200,13 @@ class StrictRecorder:
 
 
 class StrictGraphs(Graphs):
-    """Graphs for models on the CPU.
-
-    Attributes:
-        calls: how often each key was recorded or replayed.
-    """
+    """Graphs for models on the CPU; `calls` counts how often each key was recorded or replayed."""
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         super().__init__(torch.device("cpu"), StrictRecorder(), most)
         self.calls: Counter[Key] = Counter()
 
-    def _renewed(self, caches: Any, key: Key, *work_and_inputs: Any) -> tuple[Tensor, ...]:
-        self.calls[key] += 1
-        return super()._renewed(caches, key, *work_and_inputs)
+    def __call__(self, caches: Any, key: Key, *work_and_inputs: Any, **options: Any) -> Any:
+        if not self.recording:
+            self.calls[key] += 1
+        return super().__call__(caches, key, *work_and_inputs, **options)

@@ -1,4 +1,4 @@
-"""What native code reads and writes: the draft nodes of all rows, on plain arrays.
+"""What native code reads and writes, on plain arrays.
 
 Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
 not read, D hidden size, S slots.
@@ -19,7 +19,7 @@ from kangaroo.models.target import TargetModel
 
 
 class DraftBuffers:
-    """What native code reads and writes: the nodes of all rows, and a model with its cache.
+    """The nodes of all rows, and a model with its cache.
 
     Attributes:
         base: the slot of each row's node 0, `[B]`, which is also its position.
@@ -34,7 +34,7 @@ class DraftBuffers:
         capacity: nodes that a row may have.
         exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
         drafting: `native.NativeDrafting`; None where nothing is drafted.
-        keep: of the distribution behind every token that is written, keep this many likeliest ones.
+        keep: that of `Engine.open`.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class DraftBuffers:
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size
-        # Committed tokens whose states wait until the drafting layer drafts again, as many as there
-        # may be: what never drafts never reads them. Memory that is not written to costs nothing.
+        # committed tokens whose states the drafting layer has yet to read; unused memory is free
         unread = cache.n_slots if exit_layer else 0
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, native.DRAW)
@@ -83,20 +82,16 @@ class DraftBuffers:
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         library = lm.acceleration.library
         assert library is not None
-        self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
-        self._draft_trees = native.function(library, "draft_trees", lm.dtype, native.DRAFT_TREES)
-        self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
+        self._draft = native.function(library, "draft", lm.dtype)
+        self._draft_trees = native.function(library, "draft_trees", lm.dtype)
+        self._verify = native.function(library, "verify", lm.dtype)
 
     def verify(self) -> None:
         """The target's choices for all nodes, and the walk: `accepted`, `written`."""
         self._verify(*self.pointers)
 
     def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Nodes below the node 0 of a row that has no others.
-
-        Args:
-            parents: as `Draft.listed` takes them; None is a chain.
-        """
+        """Nodes below the node 0 of a row that has no others; `parents` as of `Draft.listed`."""
         end = 1 + len(tokens)
         self.token[row, 1:end] = tokens
         self.parent[row, 1:end] = range(end - 1) if parents is None else parents
@@ -105,11 +100,7 @@ class DraftBuffers:
         self.count[row] = end
 
     def replace_with_tree(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """A tree in place of a row's nodes; what was a node before stays where it is.
-
-        Args:
-            parents: as `Draft.listed` takes them.
-        """
+        """A tree in place of a row's nodes; what was a node before stays where it is."""
         count = int(self.count[row])
         parents_before, before = (of[row, 1:count].tolist() for of in (self.parent, self.token))
         keys = zip(parents_before, before, strict=True)

@@ -1,20 +1,18 @@
 """How each drafter drafts in native code: here alone a drafter's class decides what the CPU runs.
 
-Each takes its settings and its parts from the drafter, whose `propose` is the definition.
+The drafter's `propose` is the definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Structure
-from functools import singledispatch
-from typing import Any
 
 import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.drafters.base import FromText
+from kangaroo.drafters.base import Drafter, FromText
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
@@ -30,78 +28,42 @@ UNREAD = 4  # tokens of a text that a draft model reads along with its draft; mo
 
 
 class NativeDrafting:
-    """A drafter in native code, for one batch; by itself, vanilla decoding.
+    """A drafter in native code, for one batch; by itself, vanilla decoding."""
 
-    Attributes:
-        nodes: the most places that its nodes take in a round.
-        exit_layer: verification shares the states of the layers below this one; 0 is none.
-    """
-
-    nodes = 0
-    exit_layer = 0
+    nodes = 0  # the most places that its nodes take in a round
+    exit_layer = 0  # verification shares the states of the layers below this one
 
     def layer(self) -> Structure | None:
-        """The layer that drafts, once its cache is there; None for a drafter that has none."""
+        """The layer that drafts, if there is one, once its cache is there."""
         return None
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         """Add nodes below the pending tokens of these rows."""
 
 
-@singledispatch
-def native_drafting(drafter: Any) -> NativeDrafting | None:
+def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     """How this drafter drafts in native code; None where its tensors do."""
-    return None
-
-
-@native_drafting.register
-def _(drafter: Vanilla) -> NativeDrafting:
-    return NativeDrafting()
-
-
-@native_drafting.register
-def _(drafter: FromText) -> NativeDrafting:
-    return TextDrafting(drafter)
-
-
-@native_drafting.register
-def _(drafter: Rest) -> NativeDrafting:
-    return RestDrafting(drafter)
-
-
-@native_drafting.register
-def _(drafter: Kangaroo) -> NativeDrafting | None:
-    return ChainDrafting(drafter) if is_native(drafter) else None
-
-
-@native_drafting.register
-def _(drafter: KangarooTree) -> NativeDrafting | None:
-    fits = drafter.top_k <= native.MOST_CHOICES
-    return TreeDrafting(drafter) if fits and is_native(drafter) else None
-
-
-@native_drafting.register
-def _(drafter: Hybrid) -> NativeDrafting | None:
-    return HybridDrafting(drafter) if is_native(drafter) else None
-
-
-@native_drafting.register
-def _(drafter: DraftModel) -> NativeDrafting | None:
-    return DraftModelDrafting(drafter) if drafter.lm.native_layers is not None else None
-
-
-@native_drafting.register
-def _(drafter: Cascade) -> NativeDrafting | None:
-    first, second = native_drafting(drafter.first), native_drafting(drafter.second)
-    text_alone = isinstance(drafter.first, FromText) and not drafter.extend
-    if not text_alone or first is None or second is None:
+    if isinstance(drafter, EarlyExit) and drafter.adapter.native_inputs() is None:
         return None
-    return CascadeDrafting(first, second)
-
-
-def is_native(drafter: EarlyExit) -> bool:
-    """Whether native code can run its layer."""
-    return drafter.adapter.native_inputs() is not None
+    match drafter:
+        case Vanilla():
+            return NativeDrafting()
+        case Rest():
+            return RestDrafting(drafter)
+        case FromText():
+            return TextDrafting(drafter)
+        case Hybrid():
+            return HybridDrafting(drafter)
+        case KangarooTree() if drafter.top_k > native.MOST_CHOICES:
+            return None
+        case Kangaroo() | KangarooTree():
+            return ChainDrafting(drafter)
+        case DraftModel() if drafter.lm.native_layers is not None:
+            return DraftModelDrafting(drafter)
+        case Cascade() if isinstance(drafter.first, FromText) and not drafter.extend:
+            first, second = native_drafting(drafter.first), native_drafting(drafter.second)
+            return CascadeDrafting(first, second) if first and second else None
+    return None
 
 
 class TextDrafting(NativeDrafting):
@@ -149,32 +111,20 @@ class LayerDrafting(NativeDrafting):
 
 
 class ChainDrafting(LayerDrafting):
-    """Kangaroo's chain, and EAGLE's."""
+    """The chains and trees of Kangaroo and EAGLE."""
 
-    drafter: Kangaroo
-
-    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter = self.drafter
-        min_chances = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if min_chances[0] >= 1:  # no row drafts, so prompts need not be read yet
-            return
-        drafter.read_prompts()
-        buffers.draft(rows, drafter.steps, drafter.threshold, min_chances)
-
-
-class TreeDrafting(LayerDrafting):
-    """Their trees."""
-
-    drafter: KangarooTree
+    drafter: Kangaroo | KangarooTree
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter, budget = self.drafter, batch.budget
         min_chances = budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if min_chances[0] >= 1:
+        if min_chances[0] >= 1:  # no row drafts, so prompts need not be read yet
             return
         drafter.read_prompts()
-        worth = drafter.min_node_chances(budget, len(rows))
-        halves = drafter.min_confidence is None
+        if isinstance(drafter, Kangaroo):
+            buffers.draft(rows, drafter.steps, drafter.threshold, min_chances)
+            return
+        worth, halves = drafter.min_node_chances(budget, len(rows)), drafter.min_confidence is None
         buffers.draft_trees(rows, drafter.top_k, drafter.threshold, min_chances, worth, halves)
 
 
@@ -185,8 +135,7 @@ class HybridDrafting(LayerDrafting):
 
     def __init__(self, drafter: Hybrid):
         super().__init__(drafter)
-        # the chain, the lookup, and the tree's further choices
-        self.nodes = drafter.steps + 2 * drafter.nodes
+        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and further choices
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
@@ -209,7 +158,7 @@ class HybridDrafting(LayerDrafting):
 
 
 class CascadeDrafting(NativeDrafting):
-    """The second drafts where the first, which reads the text, says nothing."""
+    """The second drafts where the text says nothing."""
 
     def __init__(self, first: NativeDrafting, second: NativeDrafting):
         self.first, self.second = first, second
@@ -224,15 +173,13 @@ class CascadeDrafting(NativeDrafting):
 
 
 class DraftModelDrafting(NativeDrafting):
-    """Chains of a model with a cache of its own. A round's first pass takes whatever the model has
-    not read, which may be much where drafting did not pay for a while.
-    """
+    """Chains of a model with a cache of its own; a round's first pass takes whatever it has not
+    read."""
 
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.buffers: DraftBuffers | None = None
-        # of each row: the text that the cache is of, and the drafted tokens that lie in it after
-        # those that were read, which the text may have taken
+        # the text that a row's cache is of, and the drafted tokens that lie there after its own
         self.texts: dict[int, list[int]] = {}
         self.drafted: dict[int, list[int]] = {}
 
@@ -259,7 +206,7 @@ class DraftModelDrafting(NativeDrafting):
             buffers.add(row, tokens)
 
     def _buffers(self) -> DraftBuffers:
-        """Chains of this model's own: the states are the output of its last layer."""
+        """Of this model, whose states are the output of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
         stack, head, norm = lm.native_layers, lm.native_head, lm.hf.model.norm
         assert stack is not None and head is not None

@@ -1,7 +1,5 @@
-"""Memory of huge pages: for weights in the order they are read, and for what a batch remembers.
-
-A page of 4 kB is a stop for the processor's prefetching, and its address takes time to find. On
-some processors a third of the memory's bandwidth is lost that way, on others nothing.
+"""Memory of huge pages, for weights in the order they are read, and for caches: at each page of
+4 kB prefetching stops, which costs some processors a third of the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -19,13 +17,9 @@ LINE = 64  # tensors begin at a multiple of a cache line
 
 
 def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
-    """Move parameters of one dtype into one piece of memory, one after another, each in place of
-    the memory that it had: both are never held for more than one of them.
-
-    A loader maps the checkpoint's file, and its pages are held from when they are read; they are
-    given back too, where nothing was written to the mapping.
-
-    Nothing is moved where the system has no huge pages to ask for, as on macOS and Windows.
+    """Move parameters of one dtype into one piece of memory, one after another: never are both held
+    for more than one of them. Pages of a mapped checkpoint are given back, where nothing was
+    written to them. Nothing is moved where the system has no huge pages to ask for.
     """
     tensors = list({id(parameter): parameter for parameter in parameters}.values())
     if not tensors or not hasattr(mmap, "MADV_HUGEPAGE"):

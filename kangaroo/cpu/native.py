@@ -1,10 +1,9 @@
 """Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
 
 A step of decoding has few tokens, and its time is that of reading the weights once. PyTorch's
-modules take several times as long: matrix products of one row do not stream, and between them the
-threads wait. What a token gets depends neither on the tokens beside it nor on the batch, bit by
-bit: `decode.cpp` says why. It needs a C++ compiler (g++ or clang++) and is built at first use, for
-this very processor; without one, decoding stays eager.
+modules take several times as long: products of one row do not stream, and between them the threads
+wait. What a token gets depends on nothing beside it, bit by bit: `decode.cpp` says why. It is built
+at first use, for this very processor; without a C++ compiler decoding stays eager.
 
 Shapes: R rows, T tokens a row, D hidden size, N outputs, S slots, E occupied slots.
 """
@@ -13,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from ctypes import CDLL, Array, Structure, byref
 from dataclasses import dataclass, fields
 from functools import cache
@@ -27,7 +28,6 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.compiling import build, compiler, supported
-from kangaroo.cpu.last_level import staying_bytes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,8 @@ CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer, in the order of `layers.h`'s `Layer`; None where it has none.
-
-    A layer has attention, or a feed-forward part, or both, each after its norm if it has one.
+    """The weights of one layer, in the order of `layers.h`'s `Layer`: attention, a feed-forward
+    part, or both, each after its norm if it has one.
     """
 
     attention_norm: Tensor | None = None
@@ -71,12 +70,7 @@ OF_KEYS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
 
 @dataclass
 class Sizes:
-    """What all layers of a stack share.
-
-    Args:
-        eps: of every norm.
-        scaling: of attention's scores.
-    """
+    """What all layers of a stack share; `eps` is of every norm, `scaling` of attention's scores."""
 
     hidden: int
     heads: int
@@ -94,8 +88,7 @@ class Sizes:
 
     def native(self) -> Structure:
         """The same for native code, with as many threads as torch has now."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return NativeSizes(threads=torch.get_num_threads(), **values)
+        return NativeSizes(threads=torch.get_num_threads(), **vars(self))
 
 
 def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> type[Structure]:
@@ -111,24 +104,12 @@ NativeSizes = struct(
 )
 NativeStack = struct("NativeStack", "layers count keys values n_slots")
 NativeHead = struct("NativeHead", "norm weight outputs ids passing")
-NativeTarget = struct(
-    "NativeTarget",
-    sizes=NativeSizes,
-    stack=NativeStack,
-    head=NativeHead,
-    embedding=ctypes.c_int64,
-    cos=ctypes.c_int64,
-    sin=ctypes.c_int64,
-)
 NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
+NativeTarget = struct(
+    "NativeTarget", "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead
+)
 NativeDrafting = struct(
-    "NativeDrafting",
-    stack=NativeStack,
-    norm=ctypes.c_int64,
-    head=NativeHead,
-    fusing=NativeFusing,
-    deep=ctypes.c_int64,
-    deep_tap=ctypes.c_int64,
+    "NativeDrafting", "norm deep deep_tap", stack=NativeStack, head=NativeHead, fusing=NativeFusing
 )
 NativeRows = struct(
     "NativeRows",
@@ -152,26 +133,21 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 class Stack:
-    """Layers that run in one call.
-
-    Args:
-        layers: weights of one dtype, `float32` or `bfloat16`, on the CPU; they are not copied.
-    """
+    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied."""
 
     def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
         self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
         self.table, self.keys_table = layer_table(layers), layer_table(layers, OF_KEYS)
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
-        self.call = function(library, "run_block", self.dtype, RUN_BLOCK)
+        self.call = function(library, "run_block", self.dtype)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
         turns = self.dtype == torch.bfloat16 and library.turns_rows()
         self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether these are few tokens, each with its own row of a mask of numbers: a step of
-        decoding, or a later part of a prompt; where prompts are read here, its first part too.
-        A text that is learnt has one mask for all rows, or a boolean one.
+        """Whether it is a step of decoding, or a later part of a prompt; where prompts are read
+        here, its first part too. A text that is learnt has one mask for all rows, or a boolean one.
         """
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias = meta.bias_R1TE
@@ -181,19 +157,16 @@ class Stack:
         return few and masked and bias.dtype == x_RTD.dtype
 
     def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
-        """Some of the layers with their keys and values; it holds as long as the cache.
-
-        Args:
-            keys_alone: each writes keys and values, and leaves the states as they are.
-        """
-        addresses = cache.addresses
+        """Some of the layers with their keys and values, which hold as long as the cache; with
+        `keys_alone` each writes these, and leaves the states as they are."""
+        keys, values = cache.addresses
         step = ctypes.sizeof(ctypes.c_void_p)
         table = self.keys_table if keys_alone else self.table
         return NativeStack(
             layers=ctypes.addressof(table) + layers.start * self.per_layer,
             count=len(layers),
-            keys=ctypes.addressof(addresses.keys) + layers.start * step,
-            values=ctypes.addressof(addresses.values) + layers.start * step,
+            keys=ctypes.addressof(keys) + layers.start * step,
+            values=ctypes.addressof(values) + layers.start * step,
             n_slots=cache.n_slots,
         )
 
@@ -206,13 +179,8 @@ class Stack:
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normed where a norm is given.
-
-        Keys and values are written at the block's slots.
-
-        Args:
-            keys_alone: as of `native`; for a single layer, whose input is `x`.
-        """
+        """The output of the last layer, normed where a norm is given; keys and values are written
+        at the block's slots, or for a single layer these `keys_alone`."""
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         bias_R1TE = meta.bias_R1TE
@@ -229,19 +197,15 @@ class Stack:
 
 
 def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
-    """The layers as `layers.h` reads them, or some of their weights.
-
-    Of the first layers, which a draft reads again for each of its tokens, as many as fit stay in
-    the last-level cache.
-    """
+    """The layers as `layers.h` reads them, or some of their weights. Of the first ones, which a
+    draft reads for each of its tokens, as many as fit stay in the last-level cache."""
     entries, size = [], 0
     for layer in layers:
         weights = vars(layer)
         assert all(w is None or w.is_contiguous() for w in weights.values())
         size += sum(w.nbytes for w in weights.values() if w is not None)
-        entries += [
-            pointer(w) if names is None or name in names else 0 for name, w in weights.items()
-        ]
+        some = {name: w for name, w in weights.items() if names is None or name in names}
+        entries += [pointer(some.get(name)) for name in weights]
         entries.append(int(size > staying_bytes()))
     return (ctypes.c_int64 * len(entries))(*entries)
 
@@ -252,18 +216,15 @@ class Head:
     def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes):
         self.weight_ND, self.sizes = weight_ND, sizes
         self.passing = weight_ND.nbytes > staying_bytes()
-        self.call = function(library, "read_out", weight_ND.dtype, READ_OUT)
+        self.call = function(library, "read_out", weight_ND.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether these are few tokens, and no gradients are wanted."""
+        """Whether it is a step of decoding."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def native(self, norm: Tensor | None = None, ids_N: Tensor | None = None) -> Structure:
-        """The head for native code, after a norm if one is given.
-
-        Args:
-            ids_N: the tokens that it has outputs for; None is all.
-        """
+        """The head for native code, after a norm if one is given; `ids` are the tokens that it has
+        outputs for, if these are not all."""
         weight, outputs = pointer(self.weight_ND), len(self.weight_ND)
         return NativeHead(pointer(norm), weight, outputs, pointer(ids_N), self.passing)
 
@@ -277,15 +238,12 @@ class Head:
 
 
 class Fusing:
-    """What a fused adapter makes of shallow states and the deep ones before them.
-
-    Args:
-        weights: of the norms of both, `[D]`, and of the projection, `[D, 2 D]`.
-    """
+    """What a fused adapter makes of shallow states and the deep ones before them, by the weights of
+    the norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
 
     def __init__(self, library: CDLL, weights: Sequence[Tensor], sizes: Sizes):
         self.weights, self.sizes = weights, sizes
-        self.call = function(library, "fuse", weights[-1].dtype, FUSE)
+        self.call = function(library, "fuse", weights[-1].dtype)
 
     def native(self) -> Structure:
         """The same for native code."""
@@ -301,28 +259,30 @@ class Fusing:
         return x_BND
 
 
-# what the functions of `decode.cpp` take
-POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
-RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
-READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
-FUSE = [*4 * [POINTER], INTEGER]
-DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
-TREE = [INTEGER, INTEGER, ctypes.c_float, POINTER, INTEGER, POINTER, ctypes.c_int]
-DRAFT_TREES = [*3 * [POINTER], *TREE]
-VERIFY = 3 * [POINTER]
-FIND_OUTCOMES, OUTCOMES_BACK = [POINTER], 3 * [POINTER]
+# What the functions of `decode.cpp` take: pointers, integers, floats, a boolean.
+KINDS: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "b": ctypes.c_int,
+}
+TAKES = {
+    "run_block": "ppiiiipppppp",
+    "read_out": "pppip",
+    "fuse": "ppppi",
+    "draft": "pppifp",
+    "draft_trees": "pppiifpipb",
+    "verify": "ppp",
+    "find_outcomes": "p",
+    "outcomes_back": "ppp",
+}
 
 
-def function(library: CDLL, name: str, dtype: torch.dtype, takes: list[Any]) -> Callable[..., None]:
+def function(library: CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
     """A function of the library for numbers of this format."""
     call = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
-    call.argtypes, call.restype = takes, None
+    call.argtypes, call.restype = [KINDS[kind] for kind in TAKES[name]], None
     return call
-
-
-def has_tiles(library: CDLL) -> bool:
-    """Whether the processor has a matrix unit, and the system lets this process use it."""
-    return bool(library.uses_tiles())
 
 
 def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
@@ -331,25 +291,41 @@ def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
         return sys.maxsize
     if dtype != torch.bfloat16:
         return 0
-    if has_tiles(library):
+    if library.uses_tiles():  # a matrix unit, which the system lets this process use
         return LONGEST_PROMPT if sizes.fits_tiles else 0
     return sys.maxsize if library.multiplies_bfloat16() else 0
 
 
 @cache
 def torch_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast products of many tokens in this format on this processor.
-
-    For bfloat16 it has none on x86 without AVX-512: there they take 5 times as long as here.
-    """
+    """Whether PyTorch has fast products of many tokens in this format on this processor: for
+    bfloat16 not on x86 without AVX-512."""
     if dtype != torch.bfloat16:
         return True
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
+def staying_bytes() -> int:
+    """How much of a model's layers, or of a head, stays in the last-level cache between passes:
+    half of it, so that the rest, which is fetched past it (`products.h`), does not push it out. All
+    where the system does not tell its size."""
+    return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
+
+
+def last_level_cache(folder: Path) -> int:
+    """Bytes of a processor's largest cache, by Linux's description; 0 where there is none."""
+    sizes = [0]
+    for file in folder.glob("index*/size"):
+        with suppress(OSError):
+            size = re.fullmatch(r"(\d+)K", file.read_text().strip())
+            sizes.append(1024 * int(size[1]) if size else 0)
+    return max(sizes)
+
+
+@cache
 def library() -> CDLL | None:
-    """The native code; None, with a warning that says why, where it can't be built."""
+    """The native code; None, with a warning that says why, where it cannot be built."""
     try:
         name = compiler()
         target, _ = supported(name, ["-march=native"], ["-mcpu=native"])

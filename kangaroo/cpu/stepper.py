@@ -1,7 +1,7 @@
 """A step in native code: a draft is one call, a verification is one.
 
 What `TensorStepper` does with tensors is done here by `cpp/rounds.h`, for the drafters that
-`drafting.py` knows. The tests hold both to the same text.
+`drafting.py` knows.
 """
 
 from __future__ import annotations
@@ -14,37 +14,30 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.clock import running
+from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.engine.stepper import Chunk, Step
+from kangaroo.engine.stepper import Chunk
 from kangaroo.models.target import TargetModel
 
 
 def runs_natively(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> bool:
     """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
-    return (
-        lm.native_layers is not None
-        and native_drafting(drafter) is not None
-        and (sampling.greedy or sampling.rule is Rule.match)
-    )
+    by_match = sampling.greedy or sampling.rule is Rule.match
+    return by_match and lm.native_layers is not None and native_drafting(drafter) is not None
 
 
 class CpuStepper:
-    """Of a batch that `runs_natively`.
-
-    Args:
-        keep: of the distribution behind every token that is written, keep this many likeliest ones.
-    """
+    """Of a batch that `runs_natively`; `keep` is that of `Engine.open`."""
 
     supports_prefix_reuse = True
 
     def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
-        self.buffers = DraftBuffers(
-            lm, batch.cache, 1 + drafting.nodes, drafting.exit_layer, drafting.layer(), keep
-        )
+        sizes = 1 + drafting.nodes, drafting.exit_layer
+        self.buffers = DraftBuffers(lm, batch.cache, *sizes, drafting.layer(), keep)
         self.texts: list[list[int] | None] = [None] * batch.size
 
-    def step(self, drafts: bool) -> Step:
+    def step(self, drafts: bool) -> list[StepRecord]:
         batch, buffers, started = self.batch, self.buffers, running()
         active = [row for row, done in enumerate(batch.done) if not done]
         self._begin(active)
@@ -52,19 +45,19 @@ class CpuStepper:
             self.drafting.draft(buffers, batch, active)
         drafted = running()
         buffers.verify()
-        verified = running()
-        rows: list[tuple[list[int], int, int]] = [([], 0, 0)] * batch.size
+        seconds = drafted - started, running() - drafted
+        records = [StepRecord([], 0, 0, *seconds) for _ in range(batch.size)]
         for row in active:
             accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
             tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
             batch.budget.observe(nodes, accepted)
-            rows[row] = tokens, min(accepted, len(tokens)), nodes
-        kept: topk_logits.Rows = [None] * batch.size
+            records[row] = StepRecord(tokens, min(accepted, len(tokens)), nodes, *seconds)
         if self.keep:
-            vocabulary = self.lm.config.vocab_size
-            kept = list(topk_logits.records(buffers.kept, buffers.kept_chances, vocabulary))
-        return Step(rows, kept, drafted - started, verified - drafted)
+            kept = buffers.kept, buffers.kept_chances, self.lm.config.vocab_size
+            for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
+                record.kept = likeliest
+        return records
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""

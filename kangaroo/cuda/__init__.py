@@ -1,7 +1,5 @@
-"""Decoding in Triton on a CUDA device.
-
-`layers` is a third implementation of what transformers' modules define; it needs the package
-triton, so it is imported where it can decode.
+"""Decoding in Triton on a CUDA device: `layers` needs the package triton, so it is imported where
+it can decode.
 """
 
 from __future__ import annotations
@@ -9,13 +7,10 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from kangaroo.cpu.native import Sizes
-from kangaroo.engine.cache import ForwardMeta
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +24,7 @@ def usable_layers(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> ModuleType | None:
     """The module `kangaroo.cuda.layers`; None, with a warning that says why, where it cannot run
-    such layers here.
-
-    Args:
-        is_plain: whether the model computes what its weights say, with SiLU.
+    such layers here, or a model that is not plain: that computes what its weights say, with SiLU.
     """
     reason = reason_against(dtype, sizes, is_plain, device)
     if reason is None:
@@ -51,7 +43,7 @@ def usable_layers(
 def reason_against(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> str | None:
-    """Why the kernels cannot run such a model; None where they may."""
+    """Why the kernels cannot run such a model, if they cannot."""
     size, group = sizes.head_size, sizes.heads // sizes.kv_heads
     if find_spec("triton") is None:
         return "the package triton is not installed"
@@ -68,13 +60,3 @@ def reason_against(
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return "the GPU's compute capability is below {}.{}".format(*LEAST_CAPABILITY)
     return None
-
-
-def run_text(stack: Any, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor | None:
-    """Some layers of a `kangaroo.cuda.layers.Stack` over whole texts; None where there is none, or
-    it cannot run them."""
-    if stack is None:
-        return None
-    from kangaroo.cuda import texts
-
-    return texts.run(stack, x_RTD, meta, layers) if texts.takes(x_RTD, meta) else None

@@ -1,8 +1,8 @@
 """CUDA graphs: work on tensors of unchanging shape, recorded once and replayed.
 
 A step of decoding launches hundreds of small kernels, which takes the host longer than they take
-the GPU. Everything about recording is here. A graph holds bare addresses: whoever records says
-whose memory the work uses besides its inputs, and a graph never outlives that.
+the GPU. A graph holds bare addresses: whoever records says whose memory the work uses besides its
+inputs, and a graph never outlives that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
 
 Tensors = tuple[Tensor, ...]
 Key = tuple[Hashable, ...]
-Record = Callable[[Callable[[], None]], Callable[[], Any]]
+Record = Callable[[Callable[[], None]], Callable[[], Any]]  # gives what repeats the work
 
 
 @dataclass
@@ -36,9 +36,8 @@ class Recorded:
 
     Args:
         serials: of the caches that it uses.
-        inputs: the tensors that it reads; a call copies its own there.
-        results: the tensors that a replay writes. Like the inputs they are not in the graphs' pool,
-            where a replay may overwrite what any graph recorded later has left.
+        inputs, results: what it reads, where a call copies its own, and what a replay writes. They
+            are not in the graphs' pool, where a replay overwrites what later graphs have left.
     """
 
     serials: tuple[int, ...]
@@ -48,20 +47,13 @@ class Recorded:
 
 
 class Graphs:
-    """Recorded work, by caches and key.
+    """Recorded work, by caches and key, on one device.
 
     Besides its inputs, work may use the weights of the model and of a drafter that owns one of the
     caches. Work that is recorded may call these graphs again: that becomes part of it.
-
-    Args:
-        device: of all tensors.
-        record: runs work that gives nothing back, and returns what repeats it.
-
-    Attributes:
-        seconds: spent on recording so far by all models; it is no part of decoding.
     """
 
-    seconds = 0.0
+    seconds = 0.0  # spent on recording by all models, which is no part of decoding
 
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
         self.device, self.most = device, most
@@ -79,19 +71,11 @@ class Graphs:
         """Whether work on so many tokens is recorded; more are a prefill or training."""
         return not self.recording and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def pin_inputs(self, caches: Sequence[KVCache], key: Key, *tensors: Tensor) -> Tensors:
-        """The same values, in the same place call after call: work that takes them as inputs need
-        not copy them. The next call with this key overwrites them.
-        """
-        if self.recording:
-            return tensors
-        return self._renewed(caches, key, None, tensors)
-
     def __call__(
         self,
         caches: Sequence[KVCache],
         key: Key,
-        work: Callable[..., Tensors],
+        work: Callable[..., Tensors] | None,
         *inputs: Tensor,
         rehearsal: Tensors | None = None,
     ) -> Tensors:
@@ -102,21 +86,13 @@ class Graphs:
         Args:
             caches: all that the work reads or writes; when one of them ends, the graph does.
             key: names the work and everything about it that is not in a tensor.
+            work: None gives the inputs themselves, in the same place call after call: work that
+                takes them as inputs need not copy them.
             rehearsal: inputs to run with before recording; needed where a second run with the same
                 inputs would not leave everything as the first did.
         """
         if self.recording:
-            return work(*inputs)
-        return self._renewed(caches, key, work, inputs, rehearsal)
-
-    def _renewed(
-        self,
-        caches: Sequence[KVCache],
-        key: Key,
-        work: Callable[..., Tensors] | None,
-        inputs: Tensors,
-        rehearsal: Tensors | None = None,
-    ) -> Tensors:
+            return inputs if work is None else work(*inputs)
         while self.dead:
             self._forget(self.dead.pop())
         serials = tuple(cache.serial for cache in caches)
@@ -128,12 +104,10 @@ class Graphs:
             self.made.move_to_end(whole)
             graph = self.made[whole]
             pairs = zip(graph.inputs, inputs, strict=True)
-            stale = [(place, given) for place, given in pairs if place is not given]
+            stale = [pair for pair in pairs if pair[0] is not pair[1]]
             for dtype in {given.dtype for _, given in stale}:  # of each all at once
-                places, values = zip(
-                    *(pair for pair in stale if pair[1].dtype == dtype), strict=True
-                )
-                torch._foreach_copy_(places, values)
+                same = [pair for pair in stale if pair[1].dtype == dtype]
+                torch._foreach_copy_([place for place, _ in same], [given for _, given in same])
             graph.replay()
         return graph.results
 
@@ -164,7 +138,6 @@ class Graphs:
         Graphs.seconds += time.perf_counter() - start
 
     def _watch(self, caches: Sequence[KVCache]) -> None:
-        """Hear of the end of these caches."""
         for cache in caches:
             if cache.serial not in self.watched:
                 self.watched.add(cache.serial)

@@ -66,19 +66,18 @@ def path_kernel(
     tl.store(lead_ptr + n, lead)
 
 
-@triton.jit(do_not_specialize=["T", "S", "ROW", "P", "B", "COLUMNS"])
+@triton.jit(do_not_specialize=["T", "S", "P", "B", "COLUMNS"])
 def attend_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    S,
     count_ptr,
     lead_ptr,
     path_ptr,
     sum_ptr,
     weight_ptr,
     T,
-    S,
-    ROW,
     P,
     B,
     COLUMNS,
@@ -96,7 +95,6 @@ def attend_kernel(
     the others T * P / 64 blocks of one token.
 
     Args:
-        ROW: of the cache, that the first row is.
         DP: D, or more: a power of two.
     """
     wait(PDL)
@@ -126,7 +124,7 @@ def attend_kernel(
         head = token.to(tl.int64) * H + h * GROUP + j
         inside = is_live[:, None] & (d < D)[None, :]
         q = read(q_ptr + head[:, None] * D + d[None, :], inside)
-        at = (((ROW + row).to(tl.int64) * S + slot) * G + h)[:, None] * D + d[None, :]
+        at = ((row.to(tl.int64) * S + slot) * G + h)[:, None] * D + d[None, :]
         within = is_key[:, None] & (d < D)[None, :]
         keys = read(keys_ptr + at, within)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale

@@ -20,15 +20,12 @@ from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
 
 
 @triton.jit
-def zeros(BO: tl.constexpr, TOKENS: tl.constexpr):
-    """An accumulator for each 16 tokens."""
-    zero = tl.zeros([BO, 16], tl.float32)
-    if TOKENS == 16:
-        return (zero,)
-    elif TOKENS == 32:
-        return (zero, zero)
-    else:
-        return (zero, zero, zero, zero)
+def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
+    """So many accumulators of 16 tokens."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros([BO, 16], tl.float32),)
+    return sums
 
 
 @triton.jit
@@ -50,37 +47,17 @@ def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def add(sums, w, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr):
-    """The accumulators, and the product of these weights with each 16 tokens."""
+def add(sums, matrices, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
+    """The accumulators, and the products of these weights with each 16 tokens, which are read once:
+    of each 16 there is one for every matrix."""
+    MATRICES: tl.constexpr = len(matrices)
     added = ()
-    for i in tl.static_range(TOKENS // 16):
+    for i in tl.static_range(len(sums) // MATRICES):
         x = inputs(x_ptr, first + 16 * i, N, k, K, BK)
-        added = added + (tl.dot(w, x, sums[i], input_precision="ieee"),)
+        for j in tl.static_range(MATRICES):
+            total = tl.dot(matrices[j], x, sums[i * MATRICES + j], input_precision="ieee")
+            added = added + (total,)
     return added
-
-
-@triton.jit
-def add_pair(
-    ones,
-    others,
-    w1,
-    w2,
-    x_ptr,
-    first,
-    N,
-    k,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """The same for two matrices at once, so that the inputs are read once."""
-    added1 = ()
-    added2 = ()
-    for i in tl.static_range(TOKENS // 16):
-        x = inputs(x_ptr, first + 16 * i, N, k, K, BK)
-        added1 = added1 + (tl.dot(w1, x, ones[i], input_precision="ieee"),)
-        added2 = added2 + (tl.dot(w2, x, others[i], input_precision="ieee"),)
-    return added1, added2
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -105,10 +82,10 @@ def linear_kernel(
     rows = tl.program_id(0) * BO + tl.arange(0, BO)
     part, first = tl.program_id(1), tl.program_id(2) * TOKENS
     STEPS: tl.constexpr = (K + BK * PARTS - 1) // (BK * PARTS)
-    sums = zeros(BO, TOKENS)
+    sums = zeros(BO, TOKENS // 16)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         k = (part * STEPS + step) * BK
-        sums = add(sums, weights(w_ptr, rows, O, k, K, BK), x_ptr, first, N, k, K, BK, TOKENS)
+        sums = add(sums, (weights(w_ptr, rows, O, k, K, BK),), x_ptr, first, N, k, K, BK)
     for i in tl.static_range(TOKENS // 16):
         y = sums[i]
         if BIASED:
@@ -138,20 +115,19 @@ def gate_up_kernel(
     wait(PDL)
     rows = tl.program_id(0) * BO + tl.arange(0, BO)
     first = tl.program_id(1) * TOKENS
-    gates = zeros(BO, TOKENS)
-    ups = zeros(BO, TOKENS)
+    sums = zeros(BO, 2 * TOKENS // 16)
     for k in tl.range(0, K, BK, num_stages=STAGES):
-        gate, up = weights(gate_ptr, rows, O, k, K, BK), weights(up_ptr, rows, O, k, K, BK)
-        gates, ups = add_pair(gates, ups, gate, up, x_ptr, first, N, k, K, BK, TOKENS)
+        both = weights(gate_ptr, rows, O, k, K, BK), weights(up_ptr, rows, O, k, K, BK)
+        sums = add(sums, both, x_ptr, first, N, k, K, BK)
     for i in tl.static_range(TOKENS // 16):
-        gate = rounded(gates[i], y_ptr.dtype.element_ty).to(tl.float32)
+        gate = rounded(sums[2 * i], y_ptr.dtype.element_ty).to(tl.float32)
         tokens = first + 16 * i + tl.arange(0, 16)
         inside = (rows < O)[:, None] & (tokens < N)[None, :]
         at = tokens[None, :].to(tl.int64) * O + rows[:, None]
-        write(y_ptr + at, gate * tl.sigmoid(gate) * ups[i], inside)
+        write(y_ptr + at, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
 
 
-@triton.jit(do_not_specialize=["N", "T", "S", "ROW"])
+@triton.jit(do_not_specialize=["N", "T", "S"])
 def qkv_kernel(
     x_ptr,
     q_weight_ptr,
@@ -169,10 +145,9 @@ def qkv_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    S,
     N,
     T,
-    S,
-    ROW,
     eps,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -194,7 +169,6 @@ def qkv_kernel(
     Args:
         slot_ptr: of each token, within its row; rows have T tokens and S slots.
         count_ptr: 0 for what is no token, which writes nothing to the cache.
-        ROW: of the cache, that the first token's row is.
         FIRST: the first head; H leaves queries out.
     """
     wait(PDL)
@@ -213,15 +187,14 @@ def qkv_kernel(
     heads = tl.where(head < H, H, G)
     inside_head = d < HALF
     rows = tl.where(inside_head, h * D + d, heads * D)  # the matrix ends there
-    ones = zeros(BO, TOKENS)
-    others = zeros(BO, TOKENS)
+    sums = zeros(BO, 2 * TOKENS // 16)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         w1 = weights(w_ptr, rows, heads * D, k, K, BK)
         w2 = weights(w_ptr, rows + HALF, heads * D, k, K, BK)
-        ones, others = add_pair(ones, others, w1, w2, x_ptr, first, N, k, K, BK, TOKENS)
+        sums = add(sums, (w1, w2), x_ptr, first, N, k, K, BK)
     FORMAT: tl.constexpr = q_ptr.dtype.element_ty
     for i in tl.static_range(TOKENS // 16):
-        a, b = ones[i], others[i]
+        a, b = sums[2 * i], sums[2 * i + 1]
         if BIASED:
             a += read(bias_ptr + rows, inside_head).to(tl.float32)[:, None]
             b += read(bias_ptr + rows + HALF, inside_head).to(tl.float32)[:, None]
@@ -245,7 +218,7 @@ def qkv_kernel(
         if head >= H:
             is_token = tl.load(count_ptr + tokens, mask=tokens < N, other=0) > 0
             slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
-            place = (ROW + tokens // T).to(tl.int64) * S + slot
+            place = (tokens // T).to(tl.int64) * S + slot
             inside = inside & is_token[None, :]
         at = (place * heads + h)[None, :] * D + d[:, None]
         write(to_ptr + at, a, inside)
@@ -268,29 +241,23 @@ def choose_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each tile of a head: its two largest logits and the sum of exponentials under the larger,
-    `best` `[N, 3, B]`, and whose they are, `id` `[N, 2, B]`. Programs: B, tokens."""
+    """Of each tile of a head: its largest logit and the sum of exponentials under it, `best`
+    `[N, 2, B]`, and whose it is, `id` `[N, B]`. Programs: B, tokens."""
     wait(PDL)
     tile, first = tl.program_id(0), tl.program_id(1) * TOKENS
     rows = tile * BO + tl.arange(0, BO)
-    sums = zeros(BO, TOKENS)
+    sums = zeros(BO, TOKENS // 16)
     for k in tl.range(0, K, BK, num_stages=STAGES):
-        sums = add(sums, weights(w_ptr, rows, O, k, K, BK), x_ptr, first, N, k, K, BK, TOKENS)
+        sums = add(sums, (weights(w_ptr, rows, O, k, K, BK),), x_ptr, first, N, k, K, BK)
     for i in tl.static_range(TOKENS // 16):
         logits = tl.where((rows < O)[:, None], sums[i], float("-inf"))
         top = tl.max(logits, 0)
         top_id = tl.min(tl.where(logits == top[None, :], rows[:, None], O), 0)
-        others = tl.where(rows[:, None] == top_id[None, :], float("-inf"), logits)
-        second = tl.max(others, 0)
-        second_id = tl.min(tl.where(others == second[None, :], rows[:, None], O), 0)
         tokens = (first + 16 * i + tl.arange(0, 16)).to(tl.int64)
-        at = best_ptr + tokens * 3 * B + tile
+        at = best_ptr + tokens * 2 * B + tile
         tl.store(at, top, mask=tokens < N)
-        tl.store(at + B, second, mask=tokens < N)
-        tl.store(at + 2 * B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
-        at = id_ptr + tokens * 2 * B + tile
-        tl.store(at, top_id, mask=tokens < N)
-        tl.store(at + B, second_id, mask=tokens < N)
+        tl.store(at + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
+        tl.store(id_ptr + tokens * B + tile, top_id, mask=tokens < N)
 
 
 @triton.jit
@@ -306,8 +273,8 @@ def choice_kernel(
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each token, over all tiles: its two likeliest ids, `chosen` `[N, 2]`, and what they are
-    given of the whole, `chance` `[N, 2]`; of equals the lowest ids. Programs: N.
+    """Of each token, over all tiles: its likeliest id, `chosen` `[N]`, of equals the lowest, and
+    what it is given of the whole, `chance` `[N]`. Programs: N.
 
     Args:
         token_ptr: the ids of the head's outputs, ascending, where it has a part of the vocabulary.
@@ -316,26 +283,13 @@ def choice_kernel(
     wait(PDL)
     n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
     inside = tile < B
-    best_ptr += n * 3 * B
-    id_ptr += n * 2 * B
+    best_ptr += n * 2 * B
     tops = tl.load(best_ptr + tile, mask=inside, other=float("-inf"))
-    seconds = tl.load(best_ptr + B + tile, mask=inside, other=float("-inf"))
-    totals = tl.load(best_ptr + 2 * B + tile, mask=inside, other=0.0)
-    top_ids = tl.load(id_ptr + tile, mask=inside, other=O)
-    second_ids = tl.load(id_ptr + B + tile, mask=inside, other=O)
+    totals = tl.load(best_ptr + B + tile, mask=inside, other=0.0)
+    ids = tl.load(id_ptr + n * B + tile, mask=inside, other=O)
     top = tl.max(tops)
-    top_id = tl.min(tl.where(tops == top, top_ids, O))
-    is_top = top_ids == top_id  # in that tile the second comes next
-    tops = tl.where(is_top, seconds, tops)
-    top_ids = tl.where(is_top, second_ids, top_ids)
-    second = tl.max(tops)
-    second_id = tl.min(tl.where(tops == second, top_ids, O))
-    total = tl.sum(
-        totals * tl.exp(tl.load(best_ptr + tile, mask=inside, other=float("-inf")) - top)
-    )
+    top_id = tl.min(tl.where(tops == top, ids, O))
     if LISTED:
-        top_id, second_id = tl.load(token_ptr + top_id), tl.load(token_ptr + second_id)
-    tl.store(chosen_ptr + 2 * n, top_id)
-    tl.store(chosen_ptr + 2 * n + 1, second_id)
-    tl.store(chance_ptr + 2 * n, 1 / total)
-    tl.store(chance_ptr + 2 * n + 1, tl.exp(second - top) / total)
+        top_id = tl.load(token_ptr + top_id)
+    tl.store(chosen_ptr + n, top_id)
+    tl.store(chance_ptr + n, 1 / tl.sum(totals * tl.exp(tops - top)))

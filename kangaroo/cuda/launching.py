@@ -6,6 +6,7 @@ Shapes: N tokens, O outputs, K inputs.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,8 +35,8 @@ class Card:
     Args:
         processors: how many programs run at the same time, at least.
         shared: bytes of fast memory that a program may have.
-        is_hopper: whether it is an H100's kind, or later: products read their operands where loads
-            put them, and a kernel may come to the processors while the one before it ends.
+        is_hopper: an H100's kind, or later: products read their operands where loads put them, and
+            a kernel may come to the processors while the one before it ends.
     """
 
     processors: int
@@ -94,8 +95,8 @@ def tile(
     while buffers(WIDTHS[-1]) < 2:
         inputs //= 2
     in_registers = 0 if card.is_hopper else 1
-    fitting = (min(stages, buffers(width) + in_registers) for width in WIDTHS)
-    return Tile(rows, inputs, warps, tuple(fitting))
+    fitting = tuple(min(stages, buffers(width) + in_registers) for width in WIDTHS)
+    return Tile(rows, inputs, warps, fitting)
 
 
 def cdiv(whole: int, part: int) -> int:
@@ -118,24 +119,26 @@ def card_of(device: torch.device) -> Card:
     return Card(gpu.multi_processor_count, shared, gpu.major >= 9)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float, **options: Any) -> None:
-    """Launch a kernel of this project, on the device of its first tensor.
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **options: Any
+) -> None:
+    """Launch a kernel of this project, on the device of its first tensor. None stands for a tensor
+    that it does not read.
 
     Products are not fused with sums where the code does not say so: a compiler might do it in one
     variant of a kernel and not in another, and results would differ.
     """
-    device = next(x.device for x in args if isinstance(x, Tensor))
+    any_tensor = next(x for x in args if isinstance(x, Tensor))
+    device = any_tensor.device
     overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
-    start(kernel, grid, args, options | {"PDL": overlaps, "enable_fp_fusion": False})
+    filled = tuple(any_tensor if x is None else x for x in args)
+    start(kernel, grid, filled, options | {"PDL": overlaps, "enable_fp_fusion": False})
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:
     """Where Triton is called; a recording may stand in for it."""
     device = next(x.device for x in args if isinstance(x, Tensor))
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*args, **options)
-    else:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, **options)

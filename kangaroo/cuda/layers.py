@@ -1,36 +1,46 @@
 """Decoder layers and heads on a CUDA device, by Triton's kernels.
 
-A third implementation of what transformers' modules define, beside the CPU's (`native.py`), and
-asked in the same way. A token's result is the same, bit by bit, whatever is decoded beside it.
+The same classes as the CPU's (`native.py`). A token's result is the same, bit by bit, whatever is
+decoded beside it.
 
 Shapes: R rows, T tokens a row, N tokens of all rows, M tokens, D hidden size, O outputs, P places
-of a path, V vocabulary.
+of a path, H heads, C head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
-from kangaroo.cuda.paths import Paths, flat, paths
 from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.models.attention import attention
 
 MOST_TOKENS = 512  # of a pass; more are a text that is learnt or judged
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
 SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has more than 16 tokens
+LONGEST_PATH = 128  # nodes of a draft from its root on
+GATE_BLOCK = 1024  # numbers of a program
+
+Past = tuple[Tensor, Tensor, int]  # keys and values from a block's first row on, slots of a row
 
 
 def power_of_two(least: int) -> int:
     """The smallest power of two, 16 or more, that is no less."""
     return max(16, 1 << (least - 1).bit_length())
+
+
+def flat(x_RTD: Tensor) -> Tensor:
+    """All tokens in a line, `[N, D]`, without gaps: of a part of a block they have some."""
+    return x_RTD.reshape(-1, x_RTD.shape[-1]).contiguous()
 
 
 def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
@@ -56,14 +66,13 @@ def add_and_norm(
     """
     if parts_PND is None and weight_D is None:
         return x_ND, x_ND
-    tokens, size = x_ND.shape
+    size = x_ND.shape[1]
     sum_ND = x_ND if parts_PND is None else torch.empty_like(x_ND)
     normed_ND = sum_ND if weight_D is None else torch.empty_like(x_ND) if out is None else out
     launch(
         kernels.norm_kernel,
-        (tokens,),
-        *(x_ND, x_ND if parts_PND is None else parts_PND, x_ND if weight_D is None else weight_D),
-        *(sum_ND, normed_ND, tokens, normed_ND.stride(0), eps),
+        (len(x_ND),),
+        *(x_ND, parts_PND, weight_D, sum_ND, normed_ND, len(x_ND), normed_ND.stride(0), eps),
         K=size,
         BK=power_of_two(size),
         PARTS=0 if parts_PND is None else len(parts_PND),
@@ -79,12 +88,11 @@ def product(
     """`[P, N, O]` in float32: to be summed over its parts."""
     tokens, (outputs, inputs) = len(x_NK), weight_OK.shape
     y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
-    shape = tile(weight_OK, outputs, parts=parts)
-    width = width_of(tokens)
+    shape, width = tile(weight_OK, outputs, parts=parts), width_of(tokens)
     launch(
         kernels_products.linear_kernel,
         (cdiv(outputs, shape.outputs), parts, cdiv(tokens, width)),
-        *(x_NK, weight_OK, weight_OK if bias_O is None else bias_O, y_PNO, tokens, outputs),
+        *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
         K=inputs,
         PARTS=parts,
         BIASED=bias_O is not None,
@@ -108,25 +116,62 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     return y_NO
 
 
-class Stack:
-    """Layers that run one after the other.
+@dataclass
+class Paths:
+    """What the tokens of a pass see, for all layers.
 
     Args:
-        layers: weights of one dtype on one device; they are not copied.
+        count_N: slots that a token sees; 0 for what is no token.
+        lead_N: how many of them are the slots 0, 1, ..., in whole blocks of 64.
+        path_NP: the slots after those, in the order of positions; none of a prompt, whose last
+            block is shared by the tokens that see a part of it.
+        slots_N: where the tokens' own keys and values go.
+        rope: cosine and sine, each `[N, head size]`.
     """
+
+    count_N: Tensor
+    lead_N: Tensor
+    path_NP: Tensor
+    slots_N: Tensor
+    rope: tuple[Tensor, Tensor]
+
+
+def paths(meta: ForwardMeta) -> Paths:
+    """Read a block's mask: after the first slot that is hidden from a token, it may show it
+    `LONGEST_PATH`, or as many as the row has tokens. Prompts have no mask of numbers."""
+    rows, tokens = meta.slots_RT.shape
+    slots_N = flat(meta.slots_RT[..., None])[:, 0]
+    cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
+    if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
+        count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
+        return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
+    bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
+    places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
+    count_N, lead_N = slots_N.new_empty(2, len(slots_N), dtype=torch.int32)
+    path_NP = slots_N.new_empty(len(slots_N), places, dtype=torch.int32)
+    launch(
+        kernels_attention.path_kernel,
+        (len(slots_N),),
+        *(bias_RTE, count_N, lead_N, path_NP, tokens, meta.extent, places),
+        *bias_RTE.stride()[:2],
+        BE=1024,
+    )
+    return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
+
+
+class Stack:
+    """Layers that run one after the other; their weights, of one dtype, are not copied."""
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes):
         self.layers, self.sizes = layers, sizes
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether these are few tokens with a mask that `paths` can read, and no gradients are
-        wanted: a step of decoding, or a part of a prompt."""
+        """Whether it is a step of decoding, or a part of a prompt."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         return few and (meta.bias_R1TE is None or meta.bias_R1TE.dtype != torch.bool)
 
     def prompt_chunk(self, length: int) -> int:
-        """How many tokens of a prompt of this length enter in a pass. That changes no token's bits:
-        a prompt may go on from any text, however it was read and written."""
+        """How many tokens of a prompt of this length enter in a pass; no token's bits tell."""
         of_token = self.sizes.heads * self.sizes.head_size * cdiv(length, 64)
         return min(PROMPT_CHUNK, max(16, SUMS // of_token // 16 * 16))
 
@@ -139,105 +184,52 @@ class Stack:
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normed where a norm is given.
-
-        Keys and values are written at the block's slots.
-
-        Args:
-            keys_alone: for a single layer, of which only these are wanted.
-        """
-        x_ND, eps = flat(x_RTD), self.sizes.eps
-        seen = paths(meta)
-        parts_PND = None
+        """The output of the last layer, normed where a norm is given; keys and values are written
+        at the block's slots, or for a single layer these `keys_alone`."""
+        x_ND, eps, seen, parts_PND = flat(x_RTD), self.sizes.eps, paths(meta), None
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
-                attended_NO = self._attend(normed_ND, cache, meta, seen, index, keys_alone)
+                first = meta.rows.start * cache.n_slots
+                past = cache.keys[index][first:], cache.values[index][first:], cache.n_slots
+                q_NO = self._queries_and_keys(normed_ND, past, meta, seen, layer, keys_alone)
                 if keys_alone:
                     return x_RTD
+                attended_NO = self._attend(q_NO, past, meta, seen)
                 parts_PND = product(attended_NO, layer.o, layer.o_bias, PARTS)
             if layer.gate is not None:
                 assert layer.up is not None and layer.down is not None
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.feed_forward_norm, eps)
-                parts_PND = product(
-                    gate_and_up(normed_ND, layer.gate, layer.up), layer.down, parts=PARTS
-                )
-        x_ND, normed_ND = add_and_norm(x_ND, parts_PND, final_norm, eps)
+                gated_NO = gate_and_up(normed_ND, layer.gate, layer.up)
+                parts_PND = product(gated_NO, layer.down, parts=PARTS)
+        _, normed_ND = add_and_norm(x_ND, parts_PND, final_norm, eps)
         return normed_ND.view(x_RTD.shape)
-
-    def _attend(
-        self,
-        x_ND: Tensor,
-        cache: KVCache,
-        meta: ForwardMeta,
-        seen: Paths,
-        index: int,
-        keys_alone: bool,
-    ) -> Tensor:
-        """Attention of a layer, `[N, heads * head size]`, once it has its own keys and values."""
-        sizes, (rows, tokens) = self.sizes, meta.slots_RT.shape
-        heads, size = sizes.heads, sizes.head_size
-        q_NO = self._queries_and_keys(x_ND, cache, meta, seen, index, keys_alone)
-        if keys_alone:
-            return q_NO
-        padded, blocks = power_of_two(size), cdiv(meta.extent, 64)
-        columns = cdiv(tokens * heads // sizes.kv_heads, 16)
-        sums = x_ND.new_empty(len(x_ND), heads, blocks, size, dtype=torch.float32)
-        weights = x_ND.new_empty(len(x_ND), heads, blocks, 2, dtype=torch.float32)
-        places = seen.path_NP.shape[1]
-        launch(
-            kernels_attention.attend_kernel,
-            (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
-            *(q_NO, cache.keys[index], cache.values[index]),
-            *(seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
-            *(tokens, cache.n_slots, meta.rows.start, places, blocks, columns),
-            sizes.scaling,
-            H=heads,
-            G=sizes.kv_heads,
-            D=size,
-            DP=padded,
-            num_warps=4,
-        )
-        grid, shape = (len(x_ND), heads), {"H": heads, "D": size, "DP": padded}
-        out_NO = torch.empty_like(q_NO)
-        combine = kernels_attention.combine_kernel
-        launch(combine, grid, sums, weights, seen.count_N, out_NO, blocks, **shape, num_warps=1)
-        return out_NO
 
     def _queries_and_keys(
         self,
         x_ND: Tensor,
-        cache: KVCache,
+        past: Past,
         meta: ForwardMeta,
         seen: Paths,
-        index: int,
+        layer: LayerWeights,
         keys_alone: bool,
     ) -> Tensor:
-        """Queries `[N, heads * head size]`; keys and values go to the cache."""
-        layer, sizes, tokens = self.layers[index], self.sizes, len(x_ND)
+        """Queries `[N, H * C]`; keys and values go to the cache."""
+        sizes, tokens, q = self.sizes, len(x_ND), layer.q
         heads, kv_heads, half = sizes.heads, sizes.kv_heads, sizes.head_size // 2
-        q, first = layer.q, heads if keys_alone else 0
         assert q is not None
-        others = (layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias)
-        norms = (layer.q_norm, layer.k_norm)
+        has_norms = layer.q_norm is not None
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
-        width, has_norms = width_of(tokens), layer.q_norm is not None
-        shape = tile(
-            q,
-            (heads + 2 * kv_heads) * half,
-            matrices=2,
-            most=min(power_of_two(half), 128 if has_norms else 64),
-            whole=has_norms,
-        )
-        tiles = cdiv(half, shape.outputs) * (heads + 2 * kv_heads - first)
+        outputs, most = (heads + 2 * kv_heads) * half, 128 if has_norms else 64
+        shape = tile(q, outputs, matrices=2, most=min(power_of_two(half), most), whole=has_norms)
+        width, first = width_of(tokens), heads if keys_alone else 0
         launch(
             kernels_products.qkv_kernel,
-            (tiles, cdiv(tokens, width)),
-            *(x_ND, q, *(q if w is None else w for w in (*others, *norms))),
-            *(*seen.rope, seen.slots_N, seen.count_N, q_NO),
-            *(cache.keys[index], cache.values[index]),
-            *(tokens, meta.slots_RT.shape[1], cache.n_slots, meta.rows.start, sizes.eps),
+            (cdiv(half, shape.outputs) * (heads + 2 * kv_heads - first), cdiv(tokens, width)),
+            *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
+            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past),
+            *(tokens, meta.slots_RT.shape[1], sizes.eps),
             H=heads,
             G=kv_heads,
             FIRST=first,
@@ -249,21 +241,73 @@ class Stack:
         )
         return q_NO
 
+    def _attend(self, q_NO: Tensor, past: Past, meta: ForwardMeta, seen: Paths) -> Tensor:
+        """Attention `[N, H * C]` over the cache, which has the tokens' own keys and values."""
+        sizes, (rows, tokens), places = self.sizes, meta.slots_RT.shape, seen.path_NP.shape[1]
+        heads, size, blocks = sizes.heads, sizes.head_size, cdiv(meta.extent, 64)
+        columns = cdiv(tokens * heads // sizes.kv_heads, 16)
+        sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
+        weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
+        shape = {"H": heads, "D": size, "DP": power_of_two(size)}
+        launch(
+            kernels_attention.attend_kernel,
+            (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
+            *(q_NO, *past, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
+            *(tokens, places, blocks, columns, sizes.scaling),
+            G=sizes.kv_heads,
+            **shape,
+            num_warps=4,
+        )
+        out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel
+        tensors = sums, weights, seen.count_N, out_NO
+        launch(combine, (len(q_NO), heads), *tensors, blocks, **shape, num_warps=1)
+        return out_NO
 
-class Choice(NamedTuple):
-    """What a head gives greedy decoding.
+    def takes_text(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
+        """Whether these are whole texts through which no gradient flows."""
+        return meta.bias_R1TE is None and meta.extent == x_RTD.shape[1] and not x_RTD.requires_grad
 
-    Args:
-        ids_M2: the likeliest token and the next one; of equals the lowest ids.
-        chances_M2: what the distribution gives them.
-    """
+    @torch.no_grad()
+    def run_text(self, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
+        """The output of the last layer for whole texts, as training runs a frozen target. Products
+        and attention are torch's; between them are five kernels a layer, in modules some thirty."""
+        x_ND, eps, added_1ND = flat(x_RTD), self.sizes.eps, None
+        for layer in (self.layers[index] for index in layers):
+            assert layer.o is not None and layer.gate is not None
+            assert layer.up is not None and layer.down is not None
+            x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.attention_norm, eps)
+            q, k, v = self._heads(normed_ND.view(x_RTD.shape), meta, layer)
+            attended, _ = attention(torch.nn.Identity(), q, k, v, None, self.sizes.scaling)
+            added_1ND = F.linear(attended.reshape(1, len(x_ND), -1), layer.o, layer.o_bias)
+            x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.feed_forward_norm, eps)
+            gate_NO, up_NO = F.linear(normed_ND, layer.gate), F.linear(normed_ND, layer.up)
+            both, grid = (gate_NO, up_NO, gate_NO.numel()), (cdiv(gate_NO.numel(), GATE_BLOCK),)
+            launch(kernels.gate_kernel, grid, *both, BLOCK=GATE_BLOCK)
+            added_1ND = F.linear(gate_NO, layer.down)[None]
+        return add_and_norm(x_ND, added_1ND, None, eps)[0].view(x_RTD.shape)
 
-    ids_M2: Tensor
-    chances_M2: Tensor
-
-    def first(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The likeliest token and its chance, of tokens in this shape."""
-        return self.ids_M2[:, 0].unflatten(0, shape), self.chances_M2[:, 0].unflatten(0, shape)
+    def _heads(self, x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights) -> list[Tensor]:
+        """Queries, keys and values of whole texts, each `[R, H, T, C]`."""
+        sizes, projected = self.sizes, []
+        (rows, tokens, _), (cos_RTC, sin_RTC) = x_RTD.shape, (x.contiguous() for x in meta.rope)
+        stride = 0 if len(cos_RTC) == 1 else cos_RTC.stride(0)
+        for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
+            part_RTO = F.linear(x_RTD, getattr(layer, name), getattr(layer, f"{name}_bias"))
+            norm = getattr(layer, f"{name}_norm", None)
+            if name != "v":
+                launch(
+                    kernels.rotate_kernel,
+                    (rows * tokens,),
+                    *(part_RTO, norm, cos_RTC, sin_RTC, tokens, stride, sizes.eps),
+                    H=heads,
+                    HP=power_of_two(heads),
+                    D=sizes.head_size,
+                    HALF=power_of_two(sizes.head_size // 2),
+                    NORMS=norm is not None,
+                    num_warps=4,
+                )
+            projected.append(part_RTO.unflatten(-1, (heads, -1)).transpose(1, 2))
+        return projected
 
 
 class Head:
@@ -273,7 +317,7 @@ class Head:
         self.weight_OD, self.sizes = weight_OD, sizes
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether these are few tokens, and no gradients are wanted."""
+        """Whether it is a step of decoding."""
         return len(x_MD) <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
@@ -282,45 +326,42 @@ class Head:
         return product(x_MD, self.weight_OD)[0]
 
     def choose(
-        self, x_MD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
-    ) -> Choice:
-        """The likeliest tokens; no logits are written.
+        self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest token after each, of equals the lowest, and what the distribution gives it,
+        both `[R, T]`; no logits are written.
 
         Args:
             ids_O: of the outputs, ascending; None where they are all tokens.
         """
-        _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
-        tokens, (outputs, inputs) = len(x_MD), self.weight_OD.shape
+        _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
+        tokens, (outputs, inputs) = len(x_ND), self.weight_OD.shape
         shape, width = tile(self.weight_OD, outputs), width_of(tokens)
         tiles = cdiv(outputs, shape.outputs)
-        best = x_MD.new_empty(tokens, 3, tiles, dtype=torch.float32)
-        ids = x_MD.new_empty(tokens, 2, tiles, dtype=torch.int32)
+        best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
+        ids = x_ND.new_empty(tokens, tiles, dtype=torch.int32)
         launch(
             kernels_products.choose_kernel,
             (tiles, cdiv(tokens, width)),
-            *(x_MD, self.weight_OD, best, ids, tokens, outputs, tiles),
+            *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
             K=inputs,
             **shape.options(width),
         )
-        ids_M2 = x_MD.new_empty(tokens, 2, dtype=torch.int64)
-        chances_M2 = x_MD.new_empty(tokens, 2, dtype=torch.float32)
-        listed: dict[str, Any] = {"LISTED": ids_O is not None, "BB": power_of_two(tiles)}
-        tables = best, ids, ids if ids_O is None else ids_O
+        ids_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.int64)
+        chances_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.float32)
         launch(
             kernels_products.choice_kernel,
             (tokens,),
-            *(*tables, ids_M2, chances_M2, tiles, outputs),
-            **listed,
+            *(best, ids, ids_O, ids_RT, chances_RT, tiles, outputs),
+            LISTED=ids_O is not None,
+            BB=power_of_two(tiles),
         )
-        return Choice(ids_M2, chances_M2)
+        return ids_RT, chances_RT
 
 
 class Fusing:
-    """What a fused adapter makes of shallow states and the deep ones before them.
-
-    Args:
-        weights: of the norms of both, `[D]`, and of the projection, `[D, 2 D]`.
-    """
+    """What a fused adapter makes of shallow states and the deep ones before them, by the weights of
+    the norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
 
     def __init__(self, weights: Sequence[Tensor], sizes: Sizes):
         self.weights, self.sizes = weights, sizes
@@ -340,8 +381,6 @@ class Fusing:
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     """Run a layer and a small head for one token, as decoding will, and a layer for a text, as
     training will: compiling may fail. Errors: Triton's."""
-    from kangaroo.cuda import texts  # which itself needs this module
-
     size, wide = sizes.head_size, sizes.feed_forward
     hidden, of_q, of_k = sizes.hidden, sizes.heads * size, sizes.kv_heads * size
     zeros = partial(torch.zeros, dtype=dtype, device=device)
@@ -355,5 +394,5 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     with torch.no_grad():
         stack = Stack([layer], sizes)
         x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), norm)
-        texts.run(stack, x_RTD, replace(meta, bias_R1TE=None), range(1))
-        Head(q, sizes).choose(x_RTD[0])
+        stack.run_text(x_RTD, replace(meta, bias_R1TE=None), range(1))
+        Head(q, sizes).choose(x_RTD)

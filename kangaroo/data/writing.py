@@ -9,7 +9,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -61,7 +60,7 @@ class Dialogue:
         They are tokenised from their text there. After the first token that is not the one that
         was written, the distributions are others too, and not known.
         """
-        carried = topk_logits.unknown(sum(mask), like)
+        carried = np.zeros(sum(mask), like.dtype)
         if self.topk_logits is None:
             return carried
         pairs = enumerate(zip(self.input_ids, prompt, strict=False))

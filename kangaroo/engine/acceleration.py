@@ -1,7 +1,7 @@
 """What makes decoding faster than PyTorch's modules: native code on a CPU, and on a GPU Triton's
 kernels in CUDA graphs.
 
-Shapes: B rows, N tokens of a block, D hidden size, O outputs.
+Shapes: B rows, N tokens of a block, D hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kangaroo.cpu import native
-from kangaroo.cpu.native import LayerWeights, Sizes
+from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 
@@ -26,9 +26,9 @@ class Acceleration:
 
     Args:
         library: native code.
-        sizes: what these have to know of the target's layers; needed with `library` or `kernels`.
+        sizes: of the target's layers; needed with `library` or `kernels`.
         graphs: recorded work.
-        kernels: `kangaroo.cuda.layers`, whose classes are asked as those of native code are.
+        kernels: `kangaroo.cuda.layers`.
     """
 
     def __init__(
@@ -48,48 +48,14 @@ class Acceleration:
         a power of two, or the most that there may be."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
-    def stack(self, layers: Sequence[LayerWeights]) -> Any:
-        """A `Stack` of these layers, which reads the weights where they lie."""
-        return self._part("Stack", layers)
-
-    def head(self, weight_OD: Tensor) -> Any:
-        """A `Head` of a matrix from hidden states to logits."""
-        return self._part("Head", weight_OD)
-
-    def fusing(self, weights: Sequence[Tensor]) -> Any:
-        """A `Fusing` for the input of a fused adapter."""
-        return self._part("Fusing", weights)
-
-    def _part(self, name: str, weights: Any) -> Any:
-        """The class of this name, of kernels or else of native code, for these weights."""
+    def part(self, name: str, weights: Any) -> Any:
+        """A `Stack`, `Head` or `Fusing`, of kernels or else of native code, which reads these
+        weights where they lie; None without either."""
         if self.kernels is not None:
             return getattr(self.kernels, name)(weights, self.sizes)
         if self.library is None:
             return None
         return getattr(native, name)(self.library, weights, self.sizes)
-
-    def pin_inputs(
-        self,
-        caches: Sequence[KVCache],
-        key: tuple[Hashable, ...],
-        x_BND: Tensor,
-        meta: ForwardMeta,
-        *more: Tensor,
-    ) -> tuple[ForwardMeta, Tensors]:
-        """The block and more of what steps on `x` will read; where steps are recorded, in the same
-        place call after call, so that no step copies it."""
-        if self.graphs is None or not self._recorded(x_BND, meta):
-            return meta, more
-        layout = meta.tensors()
-        held = self.graphs.pin_inputs(caches, key, *layout, *more)
-        return meta.with_tensors(*held[: len(layout)]), held[len(layout) :]
-
-    def _recorded(self, x_BND: Tensor, meta: ForwardMeta) -> bool:
-        return (
-            self.graphs is not None
-            and meta.recordable
-            and self.graphs.take(x_BND.shape[0] * x_BND.shape[1])
-        )
 
     def replay(
         self,
@@ -122,12 +88,10 @@ class Acceleration:
         """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
 
         Args:
-            caches: all that the work reads or writes.
-            key: names the work and everything about it that is not in a tensor.
             keep: the results outlive the next call with this key, which otherwise may overwrite
                 them.
         """
-        if self.graphs is None or not self._recorded(x_BND, meta):
+        if (graphs := self._recording(x_BND, meta)) is None:
             return work(x_BND, meta, *more)
         layout = meta.tensors()
 
@@ -135,5 +99,25 @@ class Acceleration:
             new_meta = meta.with_tensors(*tensors[: len(layout)])
             return work(x_BND, new_meta, *tensors[len(layout) :])
 
-        results = self.graphs(caches, key, flat, x_BND, *layout, *more)
+        results = graphs(caches, key, flat, x_BND, *layout, *more)
         return tuple(result.clone() for result in results) if keep else results
+
+    def pin_inputs(
+        self,
+        caches: Sequence[KVCache],
+        key: tuple[Hashable, ...],
+        x_BND: Tensor,
+        meta: ForwardMeta,
+        *more: Tensor,
+    ) -> tuple[ForwardMeta, Tensors]:
+        """The block and more of what steps on `x` will read; where steps are recorded, in the same
+        place call after call, so that no step copies it."""
+        if (graphs := self._recording(x_BND, meta)) is None:
+            return meta, more
+        layout = meta.tensors()
+        held = graphs(caches, key, None, *layout, *more)
+        return meta.with_tensors(*held[: len(layout)]), held[len(layout) :]
+
+    def _recording(self, x_BND: Tensor, meta: ForwardMeta) -> Graphs | None:
+        graphs = self.graphs if meta.recordable else None
+        return graphs if graphs and graphs.take(x_BND.shape[0] * x_BND.shape[1]) else None

@@ -26,9 +26,7 @@ class RowTensors(NamedTuple):
 
     Args:
         length_B, limit_B: committed tokens, and the most that there may be.
-        seeds_B: of the sampling noise.
-        done_B: whether a row's text has ended.
-        heeds_eos_B, eos_ids_E: whether an EOS ends it, and which tokens are one.
+        heeds_eos_B, eos_ids_E: whether an EOS ends a text, and which tokens are one.
         settings_B3: how tokens are chosen, as of `Mixed`.
     """
 
@@ -45,8 +43,8 @@ class Emitted(NamedTuple):
     """What one step added, still on the device.
 
     Args:
-        tokens_BP: the new tokens of each row, meaningful up to its count.
-        counts_B: how many; 0 for rows that were done before.
+        tokens_BP, counts_B: the new tokens of each row, of which so many count; 0 for rows that
+            were done before.
         accepted_B: how many of them were draft tokens.
         drafted_B: valid draft tokens (for a tree: nodes).
         done_B: whether a row's text has ended.
@@ -73,7 +71,7 @@ class Batch:
     A row that is done keeps its place, without growing, until another prompt takes it.
 
     Args:
-        longest: tokens of the longest text that there is room for, prompt included.
+        longest: tokens of the longest text, prompt included.
         sampling: of texts that have none of their own.
         budget: what may be drafted in a round.
     """
@@ -87,17 +85,17 @@ class Batch:
         device: torch.device,
         budget: Budget,
     ):
-        size, self.n_slots = cache.batch_size, cache.n_slots
+        size = self.size = cache.batch_size
+        self.n_slots = cache.n_slots
         self.cache, self.longest, self.budget = cache, longest, budget
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
-        self.limit_B = torch.ones(size, dtype=torch.long, device=device)
-        self.seeds_B = torch.zeros(size, dtype=torch.long, device=device)
+        self.limit_B, self.seeds_B = self.length_B.clone(), self.length_B.clone()
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
         self.eos_ids = eos_ids
         self.eos_ids_E = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
         self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
-        self.heeds_eos_B = torch.ones(size, dtype=torch.bool, device=device)  # the same
+        self.heeds_eos_B = self.done_B.clone()  # the same
         # the host's copies, so that extents and drafters that read the text need no sync
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
@@ -109,19 +107,13 @@ class Batch:
 
     @property
     def rows(self) -> RowTensors:
-        """What the device knows of all rows."""
         row = self.length_B, self.limit_B, self.seeds_B, self.done_B
         return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E, self.settings_B3)
 
     @property
     def draws(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the device needs to draw tokens: lengths, seeds, settings."""
+        """Lengths, seeds, settings: what tokens are drawn by."""
         return self.length_B, self.seeds_B, self.settings_B3
-
-    @property
-    def size(self) -> int:
-        """Rows."""
-        return self.cache.batch_size
 
     @property
     def active(self) -> int:
@@ -131,7 +123,7 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         """The host's copy of `length_B`."""
-        return [len(text) for text in self.texts]
+        return list(map(len, self.texts))
 
     @property
     def used(self) -> int:
@@ -149,25 +141,22 @@ class Batch:
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens a row's text began with, but for the last two of the
-        text, which not every drafter has read, and the last one of the prompt, which the first new
-        token comes from."""
+        """How many of a prompt's first tokens a row's text began with, but for the text's last two,
+        which not every drafter has read, and the prompt's last, which gives the first new token."""
         if not self.whole[row]:
             return 0
         text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
         return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
 
     def fill(self, row: int, prompt: Tensor) -> None:
-        """A part of a prompt has entered a free row, which takes no part in steps until `place`."""
+        """A part of a prompt has entered a free row, which stays free until `place`."""
         self.tokens_BS[row, : len(prompt)] = prompt
         self.texts[row] = [*prompt.tolist(), 0]  # its last token is scratch
         self.length_B[row] = len(prompt) + 1
 
     def place(self, row: int, prompt: Tensor, request: Request) -> None:
-        """A request's whole prompt has entered a row, with what it has written before.
-
-        Errors: `ConfigError` for sampling of its own under acceptance by rejection.
-        """
+        """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own
+        under acceptance by rejection."""
         sampling = request.sampling
         if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
             raise ConfigError(
@@ -188,10 +177,8 @@ class Batch:
             return
         self.alike = False
         self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
-        active = [
-            setting for setting, done in zip(self.samplings, self.done, strict=True) if not done
-        ]
-        self.sampling = together(active, self.settings_B3)
+        pairs = zip(self.samplings, self.done, strict=True)
+        self.sampling = together([how for how, done in pairs if not done], self.settings_B3)
 
     def first(self, row: int, token: int) -> None:
         """Append the token that the prefill of a row's prompt gave; it is pending."""
@@ -205,8 +192,8 @@ class Batch:
         """What a step wrote, on the host."""
         text = self.texts[row]
         text += tokens
-        ended = bool(tokens) and tokens[-1] in self.ends[row]
-        self.done[row] = self.done[row] or ended or len(text) >= self.limits[row]
+        ended = len(text) >= self.limits[row] or (bool(tokens) and tokens[-1] in self.ends[row])
+        self.done[row] = self.done[row] or ended
 
     @torch.inference_mode()
     def stop(self, row: int) -> None:
@@ -239,10 +226,6 @@ def emitted(draft: Draft, verdict: Verdict, rows: RowTensors) -> Emitted:
     first_eos_B = torch.where(is_eos_BP.any(1), is_eos_BP.int().argmax(1) + 1, counts_B)
     counts_B = first_eos_B * ~rows.done_B
     ended_B = is_eos_BP.any(1) | (rows.length_B + counts_B >= rows.limit_B)
-    return Emitted(
-        tokens_BP=new_BP,
-        counts_B=counts_B,
-        accepted_B=torch.minimum(verdict.count_B, counts_B),
-        drafted_B=(draft.valid_BN.sum(1) - 1) * ~rows.done_B,
-        done_B=rows.done_B | ended_B,
-    )
+    accepted_B = torch.minimum(verdict.count_B, counts_B)
+    drafted_B = (draft.valid_BN.sum(1) - 1) * ~rows.done_B
+    return Emitted(new_BP, counts_B, accepted_B, drafted_B, rows.done_B | ended_B)

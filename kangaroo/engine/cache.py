@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.huge_pages import zeros
 
+TOKEN_AXES = 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
 
@@ -30,15 +31,13 @@ class ForwardMeta:
 
     Args:
         slots_RT: slot of each token within its row.
-        positions_RT: position of each token, for RoPE and for the sampling noise.
+        positions_RT: for RoPE, with the cosine and sine in `rope`, and for the sampling noise.
         bias_R1TE: additive attention mask in the model's dtype (0 or -inf), or a boolean one, true
             where a token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is
             the causal fast path, for a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
-        rope: cosine and sine of `positions_RT`.
-        recordable: whether a graph may be recorded for its shape. True for a step of decoding,
-            whose shape comes again; false for a prompt, or a text that is learnt or judged.
+        recordable: a step of decoding, whose shape comes again and may be recorded as a graph.
     """
 
     slots_RT: Tensor
@@ -50,39 +49,33 @@ class ForwardMeta:
     recordable: bool = False
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """The `width` tokens from `start` on: views, so that a drafter builds one block a step."""
-        part = slice(start, start + width)
-        cos, sin = self.rope
-        return replace(
-            self,
-            slots_RT=self.slots_RT[:, part],
-            positions_RT=self.positions_RT[:, part],
-            bias_R1TE=None if self.bias_R1TE is None else self.bias_R1TE[:, :, part],
-            rope=(cos[:, part], sin[:, part]),
-        )
+        """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
+        builds one block a step."""
+        width = min(width, self.slots_RT.shape[1] - start)
+        return self._each(lambda x, axis: x.narrow(axis, start, width))
 
     def take(self, index_RN: Tensor) -> ForwardMeta:
         """The tokens at the places `index_RN` of the block, in that order."""
 
-        def taken(x: Tensor) -> Tensor:
-            index = index_RN if x.ndim == 2 else index_RN[..., None].expand(-1, -1, x.shape[-1])
-            return x.gather(1, index)
+        def taken(x: Tensor, axis: int) -> Tensor:
+            ones = (1,) * (axis - 1), (1,) * (x.ndim - axis - 1)
+            index = index_RN.view(len(index_RN), *ones[0], -1, *ones[1])
+            return x.take_along_dim(index, axis)
 
-        assert self.bias_R1TE is not None
-        return replace(
-            self,
-            slots_RT=taken(self.slots_RT),
-            positions_RT=taken(self.positions_RT),
-            bias_R1TE=taken(self.bias_R1TE[:, 0])[:, None],
-            rope=(taken(self.rope[0]), taken(self.rope[1])),
-        )
+        return self._each(taken)
+
+    def to(self, device: torch.device) -> ForwardMeta:
+        """The same block for layers that lie on another device."""
+        if self.slots_RT.device == device:
+            return self
+        # a `CausalBias` has no memory
+        return self._each(lambda x, _: x if isinstance(x, CausalBias) else x.to(device))
 
     @staticmethod
     def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
         kinds = zip(*(meta.tensors() for meta in metas), strict=True)
-        axes = (1, 1, 2, 1, 1)  # that of the tokens, in each kind
-        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, axes, strict=True))
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=True))
         return metas[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -91,51 +84,25 @@ class ForwardMeta:
         return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
 
     def with_tensors(
-        self, slots_RT: Tensor, positions_RT: Tensor, bias_R1TE: Tensor, cos: Tensor, sin: Tensor
+        self, slots_RT: Tensor, positions_RT: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor
     ) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        return replace(
-            self,
-            slots_RT=slots_RT,
-            positions_RT=positions_RT,
-            bias_R1TE=bias_R1TE,
-            rope=(cos, sin),
-        )
+        here = self.extent, self.rows, (cos, sin), self.recordable
+        return ForwardMeta(slots_RT, positions_RT, bias, *here)
 
-    def to(self, device: torch.device) -> ForwardMeta:
-        """The same block for layers that lie on another device."""
-        if self.slots_RT.device == device:
-            return self
-        bias = self.bias_R1TE
-        if bias is not None and not isinstance(bias, CausalBias):  # which has no memory
-            bias = bias.to(device)
-        return replace(
-            self,
-            slots_RT=self.slots_RT.to(device),
-            positions_RT=self.positions_RT.to(device),
-            bias_R1TE=bias,
-            rope=(self.rope[0].to(device), self.rope[1].to(device)),
-        )
-
-
-class Addresses(NamedTuple):
-    """Of each layer's keys and values, as arrays of native code."""
-
-    keys: ctypes.Array
-    values: ctypes.Array
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
+        """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
+        bias = None if self.bias_R1TE is None else change(self.bias_R1TE, 2)
+        slots_RT, positions_RT = change(self.slots_RT, 1), change(self.positions_RT, 1)
+        return self.with_tensors(slots_RT, positions_RT, bias, *(change(x, 1) for x in self.rope))
 
 
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
 
     The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
-    attention reads the rows as strided views: nothing is copied or concatenated.
-
-    Args:
-        devices: the device of each layer.
-
-    Attributes:
-        serial: a number that no other cache of this process has or had.
+    attention reads the rows as strided views: nothing is copied or concatenated. Its `serial` no
+    other cache of this process has or had.
     """
 
     serials = itertools.count()
@@ -160,11 +127,11 @@ class KVCache:
         return BlockCache(self, meta)
 
     @cached_property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> tuple[ctypes.Array, ctypes.Array]:
         """Where each layer's keys and values lie, for native code."""
         kind = ctypes.c_void_p * len(self.keys)
-        keys, values = ([x.data_ptr() for x in cached] for cached in (self.keys, self.values))
-        return Addresses(kind(*keys), kind(*values))
+        keys, values = (map(Tensor.data_ptr, cached) for cached in (self.keys, self.values))
+        return kind(*keys), kind(*values)
 
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""
@@ -179,10 +146,6 @@ class KVCache:
         src, dst = source * self.n_slots, row * self.n_slots
         for cached in (*self.keys, *self.values):
             cached[dst : dst + count] = cached[src : src + count]
-
-    def holds(self, batch_size: int, n_slots: int) -> bool:
-        """Whether it is right for such a batch; old contents are masked and do no harm."""
-        return self.batch_size == batch_size and n_slots <= self.n_slots
 
     def bytes(self) -> int:
         """Size of the allocation in bytes."""
@@ -215,10 +178,8 @@ class BlockCache:
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the block's keys and values; return the occupied slots, each `[R, K, E, C]`."""
-        return (
-            self._write(self.cache.keys[layer_idx], k_RKTC),
-            self._write(self.cache.values[layer_idx], v_RKTC),
-        )
+        keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
+        return self._write(keys, k_RKTC), self._write(values, v_RKTC)
 
     def _write(self, cached: Tensor, new_RKTC: Tensor) -> Tensor:
         cached.index_copy_(0, self.index, new_RKTC.transpose(1, 2).flatten(0, 1))
@@ -227,11 +188,8 @@ class BlockCache:
 
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
-    """The number of slots to read so that `used` are covered.
-
-    Args:
-        recorded: whether each number is recorded as a graph; then they are powers of two, of which
-            a text that grows meets few.
+    """The number of slots to read so that `used` are covered: where each number is recorded as a
+    graph a power of two, of which a text that grows meets few.
     """
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
 from kangaroo.cuda.graphs import Graphs
+
+Mark = tuple[float | torch.cuda.Event, float]  # a moment; seconds of recording until then
 
 
 def running() -> float:
@@ -22,36 +23,19 @@ def now(device: torch.device) -> float:
     return running()
 
 
-@dataclass
-class Mark:
-    """A moment on the host's clock, or in the device's stream of work.
-
-    Args:
-        recording: seconds that graphs had taken until then.
-    """
-
-    at: float | torch.cuda.Event
-    recording: float
+def mark(device: torch.device) -> Mark:
+    """This moment, in a GPU's stream of work: that costs no wait."""
+    if device.type != "cuda":
+        return running(), 0.0
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event, Graphs.seconds
 
 
-class Clock:
-    """Time between marks, which cost no wait. It can be read once the device was waited for."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def mark(self) -> Mark:
-        """This moment."""
-        if self.device.type != "cuda":
-            return Mark(running(), recording=0.0)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return Mark(event, Graphs.seconds)
-
-    @staticmethod
-    def between(start: Mark, stop: Mark) -> float:
-        """Seconds from `start` to `stop`."""
-        if isinstance(start.at, float) and isinstance(stop.at, float):
-            return stop.at - start.at
-        assert isinstance(start.at, torch.cuda.Event) and isinstance(stop.at, torch.cuda.Event)
-        return start.at.elapsed_time(stop.at) / 1000 - (stop.recording - start.recording)
+def between(start: Mark, stop: Mark) -> float:
+    """Seconds between two marks, once the device was waited for."""
+    (first, recorded_first), (last, recorded_last) = start, stop
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float) and isinstance(last, float)
+        return last - first
+    return first.elapsed_time(last) / 1000 - (recorded_last - recorded_first)

@@ -24,7 +24,7 @@ from kangaroo.engine.clock import now, running
 from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.engine.stepper import Stepper, TensorStepper
+from kangaroo.engine.stepper import TensorStepper
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
@@ -34,10 +34,10 @@ class Engine:
 
     Args:
         tokenizer: needed for stop strings alone.
-        prefill_chunk: prompts enter the cache in chunks of at most this many tokens, which bounds
-            the memory of a prefill whatever the prompt's length; None is as many as are quick.
-        prefix_cache: a prompt that begins like the text before it in its row is read from where it
-            differs. Off, every prompt is read whole, as whoever measures wants it.
+        prefill_chunk: the most tokens of a prompt that enter in a pass; None is as many as are
+            quick.
+        prefix_cache: a prompt that begins like a row's text is read from where it differs. Off,
+            every prompt is read whole, as whoever measures wants it.
         always_drafts: every row of a batch drafts as a text alone does, for whoever measures
             acceptance. Off, a batch drafts what pays there.
     """
@@ -54,21 +54,17 @@ class Engine:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
         self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.prefix_cache, self.always_drafts = (
-            prefill_chunk,
-            prefix_cache,
-            always_drafts,
-        )
+        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
+        self.always_drafts = always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
         self.batch: Batch | None = None
-        self.stepper: Stepper | None = None  # of the batch
+        self.stepper: TensorStepper | CpuStepper | None = None  # of the batch
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.keep = 0  # likeliest tokens that are kept of every distribution
 
     @property
     def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes and as many places before a text, or those that
-        a native draft takes; the bonus."""
+        """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
         drafting = native_drafting(self.drafter)
         return max(2 * self.drafter.max_nodes, drafting.nodes if drafting else 0) + 2
 
@@ -77,18 +73,19 @@ class Engine:
         """An empty batch for texts of at most `longest` tokens, prompts included.
 
         Args:
-            keep: of the distribution behind every token that is written, keep this many likeliest
-                tokens (`Generation.teacher`); a smaller vocabulary is kept whole.
+            keep: so many likeliest tokens of the distribution behind every token that is written
+                (`Generation.teacher`).
         """
         topk_logits.check(keep, "keep")
         self.keep = min(keep, self.lm.config.vocab_size)
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
-        if self.cache is None or not self.cache.holds(batch_size, n_slots):
+        fits = self.cache is not None and self.cache.batch_size == batch_size
+        if self.cache is None or not fits or n_slots > self.cache.n_slots:
             # their memory may be needed for the new ones
             self.batch = self.cache = self.stepper = None
             self.cache = self.lm.new_cache(batch_size, n_slots)
-        # native rounds draft otherwise than what would be measured, and take what the weights say
+        # native rounds draft otherwise than what would be measured
         by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
         of_drafts = partial(drafting, self.lm) if by_graphs else None
         budget = Budget(partial(measured, self.lm), self.always_drafts, of_drafts)
@@ -97,23 +94,20 @@ class Engine:
         drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
         if self.drafter.needs_costs or drafts_less:
             budget.measure()  # now, since it may take a second
-        self.batch, self.stepper = batch, self._stepper(batch, sampling)
+        native = native_drafting(self.drafter)
+        if native is not None and runs_natively(self.lm, self.drafter, sampling):
+            self.stepper = CpuStepper(self.lm, native, batch, self.keep)
+        else:
+            self.stepper = TensorStepper(self.lm, self.drafter, batch, self.keep)
+        self.batch = batch
         return batch
-
-    def _stepper(self, batch: Batch, sampling: Sampling) -> Stepper:
-        """In native code, where this target and drafter can."""
-        if runs_natively(self.lm, self.drafter, sampling):
-            drafting = native_drafting(self.drafter)
-            assert drafting is not None
-            return CpuStepper(self.lm, drafting, batch, self.keep)
-        return TensorStepper(self.lm, self.drafter, batch, self.keep)
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
-        a step of its own in the record, without further time.
+        a step of its own in the record.
 
         Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
-        for another batch than the one opened last, whose cache is no longer its own.
+        for another batch than the one opened last.
         """
         parts = self.prefill_chunks(batch, row, request)
         while True:
@@ -126,10 +120,8 @@ class Engine:
     def prefill_chunks(
         self, batch: Batch, row: int, request: Request
     ) -> Generator[None, None, Generation]:
-        """The same chunk by chunk, so that other rows may step in between.
-
-        A prompt that is given up halfway (`close`) leaves its row free.
-        """
+        """The same chunk by chunk, so that other rows may step in between; `close` gives the prompt
+        up, and leaves its row free."""
         self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -173,11 +165,9 @@ class Engine:
         return generation
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, and how many of its tokens need not be read in
-        a free row therefore; of equals the free row itself is the first."""
-        if not (
-            self.prefix_cache and self.stepper is not None and self.stepper.supports_prefix_reuse
-        ):
+        """The row whose text a prompt begins like, rather the free row itself, and how many of its
+        tokens need not be read therefore."""
+        if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0
         begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)
@@ -185,22 +175,18 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """Propose, verify, commit, observe; one record a row.
+        """Propose, verify, commit, observe; one record a row. A short step has no drafts.
 
-        Args:
-            drafts: false asks for a short step, without drafts.
-
-        Errors: `ConfigError` for another batch than the one opened last, whose state the drafter
-        no longer keeps.
+        Errors: `ConfigError` for another batch than the one opened last.
         """
         self._check_is_current(batch is self.batch)
         assert self.stepper is not None
         entered = running()
-        step = self.stepper.step(drafts)
-        host_seconds = running() - entered - step.draft_seconds - step.verify_seconds
-        seconds = step.draft_seconds, step.verify_seconds, host_seconds
-        rows = zip(step.rows, step.kept, strict=True)
-        return [StepRecord(*row, *seconds, kept) for row, kept in rows]
+        records = self.stepper.step(drafts)
+        seconds = running() - entered
+        for record in records:
+            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+        return records
 
     def _check_is_current(self, current: bool) -> None:
         if not current:
@@ -233,15 +219,13 @@ class Engine:
         before = len(generation.tokens)
         generation.steps.append(record)
         generation.tokens += record.tokens
-        if request.stop:
-            kept = self._stopped(generation.tokens, before, request.stop)
-            if kept is not None:
-                del generation.tokens[kept:], record.tokens[kept - before :]
-                record.accepted = min(record.accepted, len(record.tokens))
-                generation.finish = "stop"
-                batch.stop(row)
-                return
-        if generation.tokens[-1] in batch.ends[row]:
+        kept = self._stopped(generation.tokens, before, request.stop) if request.stop else None
+        if kept is not None:
+            del generation.tokens[kept:], record.tokens[kept - before :]
+            record.accepted = min(record.accepted, len(record.tokens))
+            generation.finish = "stop"
+            batch.stop(row)
+        elif generation.tokens[-1] in batch.ends[row]:
             generation.finish = "eos"
         elif len(generation.tokens) >= request.max_new_tokens:
             generation.finish = "length"
@@ -249,8 +233,7 @@ class Engine:
     def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
         """How many tokens to keep if one of those from `before` on completes a stop string."""
         assert self.tokenizer is not None
-        # A stop string of n bytes spans at most n tokens. One more, since SentencePiece tokenizers
-        # strip the leading space of whatever they decode.
+        # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
         reach = 1 + max(len(s.encode()) for s in stop)
         for end in range(before + 1, len(tokens) + 1):
             tail = self.tokenizer.decode(tokens[max(0, end - reach) : end])
@@ -267,11 +250,11 @@ class Engine:
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
-        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
-
-        A row that is done takes the next request at once. `keep` is that of `open`.
+        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends. A row
+        that is done takes the next request at once.
 
         Args:
+            keep: that of `open`.
             after: what follows a request that has ended, in its row and under its index: the next
                 turn of a conversation.
             longest: tokens of the longest text; by default that of `requests`.
@@ -286,22 +269,20 @@ class Engine:
         batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
         waiting = iter(enumerate(requests))
         following: dict[int, tuple[int, Request]] = {}  # by row
-        running: dict[int, tuple[int, Request, Generation]] = {}
+        active: dict[int, tuple[int, Request, Generation]] = {}
         while True:
-            for row in range(batch.size):
-                if row in running:
-                    continue
+            for row in (row for row in range(batch.size) if row not in active):
                 if entry := following.pop(row, None) or next(waiting, None):
-                    running[row] = (*entry, self.admit(batch, row, entry[1]))
-            if not running:
+                    active[row] = (*entry, self.admit(batch, row, entry[1]))
+            if not active:
                 return
-            if not any(generation.finish for _, _, generation in running.values()):
+            if not any(generation.finish for _, _, generation in active.values()):
                 records = self.step(batch)
-                for row, (_, request, generation) in running.items():
+                for row, (_, request, generation) in active.items():
                     self.record(batch, row, records[row], request, generation)
-            for row, (index, _, generation) in list(running.items()):
+            for row, (index, _, generation) in list(active.items()):
                 if generation.finish:
-                    del running[row]
+                    del active[row]
                     if (follower := after(index, generation)) is not None:
                         following[row] = index, follower
                     yield index, generation
@@ -320,16 +301,13 @@ class Engine:
         Args:
             batch_size: rows decoded at a time; by default all prompts at once.
             seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
-            stop: strings that end a text.
 
-        Errors: `PromptError` for an empty prompt or one too long for the context; `ConfigError` for
-        a batch of no rows.
+        Errors: `PromptError` as of `check`; `ConfigError` for a batch of no rows.
         """
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
-        requests = [
-            Request(p, max_new_tokens, s, stop) for p, s in zip(prompts, seeds, strict=True)
-        ]
+        pairs = zip(prompts, seeds, strict=True)
+        requests = [Request(prompt, max_new_tokens, seed, stop) for prompt, seed in pairs]
         rows = max(len(prompts), 1) if batch_size is None else batch_size
         done = dict(self.completions(requests, sampling, rows))
         return [done[index] for index in range(len(prompts))]
@@ -349,8 +327,8 @@ class Engine:
             batch: of one row, opened before with this sampling; by default one is opened. In a
                 conversation's own batch its next turn goes on from the last one (`prefix_cache`).
 
-        Errors: `PromptError` as of `check`; `ConfigError` for a batch, or then a stream, that
-        another one has taken the place of.
+        Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose place
+        another one has taken.
         """
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
@@ -370,7 +348,7 @@ class Engine:
     ) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
-            self._check_is_current(batch.texts[0] is text)  # no other stream has taken the row
+            self._check_is_current(batch.texts[0] is text)  # no other stream's
             (record,) = self.step(batch)
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):

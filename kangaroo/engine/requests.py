@@ -17,7 +17,6 @@ class Request(Ranged):
     """One text to write.
 
     Args:
-        prompt: token ids.
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
         seed: with the sampling settings it fixes the text.
         stop: the text ends with the token that completes one of these strings.
@@ -25,8 +24,6 @@ class Request(Ranged):
         sampling: this text's own; None is the batch's. The rule of acceptance is always that.
         written: the first of the new tokens, which another batch has written: they enter with the
             prompt, and the text goes on from them as it would have there.
-
-    Errors: `ConfigError` for a seed that is no signed number of 64 bits.
     """
 
     prompt: Sequence[int]
@@ -39,13 +36,11 @@ class Request(Ranged):
 
     @property
     def text(self) -> Sequence[int]:
-        """The tokens that enter: the prompt, and what was written."""
+        """The tokens that enter: the prompt, and what is written."""
         return [*self.prompt, *self.written] if self.written else self.prompt
 
     def check_fits(self, limit: str, tokens: int) -> None:
-        """Errors: `PromptError` where prompt and new tokens are more than `tokens`, which is what
-        `limit` says.
-        """
+        """Errors: `PromptError` where prompt and new tokens are more than a limit's `tokens`."""
         prompt, new = len(self.prompt), self.max_new_tokens
         if prompt + new <= tokens:
             return
@@ -53,10 +48,8 @@ class Request(Ranged):
         fix = f"Shorten the prompt or ask for at most {room} new tokens."
         if room < 1:
             fix = f"Shorten the prompt by {1 - room} or more: one new token needs room."
-        raise PromptError(
-            f"the prompt has {prompt} tokens and {new} new ones were asked for, but {limit} "
-            f"{tokens}. {fix}"
-        )
+        wanted = f"the prompt has {prompt} tokens and {new} new ones were asked for"
+        raise PromptError(f"{wanted}, but {limit} {tokens}. {fix}")
 
 
 @dataclass
@@ -64,8 +57,7 @@ class StepRecord:
     """One verification of one row, or what its prefill wrote: a token that nobody drafted.
 
     Args:
-        tokens: what it wrote.
-        accepted: how many of them were draft tokens.
+        tokens, accepted: what it wrote, and how many of these were draft tokens.
         drafted: how many were proposed.
         draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
         kept: a record for each token (`topk_logits.py`), and perhaps more, if asked for.
@@ -76,7 +68,7 @@ class StepRecord:
     drafted: int
     draft_seconds: float
     verify_seconds: float
-    host_seconds: float
+    host_seconds: float = 0.0
     kept: np.ndarray | None = None
 
     @property
@@ -90,10 +82,9 @@ class Generation:
     """What became of a request.
 
     Args:
-        steps: the first is the prefill, whose time is not in the record.
+        steps: the first is the prefill, whose time is `prefill_seconds` instead.
         finish: "eos", "length" or "stop"; empty while it is being written.
-        prefill_seconds: time until the prompt was in the cache and the first token was known.
-        reused: tokens of the prompt that were in the cache already (`Engine.known`).
+        reused: tokens of the prompt that were in the cache already (`Engine.match_prefix`).
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,8 +1,7 @@
 """Choose tokens: filters, and noise that is a pure function of (seed, position, token).
 
-The noise does not depend on how a token came to be considered. So a target and a drafter that see
-the same distribution choose the same token, and a text depends on its seed, not on the drafter, the
-batch or the step (drafter-invariant speculative decoding, arXiv 2408.07978).
+So a target and a drafter that see the same distribution choose the same token, and a text depends
+on its seed, not on drafter, batch or step (drafter-invariant decoding, arXiv 2408.07978).
 
 Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
@@ -46,10 +45,8 @@ class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
-        temperature: 0 is greedy, and so is any below 1e-6, which becomes 0: logits divided by so
-            little are mostly rounding in float32, and infinite at last. 1e30 is the highest.
-        top_p: keep the smallest set of tokens whose probability reaches this, of one token at
-            least; 1 keeps all.
+        temperature: 0 is greedy, and so is any below 1e-6, which becomes 0; 1e30 is the highest.
+        top_p: keep the smallest set of tokens, of one at least, whose probability reaches this.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
         rule: how a sampled draft is accepted; greedy decoding is the same under both.
@@ -74,7 +71,7 @@ class Sampling(Ranged):
 
     @property
     def kind(self) -> str:
-        """All that a recording of one of these has to be told apart by."""
+        """All that is not in a tensor, by which recordings are told apart."""
         return repr(self)
 
     def reading(self, settings_B3: Tensor) -> Sampling:
@@ -84,11 +81,11 @@ class Sampling(Ranged):
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """Texts that are decoded together, each by settings of its own, which the device reads: of
-    them a recording knows but what `kind` says. Not all are greedy.
+    """Texts that are decoded together, each by settings of its own. Not all are greedy.
 
     Args:
-        settings_B3: temperature, top_p (infinite where it keeps all) and top_k of each text.
+        settings_B3: temperature, top_p (infinite where it keeps all) and top_k of each text, which
+            the device reads.
         most_k: a power of two, and no text's top_k is larger; 0 where none has one.
         filters_p: whether any text's top_p removes tokens.
     """
@@ -98,10 +95,11 @@ class Mixed:
     filters_p: bool
 
     greedy: ClassVar[bool] = False
+    rule: ClassVar[Rule] = Rule.match
 
     @property
     def kind(self) -> str:
-        """All that is not in a tensor."""
+        """As of `Sampling`."""
         return f"mixed {self.most_k} {self.filters_p}"
 
     def reading(self, settings_B3: Tensor) -> Mixed:
@@ -109,22 +107,14 @@ class Mixed:
         return replace(self, settings_B3=settings_B3)
 
     @property
-    def temperature(self) -> Tensor:
-        """`[B, 1, 1]`; 0 is greedy."""
-        return self.settings_B3[:, 0, None, None]
-
-    @property
-    def top_p(self) -> Tensor:
-        """`[B, 1, 1]`."""
-        return self.settings_B3[:, 1, None, None]
+    def columns(self) -> list[Tensor]:
+        """Temperature, top_p and top_k, each `[B, 1, 1]`."""
+        return list(self.settings_B3[:, :, None, None].unbind(1))
 
     def kth(self, likeliest_BNK: Tensor) -> Tensor:
-        """What no token may be below that is kept, `[B, N, 1]`.
-
-        Args:
-            likeliest_BNK: the `most_k` largest logits in their order, or all.
-        """
-        top_k_B11 = self.settings_B3[:, 2, None, None]
+        """The logit that no token which is kept may be below, `[B, N, 1]`, of the `most_k` largest
+        in their order, or all."""
+        _, _, top_k_B11 = self.columns
         index_B11 = (top_k_B11.long() - 1).clamp(0, likeliest_BNK.shape[-1] - 1)
         index_BN1 = index_B11.expand(len(likeliest_BNK), likeliest_BNK.shape[1], -1)
         return likeliest_BNK.gather(-1, index_BN1).masked_fill(top_k_B11 == 0, -torch.inf)
@@ -140,22 +130,16 @@ def settings(sampling: Sampling) -> list[float]:
 
 
 def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
-    """Settings of several texts as one, whose seeds do not count; there must be a text.
-
-    Args:
-        settings_B3: of all texts on the device, also of some that `rows` leaves out.
-    """
+    """Settings of several texts, one at least, as one, whose seeds do not count; `settings_B3` may
+    have further texts."""
     sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
     if rows[0].rule is Rule.rejection:  # then all are alike
         return replace(rows[0], seed=0)
     most_k = max(row.top_k for row in sampled)
-    return Mixed(
-        settings_B3,
-        most_k and 1 << (most_k - 1).bit_length(),
-        any(row.top_p < 1 for row in sampled),
-    )
+    filters_p = any(row.top_p < 1 for row in sampled)
+    return Mixed(settings_B3, most_k and 1 << (most_k - 1).bit_length(), filters_p)
 
 
 def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
@@ -164,11 +148,15 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     Temperature, then top-k, then top-p: the order of transformers' `generate`. Tokens tied with the
     k-th stay. Needs `temperature > 0`: a row without is rubbish.
     """
-    logits_BNV = logits_BNV.float() / sampling.temperature
+    temperature: float | Tensor
+    top_p: float | Tensor
     if isinstance(sampling, Mixed):
+        temperature, top_p, _ = sampling.columns
         most_k, filters_p = sampling.most_k, sampling.filters_p
     else:
-        most_k, filters_p = sampling.top_k, sampling.top_p < 1
+        temperature, top_p, most_k = sampling.temperature, sampling.top_p, sampling.top_k
+        filters_p = top_p < 1
+    logits_BNV = logits_BNV.float() / temperature
     if most_k:
         likeliest = logits_BNV.topk(min(most_k, logits_BNV.shape[-1])).values
         kth = sampling.kth(likeliest) if isinstance(sampling, Mixed) else likeliest[..., -1:]
@@ -176,22 +164,17 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     if filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        removed = (probs.cumsum(-1) - probs) >= sampling.top_p
+        removed = (probs.cumsum(-1) - probs) >= top_p
         removed = F.pad(removed[..., 1:], (1, 0))  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV
 
 
-def _signed(constant: int) -> int:
-    """The 32-bit integer with the same bits."""
-    return constant - (1 << 32) if constant >= 1 << 31 else constant
-
-
 def _mix(x: Tensor) -> Tensor:
     """The 32-bit finaliser of MurmurHash3; int32, whose products wrap around as they should."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    x = (x ^ ((x >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -205,7 +188,7 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     key_B = _mix(_low(seeds_B) ^ _mix(_low((seeds_B >> 32) + 0x9E3779B9 * stream.value)))
     key_BN = _mix(_low(positions_BN * 0x9E3779B1) + key_B[:, None])
     index_V = torch.arange(size, device=positions_BN.device, dtype=torch.int32)
-    hashed_V = _mix(index_V * _signed(0x85EBCA77) + 0x27D4EB2F)
+    hashed_V = _mix(index_V * (0x85EBCA77 - (1 << 32)) + 0x27D4EB2F)
     bits_BNV = _mix(hashed_V ^ key_BN[..., None]).view(torch.uint32)
     # float32 keeps small values exact, and the smallest decide an exponential race
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
@@ -230,26 +213,20 @@ def scores(
         return logits_BNV
     drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
     if isinstance(sampling, Mixed):
-        return torch.where(sampling.temperature == 0, logits_BNV.float(), drawn_BNV)
+        return torch.where(sampling.columns[0] == 0, logits_BNV.float(), drawn_BNV)
     return drawn_BNV
 
 
 def pick(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """The token that follows each node, `[B, N]`.
-
-    Args:
-        positions_BN: absolute position of the token to be chosen, one after its node's.
-    """
+    """The token that follows each node, `[B, N]`; `positions` are those of these tokens."""
     return scores(logits_BNV, positions_BN, sampling, seeds_B).argmax(-1)
 
 
 def candidates(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick.
-
-    The first is the token of `pick`. Under noise the others are those with the next best scores.
-    """
+    """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick: the
+    token of `pick`, then those with the next best scores."""
     return scores(logits_BNV, positions_BN, sampling, seeds_B).topk(count).indices

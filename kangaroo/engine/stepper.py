@@ -2,14 +2,12 @@
 
 This is the definition of a step. A backend (`kangaroo/cpu`) may make the same step faster.
 
-Shapes: B rows, N draft nodes, T tokens of a chunk, D hidden size, V vocabulary.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,7 +16,8 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.clock import Clock
+from kangaroo.engine.clock import between, mark
+from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.tree import Draft
 from kangaroo.engine.verify import Verdict, accept, decide
 from kangaroo.models.target import TargetModel
@@ -26,65 +25,33 @@ from kangaroo.models.target import TargetModel
 Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
 
 
-@dataclass
-class Step:
-    """What a step wrote.
-
-    Args:
-        rows: of each row the tokens, how many of them were draft tokens, and how many were drafted.
-        kept: along with these tokens (`topk_logits.py`).
-        draft_seconds, verify_seconds: that drafting and verification took.
-    """
-
-    rows: list[tuple[list[int], int, int]]
-    kept: topk_logits.Rows
-    draft_seconds: float
-    verify_seconds: float
-
-
-class Stepper(Protocol):
-    """Makes the steps of one batch.
-
-    Attributes:
-        supports_prefix_reuse: whether a prompt that begins like a text in the cache is read from
-        where it ends.
-    """
-
-    supports_prefix_reuse: bool
-
-    def step(self, drafts: bool) -> Step:
-        """One step of all rows.
-
-        Args:
-            drafts: false asks for a short one, without drafts.
-        """
-
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Of the first tokens of a prompt, which a row takes over from `source`, those that the
-        drafter has yet to read, as chunks."""
-
-
 class TensorStepper:
-    """Every drafter, on every device."""
+    """Makes the steps of one batch, of every drafter on every device.
+
+    `supports_prefix_reuse` tells whether a prompt that begins like a text in the cache is read from
+    where they differ.
+    """
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
-        self.clock = Clock(lm.device)
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
+        """Of the first tokens of a prompt, which a row takes over from `source`, those that the
+        drafter has yet to read, as chunks."""
         return []
 
-    def step(self, drafts: bool) -> Step:
-        drafter, batch, clock = self.drafter, self.batch, self.clock
-        started = clock.mark()
+    def step(self, drafts: bool) -> list[StepRecord]:
+        """A record of each row, without the host's time."""
+        drafter, batch, device = self.drafter, self.batch, self.lm.device
+        started = mark(device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
-        proposed = clock.mark()
+        proposed = mark(device)
         draft.meta = draft.meta or self._block(draft)
         verdict, written, logits_BNV, taps = self._verify(draft, draft.meta)
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
-        verified = clock.mark()
+        verified = mark(device)
         batch.commit(written)
         drafter.observe(batch, draft, verdict, taps)
         rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
@@ -94,8 +61,9 @@ class TensorStepper:
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(drafted, accepted)
-        between = clock.between
-        return Step(rows, kept, between(started, proposed), between(proposed, verified))
+        seconds = between(started, proposed), between(proposed, verified), 0.0
+        pairs = zip(rows, kept, strict=True)
+        return [StepRecord(*row, *seconds, likeliest) for row, likeliest in pairs]
 
     def _block(self, draft: Draft) -> ForwardMeta:
         """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
@@ -106,61 +74,43 @@ class TensorStepper:
         alone = draft.hidden_BND is None and draft.probs_BNV is None
         if alone and (size, depth) != (tree.size, tree.max_depth):
             draft.widen(size, depth)
-        used, recorded = batch.used + draft.tree.size, ("verify", batch.cache)
-        return self.lm.forward_meta(
-            draft.tree, batch.base_B, used, batch.n_slots, recorded=recorded
-        )
+        place = draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
+        return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
 
     def _verify(
         self, draft: Draft, meta: ForwardMeta
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
         """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
-        where something of them is kept; the states that the drafter wants.
-        """
-        lm, batch, keeps = self.lm, self.batch, self.keep > 0
-        taps = sorted(set(self.drafter.taps))
-        layers, sampling = range(draft.entry, lm.n_layers), batch.sampling
+        where something of them is kept; the states that the drafter wants."""
+        lm, batch, keeps, sampling = self.lm, self.batch, self.keep > 0, self.batch.sampling
+        taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
+        drafted, placed = draft.tensors(), meta.tensors()
 
-        def work(draft: Draft, meta: ForwardMeta, rows: RowTensors) -> tuple[Tensor, ...]:
-            x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
-            x_BND, states = lm.run(x_BND, batch.cache, meta, layers, taps)
+        def work(*inputs: Tensor) -> tuple[Tensor, ...]:
+            given = iter(inputs)
+            nodes = draft.with_tensors(*islice(given, len(drafted)))
+            block, rows = meta.with_tensors(*islice(given, len(placed))), RowTensors(*given)
+            x_BND = lm.embed(nodes.tokens_BN) if nodes.hidden_BND is None else nodes.hidden_BND
+            x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
             chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
             kept: tuple[Tensor, ...] = ()
             if chosen is not None:
-                verdict = accept(draft, chosen[0])
+                verdict = accept(nodes, chosen[0])
             else:
                 logits_BNV = lm.logits(x_BND)
                 how = sampling.reading(rows.settings_B3)
-                verdict = decide(draft, logits_BNV, meta.positions_RT + 1, how, rows.seeds_B)
+                verdict = decide(nodes, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
                 kept = (logits_BNV,) if keeps else ()
-            return *verdict, *emitted(draft, verdict, rows), *kept, *(states[tap] for tap in taps)
+            return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
 
-        results = self._replayed(work, draft, meta, ("verify", *taps, keeps))
-        ends = len(Verdict._fields), len(Verdict._fields) + len(Emitted._fields)
-        verdict, written = Verdict(*results[: ends[0]]), Emitted(*results[ends[0] : ends[1]])
-        logits_BNV, states = results[ends[1]] if keeps else None, results[ends[1] + keeps :]
-        return verdict, written, logits_BNV, dict(zip(taps, states, strict=True))
-
-    def _replayed(
-        self,
-        work: Callable[[Draft, ForwardMeta, RowTensors], tuple[Tensor, ...]],
-        draft: Draft,
-        meta: ForwardMeta,
-        key: tuple[Hashable, ...],
-    ) -> tuple[Tensor, ...]:
-        """`work(draft, block, rows)`, recorded where steps are: by tensors alone."""
-        batch, parts, rows = self.batch, draft.tensors(), self.batch.rows
-        layout = meta.tensors()
-
-        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            new, tensors = draft.with_tensors(*tensors[: len(parts)]), tensors[len(parts) :]
-            here, tensors = meta.with_tensors(*tensors[: len(layout)]), tensors[len(layout) :]
-            return work(new, here, RowTensors(*tensors))
-
-        key = (*key, draft.entry, draft.tree.is_chain, draft.tree.max_depth, batch.sampling.kind)
-        tokens = draft.tokens_BN.numel()
-        inputs = *parts, *layout, *rows
-        return self.lm.acceleration.replay((batch.cache,), key, flat, *inputs, tokens=tokens)
+        shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
+        inputs, count = (*drafted, *placed, *batch.rows), draft.tokens_BN.numel()
+        key, replay = ("verify", *taps, keeps, *shape), lm.acceleration.replay
+        results = iter(replay((batch.cache,), key, work, *inputs, tokens=count))
+        verdict = Verdict(*islice(results, len(Verdict._fields)))
+        written = Emitted(*islice(results, len(Emitted._fields)))
+        logits_BNV = next(results) if keeps else None
+        return verdict, written, logits_BNV, dict(zip(taps, results, strict=True))
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of an accepted path to where its tokens now stand."""

@@ -15,8 +15,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence de
 class Pieces:
     """Takes tokens and gives text; a character of several tokens waits for the last one.
 
-    Each piece is decoded together with the one before it, since SentencePiece tokenizers strip the
-    space at the beginning of a decoded text. So the pieces join to the text of all tokens.
+    A piece is decoded together with the one before it, since SentencePiece tokenizers strip the
+    space at the beginning of a decoded text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -39,11 +39,8 @@ class Pieces:
 
     def _after(self) -> str:
         """The text of what is pending, where it follows what was before."""
-        both, before = (
-            plain_text(self.tokenizer, tokens)
-            for tokens in (self.before + self.pending, self.before)
-        )
-        return both[len(before) :]
+        before = plain_text(self.tokenizer, self.before)
+        return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
 
 
 def pieces(

@@ -1,8 +1,7 @@
 """What is kept of the target's distributions while it writes: its likeliest tokens.
 
-A record belongs to a token that was written, and describes the distribution that this token was
-chosen from: the one at the position before it, over the whole vocabulary, at temperature 1 and
-without noise. What the chances of a record leave to 1 is the mass of all other tokens.
+A record belongs to a token that was written, and describes the distribution that it was chosen
+from, over the whole vocabulary, at temperature 1 and without noise.
 
 Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each, V vocabulary.
 """
@@ -62,30 +61,14 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
 
 def first(teacher_M: np.ndarray, count: int) -> np.ndarray:
     """The same records with so many of their likeliest tokens."""
-    names = teacher_M.dtype.names or ()
-    if teacher_M.dtype[names[0]].shape == (count,):
+    if teacher_M.dtype["tokens"].shape == (count,):
         return teacher_M
-    parts = [(name, teacher_M.dtype[name].base, (count,)) for name in names]
-    new_M = np.empty(len(teacher_M), parts)
-    for name in names:
-        new_M[name] = teacher_M[name][:, :count]
-    return new_M
-
-
-def likeliest_kept(teacher_M: np.ndarray) -> int:
-    """How many likeliest tokens its records have."""
-    (count,) = teacher_M.dtype["tokens"].shape
-    return int(count)
-
-
-def unknown(count: int, like: np.ndarray) -> np.ndarray:
-    """Records of so many tokens whose distributions are not known."""
-    return np.zeros(count, like.dtype)
+    vocab_size = 1 << 16 if teacher_M.dtype["tokens"].base == np.uint16 else 1 << 31
+    return records(teacher_M["tokens"][:, :count], teacher_M["chances"][:, :count], vocab_size)
 
 
 def known(teacher_M: np.ndarray) -> np.ndarray:
-    """`[M]`: which records are of distributions that are known: a likeliest token's chance cannot
-    be 0."""
+    """`[M]`: which records hold something: a likeliest token's chance cannot be 0."""
     return teacher_M["chances"][:, 0] > 0
 
 

@@ -1,7 +1,6 @@
-"""What a drafter proposes: a tree of tokens below the pending token, and the shape of that tree.
+"""What a drafter proposes: a tree of tokens below the pending token.
 
-Shapes: B rows (1 where all rows share a topology), N nodes (node 0 is the pending token), D hidden
-size, V vocabulary.
+Shapes: B rows (1 where all rows share a topology), N nodes, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Tree:
     """The topology of a draft. Parents come before their children; the root is its own parent.
 
     Args:
-        parents_BN: index of each node's parent, `[1, N]` where all rows share it, else `[B, N]`.
-        max_depth: the largest depth any row can have, known to the host without a device sync.
+        max_depth: the largest depth any row can have, which the host knows.
         is_chain: node i hangs below node i - 1 in every row, so that slots need no moving.
     """
 
@@ -38,7 +36,7 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """`[b, i, j]` is true where node j lies on the path from the root to node i, i included."""
+        """`[b, i, j]`: whether node j lies on the path from the root to node i, or is i."""
         reach_BNN = torch.eye(self.size, dtype=torch.bool, device=self.parents_BN.device)
         reach_BNN = reach_BNN.expand(self.parents_BN.shape[0], -1, -1)
         jump_BN = self.parents_BN
@@ -55,7 +53,7 @@ class Tree:
     @staticmethod
     @cache  # without a limit, since graphs read where it lies
     def chain(size: int, device: torch.device) -> Tree:
-        """`size` nodes in a line; kept, since every step of a chain drafter asks for one."""
+        """`size` nodes in a line, kept for every step of a drafter."""
         parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
         return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
 
@@ -69,10 +67,8 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
-        entry: the first target layer still to run.
         probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
-        meta: where the nodes lie; where it is None the engine sets it, to what
-        `TargetModel.forward_meta` gives.
+        meta: where the nodes lie; None leaves it to the engine.
     """
 
     tokens_BN: Tensor
@@ -90,8 +86,7 @@ class Draft:
         return self.tokens_BN, self.valid_BN, *parents, *further
 
     def with_tensors(self, tokens_BN: Tensor, valid_BN: Tensor, *others: Tensor) -> Draft:
-        """A draft of the same shape with other tensors, in the order of `tensors`; without a
-        block."""
+        """A draft of the same shape with other tensors, in their order; without a block."""
         left, tree = list(others), self.tree
         if not tree.is_chain:
             tree = Tree(left.pop(0), tree.max_depth)
@@ -100,11 +95,8 @@ class Draft:
         return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
 
     def widen(self, size: int, depth: int) -> None:
-        """Add nodes up to so many, none of which ever matches. There are tokens alone.
-
-        Args:
-            depth: the largest that the tree is to be taken for.
-        """
+        """Add nodes, none of which ever matches, to a draft of tokens alone; the tree is taken for
+        one of this depth."""
         more = size - self.tree.size
         self.tokens_BN = F.pad(self.tokens_BN, (0, more))
         self.valid_BN = F.pad(self.valid_BN, (0, more))
@@ -128,9 +120,9 @@ class Draft:
         """A draft that was made on the host, as wide as the row with the most nodes.
 
         Args:
-            tokens: the nodes below the pending token of each row; there may be none.
-            parents: the parent of each of them: 0 is the pending token, i the row's i-th node;
-                None makes chains.
+            tokens: the nodes below the pending token of each row.
+            parents: of each of them: 0 is the pending token, i the row's i-th node; None makes
+                chains.
         """
         size, device = 1 + max(map(len, tokens)), pending_B1.device
         padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]

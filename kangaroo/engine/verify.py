@@ -1,7 +1,6 @@
 """Walk a draft by the target's own choices and keep what matches.
 
-Shapes: B rows, N draft nodes (node 0 is the pending token), P = 1 + the draft's largest depth,
-V vocabulary.
+Shapes: B rows, N draft nodes, P = 1 + the draft's largest depth, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,16 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.sampling import (
-    AnySampling,
-    NoiseStream,
-    Rule,
-    Sampling,
-    perturb,
-    pick,
-    uniform,
-    warp,
-)
+from kangaroo.engine.sampling import AnySampling, NoiseStream, Rule, perturb, pick, uniform, warp
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
@@ -43,11 +33,8 @@ class Verdict(NamedTuple):
 
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
-    """The longest path of `draft` that the target would have written itself.
-
-    Args:
-        choice_BN: the target's token after each node: its argmax, its sample under the shared
-            noise, or the outcome of `rejection`.
+    """The longest path of `draft` that the target would have written itself, by its choice after
+    each node.
 
     Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the matched-noise case
     walk a tree in the same way (arXiv 2408.07978).
@@ -74,18 +61,13 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
 
 
 def rejection(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: Sampling, seeds_B: Tensor
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
     """What the target writes after each node of a chain under classic speculative sampling.
 
     The drafted child x of a node is kept with probability min(1, p(x) / q(x)); otherwise a token is
-    drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The three draws
-    use independent noise, and the draft's own draw (`NoiseStream.choice`) is none of them.
-
-    Args:
-        positions_BN: absolute position of the token after each node.
-
-    Source: Leviathan et al. 2023, algorithm 1.
+    drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The draws use
+    independent noise, none of it the draft's. Source: Leviathan et al. 2023, algorithm 1.
     """
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
@@ -107,24 +89,11 @@ def rejection(
 
 
 def decide(
-    draft: Draft,
-    logits_BNV: Tensor,
-    positions_BN: Tensor,
-    sampling: AnySampling,
-    seeds_B: Tensor,
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Verdict:
-    """Verify `draft` against the target's logits by the rule that `sampling` names.
-
-    Args:
-        positions_BN: absolute position of the token after each node.
-    """
-    if (
-        isinstance(sampling, Sampling)
-        and sampling.rule is Rule.rejection
-        and not sampling.greedy
-        and draft.tree.size > 1
-    ):
-        choice_BN = rejection(draft, logits_BNV, positions_BN, sampling, seeds_B)
-    else:
-        choice_BN = pick(logits_BNV, positions_BN, sampling, seeds_B)
+    """Verify `draft` against the target's logits by the rule that `sampling` names; `positions` are
+    those of the tokens after each node."""
+    how = logits_BNV, positions_BN, sampling, seeds_B
+    matches = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
+    choice_BN = pick(*how) if matches else rejection(draft, *how)
     return accept(draft, choice_BN)

@@ -23,14 +23,10 @@ log = logging.getLogger(__name__)
 
 def warm_up(engine: Engine, rows: int, longest: int) -> None:
     """Decode a few steps of random texts as batches of so many rows will, and stop: one text and
-    all, short ones and for each extent a longer one, greedy and sampled. What no such step needed,
-    a draft of another length for instance, is recorded when it first comes.
+    all, short ones and for each extent up to `longest` a longer one, greedy and sampled. What no
+    such step needed, a draft of another length for instance, is recorded when it first comes.
 
-    The cache is kept for the batch that follows, and the graphs with it. Where nothing is recorded,
-    as on a CPU, nothing is done.
-
-    Args:
-        longest: tokens of the longest text.
+    The cache is kept for the batch that follows. Where nothing is recorded, nothing is done.
     """
     graphs = engine.lm.acceleration.graphs
     if graphs is None or longest < 2:
@@ -38,20 +34,15 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     began, most = time.perf_counter(), min(longest, LONGEST) - 1
     generator = torch.Generator().manual_seed(0)
 
-    def text(tokens: int) -> list[int]:
-        vocabulary = engine.lm.config.vocab_size
-        return torch.randint(vocabulary, (tokens,), generator=generator).tolist()
-
-    texts = [text(most), *(text(min(most, SHORT)) for _ in range(rows - 1))]
+    sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
+    texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
     extents = [LEAST_RECORDED << i for i in range(most.bit_length())]
     lengths = [1, *(extent for extent in extents if extent < most)]
     batch = engine.open(rows, longest, Sampling())
     for length, how, active in product(lengths, HOW, sorted({1, rows})):
-        for row in range(active):
-            prompt = texts[row][:length]
+        for row, prompt in enumerate(text[:length] for text in texts[:active]):
             new_tokens = min(longest - len(prompt), SHORT)
-            request = Request(prompt, new_tokens, sampling=how, ignore_eos=True)
-            engine.admit(batch, row, request)
+            engine.admit(batch, row, Request(prompt, new_tokens, sampling=how, ignore_eos=True))
         for number in range(STEPS + 1):
             if not all(batch.done):
                 engine.step(batch, drafts=number < STEPS)

@@ -164,7 +164,7 @@ class Adapter(Layer):
         super().accelerate(lm)
         if self.architecture.fused:
             norms = [norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm)]
-            self.native_fusing = lm.acceleration.fusing([*norms, self.fuse.weight])
+            self.native_fusing = lm.acceleration.part("Fusing", [*norms, self.fuse.weight])
         return self
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:

@@ -44,7 +44,7 @@ class DraftHead:
 
     def accelerate(self, lm: TargetModel) -> DraftHead:
         """Draft in native code, or in kernels, if the target decodes in it."""
-        self.native = lm.acceleration.head(self.weight_KD)
+        self.native = lm.acceleration.part("Head", self.weight_KD)
         self.chooses = lm.acceleration.kernels is not None
         return self
 
@@ -59,8 +59,7 @@ class DraftHead:
         """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""
         if not self.chooses:
             return None
-        choice = self.native.choose(adapted_MD, None, self.vocabulary_K)
-        return choice.first((len(adapted_MD), 1))
+        return self.native.choose(adapted_MD[:, None], None, self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
         """Token ids of places in the draft vocabulary."""

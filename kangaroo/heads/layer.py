@@ -175,7 +175,9 @@ class Layer(Trainable):
         if self.feed_forward is not None:
             layers[-1] |= feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
-        self.native_layer = lm.acceleration.stack([LayerWeights(**parts) for parts in layers])
+        self.native_layer = lm.acceleration.part(
+            "Stack", [LayerWeights(**parts) for parts in layers]
+        )
         return self
 
 

@@ -85,8 +85,8 @@ class TargetModel(nn.Module):
 
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
-        layers = acceleration.stack(list(map(layer_weights, self.layers)))
-        head = acceleration.head(self.head.weight)
+        layers = acceleration.part("Stack", list(map(layer_weights, self.layers)))
+        head = acceleration.part("Head", self.head.weight)
         if acceleration.kernels is None:
             self.native_layers, self.native_head = layers, head
         else:
@@ -326,8 +326,9 @@ class TargetModel(nn.Module):
         if self.native_layers and cache and self.native_layers.takes(x_BND, meta):
             return self.native_layers(x_BND, cache, meta, layers)
         if cache is None:
-            by_kernels = cuda.run_text(self.cuda_layers, x_BND, meta, layers)
-            return self._eager(x_BND, None, meta, layers) if by_kernels is None else by_kernels
+            if self.cuda_layers and self.cuda_layers.takes_text(x_BND, meta):
+                return self.cuda_layers.run_text(x_BND, meta, layers)
+            return self._eager(x_BND, None, meta, layers)
 
         def work(x_BND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
             if self.cuda_layers and self.cuda_layers.takes(x_BND, meta):
@@ -367,8 +368,7 @@ class TargetModel(nn.Module):
         that write none; None without kernels."""
         if self.cuda_head is None:
             return None
-        choice = self.cuda_head.choose(x_BND.flatten(0, 1), self.hf.model.norm.weight)
-        return choice.first(x_BND.shape[:2])
+        return self.cuda_head.choose(x_BND, self.hf.model.norm.weight)
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the output of the last layer."""

@@ -54,7 +54,7 @@ class NativeOutcomes(torch.autograd.Function):
         log_q_CO, largest_C, rest_C = (torch.empty(n) for n in ((count, tokens + 1), count, count))
         best_C = torch.empty(count, dtype=torch.long)
         known = logits_CK, index_CJ, inside_CJ, log_q_CO, largest_C, rest_C
-        _call("find_outcomes", native.FIND_OUTCOMES, [*known, best_C])
+        _call("find_outcomes", [*known, best_C])
         ctx.save_for_backward(*known)
         ctx.mark_non_differentiable(best_C)
         return log_q_CO, best_C
@@ -63,11 +63,11 @@ class NativeOutcomes(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         known = list(ctx.saved_tensors)
         gradient_CK = torch.empty_like(known[0])
-        _call("outcomes_back", native.OUTCOMES_BACK, known, gradients[0], gradient_CK)
+        _call("outcomes_back", known, gradients[0], gradient_CK)
         return gradient_CK, None, None
 
 
-def _call(name: str, takes: list[Any], fields: list[Tensor], *arguments: Tensor) -> None:
+def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
     """Call native code with the `fields` of its `NativeOutcomes`, in their order, and arguments."""
     library = native.library()
     assert library is not None
@@ -76,4 +76,4 @@ def _call(name: str, takes: list[Any], fields: list[Tensor], *arguments: Tensor)
     held = [tensor.contiguous() for tensor in (*fields, *arguments)]  # as long as the call
     pointers = [native.pointer(tensor) for tensor in held]
     structure = native.NativeOutcomes(*sizes, *pointers[: len(fields)])
-    native.function(library, name, dtype, takes)(byref(structure), *pointers[len(fields) :])
+    native.function(library, name, dtype)(byref(structure), *pointers[len(fields) :])

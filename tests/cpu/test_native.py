@@ -6,7 +6,6 @@ Shapes: B rows, N tokens a row.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import shutil
 import subprocess
@@ -15,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
-from scale_worker import train_tiny
+from helpers import VOCABULARY, adapter_for, random_prompts, tiny, tiny_model
 
-from kangaroo.cpu import compiling, last_level, native
+from kangaroo.cpu import compiling, native
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
@@ -47,6 +46,11 @@ def filled_cache(lm: TargetModel, rows: int):
     for cached in (*cache.keys, *cache.values):
         cached.copy_(torch.randn(cached.shape, generator=generator))
     return cache
+
+
+def both(one: KVCache, other: KVCache):
+    """Pairs of their keys and values of each layer."""
+    return zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
 
 
 @torch.no_grad()
@@ -78,7 +82,7 @@ def test_native_layers_compute_what_the_modules_compute(name, dtype):
     assert lm.native_layers is not None and lm.native_head is not None
     compiled, compiled_cache = logits(lm, starts, tokens_BN)
     torch.testing.assert_close(compiled, eager, atol=TOLERANCE[dtype], rtol=0)
-    for ours, theirs in zip(compiled_cache.values, eager_cache.values, strict=True):
+    for ours, theirs in both(compiled_cache, eager_cache):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -93,17 +97,12 @@ def test_a_tokens_result_depends_on_nothing_beside_it(dtype, head_dim):
     for row, start in enumerate(starts):
         alone = lm.new_cache(1, SLOTS)
         here = slice(row * SLOTS, (row + 1) * SLOTS)
-        for mine, all_rows in zip(
-            (*alone.keys, *alone.values), (*one_by_one.keys, *one_by_one.values), strict=True
-        ):
+        for mine, all_rows in both(alone, one_by_one):
             mine.copy_(all_rows[here])
         for i in range(tokens_BN.shape[1]):
             token = tokens_BN[row : row + 1, i : i + 1]
             assert torch.equal(logits(lm, [start + i], token, alone)[0][0, 0], together[row, i])
-        for mine, all_rows in zip(
-            (*alone.keys, *alone.values), (*cache.keys, *cache.values), strict=True
-        ):
-            assert torch.equal(mine, all_rows[here])
+        assert all(torch.equal(mine, all_rows[here]) for mine, all_rows in both(alone, cache))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -115,8 +114,7 @@ def test_what_does_not_stay_in_the_cache_gives_the_same_bits(monkeypatch, dtype)
         lm = TargetModel(hf).compile_for_decoding()
         assert lm.native_head.passing == (not staying)
         found.append([logits(lm, [9], random_tokens(1, n))[0] for n in range(1, 14)])
-    for stayed, passed in zip(*found, strict=True):
-        assert torch.equal(stayed, passed)
+    assert all(map(torch.equal, *found))
 
 
 def test_the_first_layers_stay_in_the_cache_as_far_as_they_fit(monkeypatch):
@@ -136,8 +134,8 @@ def test_the_last_level_cache_is_what_the_system_says(tmp_path):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}/size").write_text(size + "\n")
     (tmp_path / "index9").mkdir()
-    assert last_level.last_level_cache(tmp_path) == 32 << 20
-    assert last_level.last_level_cache(tmp_path / "nowhere") == 0
+    assert native.last_level_cache(tmp_path) == 32 << 20
+    assert native.last_level_cache(tmp_path / "nowhere") == 0
 
 
 def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
@@ -154,9 +152,9 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
         torch.set_num_threads(before)
 
 
-def built_fast(monkeypatch):
+def built_fast(monkeypatch, level: str = "-O1"):
     """Builds from now on take few seconds; what they compute is the same."""
-    monkeypatch.setattr(compiling, "FLAGS", ["-O1" if f == "-O3" else f for f in compiling.FLAGS])
+    monkeypatch.setattr(compiling, "FLAGS", [level if f == "-O3" else f for f in compiling.FLAGS])
 
 
 OTHERS = {"any": [], "AVX2": ["-march=haswell"], "AVX-512": ["-march=skylake-avx512"]}
@@ -201,17 +199,14 @@ def computed_in_two_threads() -> list[torch.Tensor]:
 
 def test_the_standard_librarys_threads_compute_what_openmps_do(monkeypatch):
     """Bit by bit: a compiler without OpenMP, such as a Mac's, builds the same code."""
-    unoptimised = ["-O0" if flag == "-O3" else flag for flag in compiling.FLAGS]
-    monkeypatch.setattr(compiling, "FLAGS", unoptimised)  # built in two seconds
+    built_fast(monkeypatch, "-O0")
     results = []
     for openmp in (compiling.OPENMP, ["-include", "no-such-header.h"]):
         monkeypatch.setattr(compiling, "OPENMP", openmp)
         library = ctypes.CDLL(str(compiling.build(compiling.compiler(), ["-march=native"])))
         monkeypatch.setattr(native, "library", lambda library=library: library)
         results.append(computed_in_two_threads())
-    assert not hasattr(library, "omp_get_thread_num")
-    for by_openmp, by_others in zip(*results, strict=True):
-        assert torch.equal(by_openmp, by_others)
+    assert not hasattr(library, "omp_get_thread_num") and all(map(torch.equal, *results))
 
 
 def test_the_sources_compile_for_arm64(tmp_path):
@@ -242,19 +237,6 @@ def test_prompts_are_read_natively_where_torch_has_no_mkldnn(monkeypatch):
     native.torch_multiplies.cache_clear()
 
 
-def test_taps_are_the_states_in_between():
-    lm, tokens_BN = tiny().compile_for_decoding(), random_tokens(1, 3)
-    cache = filled_cache(lm, 1)
-    meta = lm.forward_meta(Tree.chain(3, lm.device), torch.tensor([5]), 8, SLOTS)
-    with torch.no_grad():
-        x_BND, taps = lm.run(lm.embed(tokens_BN), cache, meta, range(4), (0, 2, 4))
-        half, _ = lm.run(lm.embed(tokens_BN), cache, meta, range(2))
-        whole, _ = lm.run(half, cache, meta, range(2, 4))
-    assert set(taps) == {0, 2, 4}
-    assert torch.equal(taps[0], lm.embed(tokens_BN)) and torch.equal(taps[2], half)
-    assert torch.equal(taps[4], x_BND) and torch.equal(whole, x_BND)
-
-
 @pytest.mark.parametrize("overrides", [{"hidden_act": "gelu"}, {"dtype": torch.float16}])
 def test_other_models_stay_eager(overrides):
     lm = tiny(**overrides).compile_for_decoding()
@@ -266,17 +248,15 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts():
     sizes = dict(hidden_size=64, intermediate_size=96, head_dim=32, dtype=torch.bfloat16)
     tokens_1T = random_tokens(1, 200)
     states = {}
-    for parts in ("eager", 200, 64, 33, 7):
-        lm = tiny(**sizes)
-        if parts != "eager":
-            layers = lm.compile_for_decoding().native_layers
-            if layers is None or not layers.longest_prompt:
-                pytest.skip("PyTorch reads prompts on this processor")
-            chunk = native.TURNED_CHUNK if native.library().turns_rows() else native.PROMPT_CHUNK
-            assert lm.prompt_chunk(200) == chunk
-            assert (lm.prompt_chunk(2000) > chunk) == native.has_tiles(native.library())
+    lm = tiny(**sizes).compile_for_decoding()
+    if lm.native_layers is None or not lm.native_layers.longest_prompt:
+        pytest.skip("PyTorch reads prompts on this processor")
+    chunk = native.TURNED_CHUNK if native.library().turns_rows() else native.PROMPT_CHUNK
+    assert lm.prompt_chunk(200) == chunk
+    assert (lm.prompt_chunk(2000) > chunk) == bool(native.library().uses_tiles())
+    for parts in (200, 64, 33, 7, "eager"):
+        lm, step = (tiny(**sizes), 200) if parts == "eager" else (lm, parts)
         cache, found = lm.new_cache(1, 256), []
-        step = 200 if parts == "eager" else parts
         for first in range(0, 200, step):
             last = min(first + step, 200)
             meta = lm.chunk(first, last, 0, cache.n_slots)
@@ -308,8 +288,7 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     assert torch.equal(all_taps[lm.n_layers], every_1TD)
     assert own_block.extent == meta.extent and own_block.rows == meta.rows
     for other in (cache, tapped):
-        of_whole = zip((*whole.keys, *whole.values), (*other.keys, *other.values), strict=True)
-        assert all(torch.equal(own, theirs) for own, theirs in of_whole)
+        assert all(torch.equal(own, theirs) for own, theirs in both(whole, other))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -346,9 +325,7 @@ def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
     assert adapter.native_layer.takes(f_1TD, meta)
     adapter(f_1TD, deep_1TD, meta, passed.at(meta))
     adapter.write_kv(f_1TD, deep_1TD, meta, remembered.at(meta))
-    for kind in ("keys", "values"):
-        of_both = zip(getattr(passed, kind), getattr(remembered, kind), strict=True)
-        assert all(own.any() and torch.equal(own, other) for own, other in of_both)
+    assert all(own.any() and torch.equal(own, other) for own, other in both(passed, remembered))
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):
@@ -358,32 +335,21 @@ def test_products_of_many_tokens_are_those_of_one(monkeypatch):
     sizes = dict(hidden_size=320, intermediate_size=608, head_dim=64, num_key_value_heads=1)
     lm = tiny(**sizes, dtype=torch.bfloat16).compile_for_decoding()
     tokens_B1 = random_tokens(150, 1)
-    with torch.no_grad():
-        together = lm.new_cache(150, SLOTS)
-        meta = lm.forward_meta(
-            Tree.chain(1, lm.device), torch.zeros(150, dtype=torch.long), 1, SLOTS
-        )
-        x_B1D, _ = lm.run(lm.embed(tokens_B1), together, meta, range(4))
-        logits_B1V = lm.logits(x_B1D)
-        for count in (1, 8, 9, 10, 12, 16, 17, 32, 33, 64, 149):
-            alone = lm.new_cache(count, SLOTS)
-            start = torch.zeros(count, dtype=torch.long)
-            meta = lm.forward_meta(Tree.chain(1, lm.device), start, 1, SLOTS)
-            own_B1D, _ = lm.run(lm.embed(tokens_B1[:count]), alone, meta, range(4))
-            assert torch.equal(own_B1D, x_B1D[:count]), count
-            assert torch.equal(lm.logits(own_B1D), logits_B1V[:count]), count
+    logits_B1V, _ = logits(lm, [0] * 150, tokens_B1, lm.new_cache(150, SLOTS))
+    for count in (1, 8, 9, 10, 12, 16, 17, 32, 33, 64, 149):
+        own, _ = logits(lm, [0] * count, tokens_B1[:count], lm.new_cache(count, SLOTS))
+        assert torch.equal(own, logits_B1V[:count]), count
 
 
 def test_prompts_and_training_stay_eager():
     lm = tiny().compile_for_decoding()
     cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)
     step = lm.forward_meta(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
-    assert lm.native_layers is not None
-    assert not lm.native_layers.takes(x_BND, step)  # gradients may be wanted
+    takes = lm.native_layers.takes
+    assert not takes(x_BND, step)  # gradients may be wanted
     with torch.no_grad():
-        assert lm.native_layers.takes(x_BND, step)
-        assert not lm.native_layers.takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
-        assert not lm.native_layers.takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
+        assert takes(x_BND, step) and not takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
+        assert not takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
 
 
 def test_texts_that_are_learnt_stay_eager(tmp_path):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,55 +27,45 @@ pytest.importorskip("triton", reason="needs the package triton")
 CHECKS = Path(__file__).parent / "interpreted"
 
 
-def run_checks(*options: str, interpreted: bool = True) -> None:
+@pytest.mark.parametrize(
+    "mark, interpreted",
+    [
+        pytest.param("not slow", True, id="quick"),
+        pytest.param("slow", True, id="all", marks=pytest.mark.slow),
+        pytest.param("slow or not slow", False, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels_compute_what_they_should(mark, interpreted):
     """In a process of its own: Triton reads the variable when it is imported."""
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
     files = sorted(map(str, CHECKS.glob("check_*.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:xdist", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:xdist", "-m", mark]
     done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_kernels_in_the_interpreter():
-    run_checks("-m", "not slow")
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter_with_all_shapes():
-    run_checks("-m", "slow")
-
-
-@pytest.mark.gpu
-def test_kernels_on_a_gpu():
-    run_checks("-m", "slow or not slow", interpreted=False)
-
-
-def sizes_of(heads: int, kv_heads: int, size: int) -> Sizes:
-    return Sizes(64, heads, kv_heads, size, 128, 1e-5, size**-0.5)
-
-
 @pytest.mark.parametrize(
-    "dtype, sizes, is_plain, named",
+    "dtype, heads, is_plain, named",
     [
-        (torch.float64, sizes_of(4, 2, 16), True, "torch.float64"),
-        (torch.float16, sizes_of(4, 2, 15), True, "size 15"),
-        (torch.float16, sizes_of(4, 2, 320), True, "size 320"),
-        (torch.float16, sizes_of(32, 1, 16), True, "32 query heads"),
-        (torch.float16, sizes_of(4, 2, 16), False, "hooks"),
-        (torch.float16, sizes_of(4, 2, 16), True, "Triton cannot run here"),  # on a CPU
+        (torch.float64, (4, 2, 16), True, "torch.float64"),
+        (torch.float16, (4, 2, 15), True, "size 15"),
+        (torch.float16, (4, 2, 320), True, "size 320"),
+        (torch.float16, (32, 1, 16), True, "32 query heads"),
+        (torch.float16, (4, 2, 16), False, "hooks"),
+        (torch.float16, (4, 2, 16), True, "Triton cannot run here"),  # on a CPU
+        (torch.float16, (4, 2, 16), True, "triton is not installed"),
     ],
     ids=str,
 )
-def test_a_warning_names_why_the_kernels_cannot_run(caplog, dtype, sizes, is_plain, named):
+def test_a_warning_names_why_the_kernels_cannot_run(
+    caplog, monkeypatch, dtype, heads, is_plain, named
+):
+    if "installed" in named:
+        monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    sizes = Sizes(64, *heads, 128, 1e-5, 0.25)
     assert cuda.usable_layers(dtype, sizes, is_plain, torch.device("cpu")) is None
     (record,) = caplog.records
     assert "goes on in transformers' modules" in record.message and named in record.message
-
-
-def test_without_triton_a_warning_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    assert cuda.usable_layers(torch.float16, sizes_of(4, 2, 16), True, torch.device("cpu")) is None
-    assert "triton is not installed" in caplog.records[0].message
 
 
 CARDS = {
@@ -102,29 +93,26 @@ SHAPES = {
 def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, tokens: int):
     """What a layer, a head and an embedding would launch on a card: kernels with their arguments.
     Tensors have no memory."""
-    from kangaroo.cuda import layers, texts
+    from kangaroo.cuda import layers
 
     launched = []
     monkeypatch.setattr(launching, "card_of", lambda device: CARDS[capability])
     monkeypatch.setattr(launching, "start", lambda *launch: launched.append(launch))
     hidden, heads, kv_heads, size, wide, vocabulary = SHAPES[shape]
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    empty = partial(torch.empty, dtype=dtype, device="meta")
     of_q, of_k = heads * size, kv_heads * size
-    norms = {"q_norm": empty(size), "k_norm": empty(size)} if shape in ("80", "256") else {}
     layer = LayerWeights(
         empty(hidden),
         *(empty(outputs, hidden) for outputs in (of_q, of_k, of_k)),
         empty(hidden, of_q),
         *(empty(outputs) for outputs in (of_q, of_k, of_k)),
-        **norms,
         feed_forward_norm=empty(hidden),
         gate=empty(wide, hidden),
         up=empty(wide, hidden),
         down=empty(hidden, wide),
     )
+    if shape in ("80", "256"):
+        layer.q_norm = layer.k_norm = empty(size)
     sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
     cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
     places = empty(1, tokens, dtype=torch.int64)
@@ -134,10 +122,10 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
         stack = layers.Stack([layer], sizes)
         stack(empty(1, tokens, hidden), cache, meta, range(1))
         text = replace(meta, bias_R1TE=None, extent=tokens)
-        texts.run(stack, empty(1, tokens, hidden), text, range(1))
+        stack.run_text(empty(1, tokens, hidden), text, range(1))
         head = layers.Head(empty(vocabulary, hidden), sizes)
         head(empty(tokens, hidden))
-        head.choose(empty(tokens, hidden))
+        head.choose(empty(1, tokens, hidden))
         layers.embed(places, empty(vocabulary, hidden))
     return launched
 

@@ -1,7 +1,6 @@
 """A round is a few launches, and few are ever recorded: on the strict stand-in for graphs."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,13 +24,19 @@ from kangaroo.serving.scheduler import Scheduler
 PROMPTS = random_prompts(5, 30, 9)
 
 
+def written_out(engine: Engine, batch: Batch, prompts: list[list[int]], **options) -> None:
+    """Steps until the texts of these prompts, one a row, have ended."""
+    for row, prompt in enumerate(prompts):
+        engine.admit(batch, row, Request(prompt, ignore_eos=True, **options))
+    while not all(batch.done):
+        engine.step(batch)
+
+
 def growing(engine: Engine, batch: Batch, seed: int) -> None:
     """Some steps at many lengths of a text, from 1 to 2000 slots."""
     (text,) = random_prompts(2000, seed=seed)
     for length in (1, 30, 150, 300, 480, 700, 1000, 1300, 1700, 1980):
-        engine.admit(batch, 0, Request(text[:length], 12, ignore_eos=True))
-        while not batch.done[0]:
-            engine.step(batch)
+        written_out(engine, batch, [text[:length]], max_new_tokens=12)
 
 
 @pytest.mark.parametrize(
@@ -52,28 +57,18 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     assert further <= (0 if name in ("vanilla", "kangaroo") else most // 4)  # of other widths
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
-def test_settings_are_read_from_the_device(how):
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_settings_and_seeds_are_read_from_the_device(top_p):
     """Texts by unlike settings replay the same graphs, and each is its own."""
-    lm, requests = graphed(tiny()), []
-    for i, prompt in enumerate(PROMPTS):
-        sampling = Sampling(**how | {"temperature": how["temperature"] + i / 5})
-        requests.append(Request(prompt, 20, i, sampling=sampling))
-    expected = [
-        vanilla_texts(tiny(), [one.prompt], 20, replace(one.sampling, seed=one.seed))[0]
-        for one in requests
-    ]
+    lm, made = graphed(tiny()), set()
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
-    batch = engine.open(1, 60, Sampling(**how))
-    made = set()
-    for request, text in zip(requests, expected, strict=True):
-        engine.admit(batch, 0, request)
-        while not batch.done[0]:
-            engine.step(batch)
-        assert batch.texts[0] == text
+    batch = engine.open(1, 60, Sampling(temperature=0.8, top_p=top_p))
+    for seed, prompt in enumerate(PROMPTS):
+        how = Sampling(temperature=0.8 + seed / 5, top_p=top_p, seed=seed)
+        written_out(engine, batch, [prompt], max_new_tokens=20, seed=seed, sampling=how)
+        assert batch.texts[0] == vanilla_texts(tiny(), [prompt], 20, how)[0]
         made = made or set(lm.acceleration.graphs.made)
-    widths = [key for key in set(lm.acceleration.graphs.made) - made if "block" not in key]
-    assert not widths
+    assert all("block" in key for key in set(lm.acceleration.graphs.made) - made)  # of a width
 
 
 LAUNCHES = {"vanilla": (2, 16), "kangaroo": (8, 30), "kangaroo-tree-stops": (14, 35)}
@@ -123,18 +118,12 @@ def test_what_was_warmed_up_is_not_recorded_again():
     made = set(lm.acceleration.graphs.made)
     batch = engine.open(rows, longest, Sampling())
     for sampling, length in itertools.product((Sampling(), Sampling(1.4)), (5, 270)):
-        for row in range(rows):
-            (prompt,) = random_prompts(length, seed=row)
-            engine.admit(batch, row, Request(prompt, 9, ignore_eos=True, sampling=sampling))
-        while not all(batch.done):
-            engine.step(batch)
+        prompts = random_prompts(*[length] * rows)
+        written_out(engine, batch, prompts, max_new_tokens=9, sampling=sampling)
     assert made and set(lm.acceleration.graphs.made) == made
-
-
-def test_where_nothing_is_recorded_nothing_is_warmed_up():
-    engine = Engine(tiny().compile_for_decoding(), Vanilla())
-    warm_up(engine, 2, 100)
-    assert engine.cache is None
+    native = Engine(tiny().compile_for_decoding(), Vanilla())
+    warm_up(native, 2, 100)
+    assert native.cache is None  # where nothing is recorded, nothing is done
 
 
 def test_a_server_is_ready_once_it_has_recorded(monkeypatch):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from cases import Case
-from helpers import (
-    adapter_for,
-    random_prompts,
-    tiny,
-    vanilla_texts,
-)
+from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+from scipy.stats import chisquare
+from torch import Tensor
 
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.target import TargetModel
@@ -16,6 +14,7 @@ from kangaroo.models.target import TargetModel
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)
 HOT = Sampling(temperature=2.0, seed=11)
+SMALL = 1e-4  # p-values: the draws are fixed by their seeds, so a test passes or fails always
 
 
 def case_for(lm: TargetModel) -> Case:
@@ -50,3 +49,13 @@ class Letters:
     def decode(self, tokens: list[int]) -> str:
         parts = [self.raw.get(token, f"<{token}>".encode()) for token in tokens]
         return b"".join(parts).decode(errors="replace")
+
+
+def assert_distributed(tokens: Tensor, probs: Tensor) -> None:
+    """A p-value below `SMALL` would come up once in ten thousand draws of a right sampler."""
+    counts = torch.bincount(tokens, minlength=probs.numel()).double()
+    probs = probs.flatten().double()
+    kept = probs > 0
+    assert counts[~kept].sum() == 0
+    expected = probs[kept] / probs[kept].sum() * counts.sum()
+    assert chisquare(counts[kept].numpy(), expected.numpy()).pvalue > SMALL

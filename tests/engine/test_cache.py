@@ -1,4 +1,4 @@
-"""The cache writes where it is told, attention reads what the mask shows, and no more than it must.
+"""The cache writes where it is told, and attention reads no more than it must.
 
 Shapes as in `kangaroo/engine/cache.py`.
 """
@@ -15,7 +15,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.models.attention import attention
 
 CPU = torch.device("cpu")
 
@@ -55,11 +54,9 @@ def test_update_writes_the_block_and_nothing_else():
 
 
 def test_what_attention_reads_is_the_cache_itself_not_a_copy():
-    cache = filled_cache()
-    meta = block_at([[0], [0], [0]], slice(0, 3), 5)
-    seen_k, seen_v = cache.at(meta).update(torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4), 0)
-    assert seen_k.data_ptr() == cache.keys[0].data_ptr()
-    assert seen_v.data_ptr() == cache.values[0].data_ptr()
+    cache, new = filled_cache(), torch.randn(3, 2, 1, 4)
+    seen = cache.at(block_at([[0], [0], [0]], slice(0, 3), 5)).update(new, new, 0)
+    assert [x.data_ptr() for x in seen] == [cache.keys[0].data_ptr(), cache.values[0].data_ptr()]
 
 
 def test_move_copies_slots_within_each_row_as_if_all_at_once():
@@ -79,54 +76,7 @@ def test_move_copies_slots_within_each_row_as_if_all_at_once():
         assert torch.equal(new.unflatten(0, (3, 10)), expected)
 
 
-def test_bytes_is_the_size_of_the_allocation():
-    assert filled_cache(3, 10, 2).bytes() == 2 * 2 * 3 * 10 * 2 * 4 * 4
-
-
 # ---- attention ---------------------------------------------------------------------------------
-
-
-def plain_attention(q_RHTC, k_RKEC, v_RKEC, seen_RTE, scaling):
-    """Softmax attention in its textbook form, with the key heads expanded."""
-    group = q_RHTC.shape[1] // k_RKEC.shape[1]
-    k_RHEC, v_RHEC = (x.repeat_interleave(group, 1) for x in (k_RKEC, v_RKEC))
-    scores = (q_RHTC @ k_RHEC.transpose(2, 3)) * scaling
-    scores = scores.masked_fill(~seen_RTE[:, None], -torch.inf)
-    return (scores.softmax(-1) @ v_RHEC).transpose(1, 2)
-
-
-# float64 leaves rounding alone (1e-12); float32 sums of 20 terms differ by a few 1e-7
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("width", [1, 5])
-def test_attention_is_softmax_attention_with_expanded_heads(dtype, tolerance, kv_heads, width):
-    generator = torch.Generator().manual_seed(0)
-    rows, heads, extent, size = 2, 4, 20, 8
-    q = torch.randn(rows, width, heads, size, generator=generator, dtype=dtype).transpose(1, 2)
-    k = torch.randn(rows, extent, kv_heads, size, generator=generator, dtype=dtype).transpose(1, 2)
-    v = torch.randn(rows, extent, kv_heads, size, generator=generator, dtype=dtype).transpose(1, 2)
-    seen = torch.rand(rows, width, extent, generator=generator) < 0.5
-    seen[..., 0] = True
-    bias = torch.zeros(rows, 1, width, extent, dtype=dtype).masked_fill(~seen[:, None], -torch.inf)
-    out, _ = attention(torch.nn.Identity(), q, k, v, bias, 0.3)
-    expected = plain_attention(q, k, v, seen, 0.3)
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
-
-    # without a mask: causal over the block itself
-    causal = torch.ones(width, width).tril().bool().expand(rows, -1, -1)
-    out, _ = attention(torch.nn.Identity(), q, k[:, :, :width], v[:, :, :width], None, 0.3)
-    expected = plain_attention(q, k[:, :, :width], v[:, :, :width], causal, 0.3)
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
-
-
-def test_masked_slots_have_no_influence_whatever_they_hold():
-    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    bias = torch.zeros(1, 1, 2, 6)
-    bias[..., 3:] = -torch.inf
-    clean, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
-    k[:, :, 3:], v[:, :, 3:] = 1e4, -1e4
-    dirty, _ = attention(torch.nn.Identity(), q, k, v, bias, 1.0)
-    assert torch.equal(clean, dirty)
 
 
 def test_transformers_own_generate_does_not_go_wrong_silently():
@@ -169,13 +119,16 @@ def test_attention_reads_the_occupied_buckets_not_the_allocation(monkeypatch):
     assert per_step[-1] == 2 * BUCKET < batch.n_slots
 
 
-def test_narrow_is_the_block_of_some_of_its_tokens():
+def test_parts_of_a_block_are_views_taken_places_and_joined_again():
     meta = tiny().forward_meta(Tree.chain(5, CPU), torch.tensor([3, 0]), used=8, n_slots=100)
-    part = meta.narrow(1, 2)
-    assert torch.equal(part.slots_RT, meta.slots_RT[:, 1:3])
-    assert torch.equal(part.positions_RT, meta.positions_RT[:, 1:3])
-    assert torch.equal(part.bias_R1TE, meta.bias_R1TE[:, :, 1:3])
-    assert torch.equal(part.rope[0], meta.rope[0][:, 1:3])
-    assert torch.equal(part.rope[1], meta.rope[1][:, 1:3])
-    assert part.extent == meta.extent and part.rows == meta.rows
-    assert part.bias_R1TE._is_view()
+    part, rest = meta.narrow(1, 2), meta.narrow(3, 2)
+    whole, taken = part.join([part, rest]), meta.take(torch.tensor([[2, 1], [4, 4]]))
+    tensors = zip(*(m.tensors() for m in (meta, part, whole, taken)), strict=True)
+    for axis, (all_, some, joined, places) in zip((1, 1, 2, 1, 1), tensors, strict=True):
+        assert torch.equal(some, all_.narrow(axis, 1, 2)) and some._is_view()
+        assert torch.equal(joined, all_.narrow(axis, 1, 4))
+        for row, (first, second) in enumerate(((2, 1), (4, 4))):
+            assert torch.equal(places[row].select(axis - 1, 0), all_[row].select(axis - 1, first))
+            assert torch.equal(places[row].select(axis - 1, 1), all_[row].select(axis - 1, second))
+    assert part.extent == meta.extent and part.rows == meta.rows and part.recordable
+    assert torch.equal(meta.narrow(3, 9).slots_RT, rest.slots_RT)  # as many as there are

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -36,13 +35,10 @@ FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
 PROMPTS = random_prompts(9, 20, 14)
 
 
-def test_costs_between_and_beyond_the_measured_widths_lie_on_lines():
+def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])
     assert [found.at(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.5, 3.5, 5.5]
-
-
-def test_half_of_the_arithmetic_that_memory_hid_is_expected_to_show():
-    found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])  # unhidden 1, 2, 3, ...
+    # half of the arithmetic that memory hid is expected to show: unhidden 1, 2, 3, ...
     assert [found.expected(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.75, 2.75, 3.75, 5.75]
     assert found.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
     assert [STEEP.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0, 2.0, 3.0, 6.0]
@@ -157,6 +153,11 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     assert [b - a for a, b in pairwise(places)] == [128, 2816]
 
 
+def bytes_of(name: str, file: str) -> int:
+    """Of a kind of this process's memory."""
+    return 1024 * int(Path(file).read_text().partition(f"{name}:")[2].split()[0])
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(tmp_path):
     size = 2**23  # floats, 32 MiB
@@ -165,9 +166,9 @@ def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(
     mapped = load_file(tmp_path / "weights.safetensors")
     kept = mapped["b"]
     assert all(torch.equal(mapped[name], whole[name]) for name in "abc")  # all pages are read
-    before = file_pages()
+    before = bytes_of("RssFile", "/proc/self/status")
     move_to_huge_pages([mapped["a"], mapped["c"]])
-    assert before - file_pages() > 7 * size  # of 8 * size bytes
+    assert before - bytes_of("RssFile", "/proc/self/status") > 7 * size  # of 8 * size bytes
     assert all(torch.equal(mapped[name], whole[name]) for name in "ac")
     assert torch.equal(kept, whole["b"])
 
@@ -182,21 +183,6 @@ def test_what_was_written_to_a_mapped_checkpoint_is_not_lost(tmp_path):
     assert tensor.data_ptr() != alias.data_ptr() and bool((alias == 1).all())
 
 
-def file_pages() -> int:
-    """Bytes of files that are in this process's memory."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("RssFile:")[2].split()[0])
-
-
-def test_without_huge_pages_nothing_moves(monkeypatch, caplog):
-    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
-    tensor = torch.zeros(3)
-    place = tensor.data_ptr()
-    with caplog.at_level(logging.WARNING):
-        move_to_huge_pages([tensor])
-    assert tensor.data_ptr() == place and not caplog.text
-
-
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -204,11 +190,9 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the system has no huge pages"
 )
 def test_weights_are_on_huge_pages():
-    def on_huge_pages():
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHuge"))
-
-    tensor = torch.ones(8 * PAGE // 4)
-    before = on_huge_pages()
+    tensor, file = torch.ones(8 * PAGE // 4), "/proc/self/smaps_rollup"
+    before = bytes_of("AnonHugePages", file)
     move_to_huge_pages([tensor])
-    assert on_huge_pages() - before >= 6 * PAGE and torch.equal(tensor, torch.ones_like(tensor))
+    assert bytes_of("AnonHugePages", file) - before >= 6 * PAGE and torch.equal(
+        tensor, torch.ones_like(tensor)
+    )

@@ -14,7 +14,6 @@ from helpers import (
     VOCABULARY,
     Scripted,
     adapter_for,
-    adversary,
     oracle,
     random_prompts,
     tiny,
@@ -24,6 +23,7 @@ from helpers import (
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
@@ -42,28 +42,39 @@ def full_context(length: int) -> tuple[Case, list[int]]:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, [prompt], 64 - length)), prompt
 
 
+def requests_of(*limits: int) -> list[Request]:
+    pairs = enumerate(zip(PROMPTS, limits, strict=False))
+    return [Request(prompt, limit, seed=HOT.seed + i) for i, (prompt, limit) in pairs]
+
+
+def step(engine: Engine, batch: Batch, written: list[list[int]]) -> None:
+    for tokens, record in zip(written, engine.step(batch), strict=True):
+        tokens += record.tokens
+
+
+def finish(engine: Engine, batch: Batch, written: list[list[int]]) -> None:
+    while not all(batch.done):
+        step(engine, batch, written)
+
+
 # ---- length ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 5])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_exactly_max_new_tokens_are_written(case, name, new_tokens):
-    done = Engine(case.lm, DRAFTERS[name](case)).generate(PROMPTS, new_tokens, HOT)
-    assert [g.tokens for g in done] == [c[:new_tokens] for c in continuations(case)]
-    assert {g.finish for g in done} == {"length"}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_rows_have_their_own_limits(case, name):
-    limits = [3, NEW_TOKENS, 1]
-    requests = [
-        Request(prompt, limit, seed=HOT.seed + i)
-        for i, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
-    ]
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    done = dict(engine.completions(requests, HOT, batch_size=3))
-    expected = [c[:limit] for c, limit in zip(continuations(case), limits, strict=True)]
-    assert [done[i].tokens for i in range(3)] == expected
+def test_each_row_writes_its_own_number_of_tokens_which_are_those_of_its_steps(case, name):
+    for limits in ([3, NEW_TOKENS, 1], [2, 5, NEW_TOKENS]):
+        engine = Engine(case.lm, DRAFTERS[name](case))
+        done = dict(engine.completions(requests_of(*limits), HOT, batch_size=3))
+        for i, limit in enumerate(limits):
+            generation = done[i]
+            assert generation.tokens == continuations(case)[i][:limit]
+            assert generation.finish == "length"
+            assert [t for step in generation.steps for t in step.tokens] == generation.tokens
+            assert all(s.accepted <= s.drafted for s in generation.steps)
+            assert all(s.accepted <= len(s.tokens) <= s.accepted + 1 for s in generation.steps)
+            assert generation.steps[0].seconds == 0 < generation.prefill_seconds
+            assert all(s.draft_seconds >= 0 < s.verify_seconds for s in generation.steps[1:])
+            assert 0 < generation.seconds < 60
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -84,10 +95,10 @@ def test_a_text_may_fill_the_context_to_its_last_position(name, length):
     [
         ([], 5, "prompt is empty"),
         ([1, 2], 0, "max_new_tokens must be 1 or more, not 0"),
-        ([1, 2], -3, "not -3"),
         ([1] * 60, 5, "60 tokens and 5 new ones.*context is 64.*at most 4 new"),
         ([1] * 64, 1, "64 tokens and 1 new ones.*context is 64.*the prompt by 1 or more"),
         ([1] * 70, 1, "70 tokens and 1 new ones.*context is 64.*the prompt by 7 or more"),
+        ([1, 64], 4, "outside the model's vocabulary of 64"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_with_its_numbers(prompt, new_tokens, message):
@@ -107,21 +118,21 @@ def test_a_request_too_long_for_its_batch_is_refused_with_its_numbers(case):
             engine.admit(batch, 0, Request([1] * 15, 6))
 
 
-def test_stop_strings_without_a_tokenizer_are_refused(case):
-    with pytest.raises(PromptError, match="tokenizer"):
-        Engine(case.lm, Vanilla()).generate(PROMPTS, 4, stop=["x"])
-
-
 def test_settings_that_cannot_work_are_refused_by_name(case):
-    for size in (0, -5):
-        with pytest.raises(ConfigError, match=f"prefill_chunk.*{size}"):
-            Engine(case.lm, Vanilla(), prefill_chunk=size)
+    with pytest.raises(ConfigError, match=r"prefill_chunk.*0"):
+        Engine(case.lm, Vanilla(), prefill_chunk=0)
     with pytest.raises(ConfigError, match=r"batch_size.*-1"):
         Engine(case.lm, Vanilla()).generate(PROMPTS, 4, batch_size=-1)
-
-
-def test_no_prompts_give_no_generations(case):
-    assert Engine(case.lm, Vanilla()).generate([], 5) == []
+    with pytest.raises(PromptError, match="tokenizer"):
+        Engine(case.lm, Vanilla()).generate(PROMPTS, 4, stop=["x"])
+    for seed in (2**63, -(2**63) - 1):
+        with pytest.raises(ConfigError, match=f"seed={seed} must be .* at most {2**63 - 1}"):
+            Request([5], 1, seed)
+    engine = Engine(case.lm, Vanilla())
+    batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
+    with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampling"):
+        engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))
+    assert engine.generate([], 5) == []
 
 
 # ---- rows that come and go ---------------------------------------------------------------------
@@ -131,33 +142,12 @@ def test_no_prompts_give_no_generations(case):
 def test_a_row_decodes_alone_in_a_batch_whose_other_rows_were_never_taken(case, name):
     engine = Engine(case.lm, DRAFTERS[name](case))
     batch = engine.open(4, 60, HOT)
-    tokens = engine.admit(batch, 2, Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)).tokens
+    tokens = engine.admit(batch, 2, requests_of(NEW_TOKENS)[0]).tokens
     while len(tokens) < NEW_TOKENS:
         records = engine.step(batch)
-        tokens += records[2].tokens
-        assert all(
-            (record.tokens, record.accepted, record.drafted) == ([], 0, 0)
-            for row, record in enumerate(records)
-            if row != 2
-        )
+        tokens += records.pop(2).tokens
+        assert {(len(r.tokens), r.accepted, r.drafted) for r in records} == {(0, 0, 0)}
     assert tokens == continuations(case)[0]
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_prompt_may_join_while_others_are_decoding(case, name):
-    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=8)
-    batch = engine.open(3, 60, HOT)
-    written: list[list[int]] = [[], [], []]
-    for row, prompt in enumerate(PROMPTS):
-        request = Request(prompt, NEW_TOKENS, seed=HOT.seed + row)
-        written[row] += engine.admit(batch, row, request).tokens
-        for _ in range(2):
-            for tokens, record in zip(written, engine.step(batch), strict=True):
-                tokens += record.tokens
-    while not all(batch.done):
-        for tokens, record in zip(written, engine.step(batch), strict=True):
-            tokens += record.tokens
-    assert written == continuations(case)
 
 
 @pytest.mark.parametrize("which", ["case", "eager_case"])
@@ -166,37 +156,30 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
     """The longest one, in a row that another text has used before."""
     case = request.getfixturevalue(which)
     engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=2)
-    batch, prompts = engine.open(2, 60, HOT), sorted(enumerate(PROMPTS), key=lambda p: len(p[1]))
-    asked = [Request(prompt, NEW_TOKENS, seed=HOT.seed + i) for i, prompt in prompts]
-    engine.admit(batch, 1, replace(asked[1], max_new_tokens=3))
+    batch, requests = engine.open(2, 60, HOT), requests_of(*[NEW_TOKENS] * 3)
+    engine.admit(batch, 1, replace(requests[0], max_new_tokens=3))
     while not batch.done[1]:
         engine.step(batch)
-    written = [engine.admit(batch, 0, replace(asked[0], max_new_tokens=40)).tokens, []]
-    parts = engine.prefill_chunks(batch, 1, asked[-1])
+    written = [engine.admit(batch, 0, replace(requests[1], max_new_tokens=40)).tokens, []]
+    parts = engine.prefill_chunks(batch, 1, requests[2])
     while not written[1]:
         try:
             next(parts)
         except StopIteration as ended:
             written[1] = ended.value.tokens
-            break
-        for tokens, record in zip(written, engine.step(batch), strict=True):
-            tokens += record.tokens
-    while not all(batch.done):
-        for tokens, record in zip(written, engine.step(batch), strict=True):
-            tokens += record.tokens
-    assert written[0][:NEW_TOKENS] == continuations(case)[prompts[0][0]]
-    assert len(written[0]) == 40 and written[1] == continuations(case)[prompts[-1][0]]
+        else:
+            step(engine, batch, written)
+    finish(engine, batch, written)
+    assert written[0][:NEW_TOKENS] == continuations(case)[1]
+    assert len(written[0]) == 40 and written[1] == continuations(case)[2]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("count", [1, NEW_TOKENS - 1])
 def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
     """To its limit, which the tokens that were written count for; so do they for stop strings."""
-    texts = continuations(case)
-    begun = [
-        Request(prompt, NEW_TOKENS, HOT.seed + i, written=text[:count])
-        for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True))
-    ]
+    texts, requests = continuations(case), requests_of(*[NEW_TOKENS] * 3)
+    begun = [replace(r, written=text[:count]) for r, text in zip(requests, texts, strict=True)]
     engine = Engine(case.lm, DRAFTERS[name](case), Letters())
     done = dict(engine.completions(begun, HOT, batch_size=2))
     assert [done[i].tokens for i in range(len(begun))] == texts
@@ -206,12 +189,6 @@ def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
     assert (stopped.tokens, stopped.finish) == (texts[0][: count + 1], "stop")
 
 
-@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
-def test_a_seed_that_tensors_do_not_hold_is_refused(seed):
-    with pytest.raises(ConfigError, match=f"seed={seed} must be .* at most {2**63 - 1}"):
-        Request([5], 1, seed)
-
-
 def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
     batch = engine.open(1, 60, HOT)
@@ -219,21 +196,25 @@ def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     next(parts)
     parts.close()
     assert batch.done == [True] and not engine.step(batch)[0].tokens
-    request = Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)
-    written = engine.admit(batch, 0, request).tokens
-    while not batch.done[0]:
-        written += engine.step(batch)[0].tokens
-    assert written == continuations(case)[0]
+    written = [engine.admit(batch, 0, requests_of(NEW_TOKENS)[0]).tokens]
+    finish(engine, batch, written)
+    assert written[0] == continuations(case)[0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
-def test_a_prefill_in_chunks_changes_nothing(case, sampling):
-    prompts = random_prompts(2, 64, 65)
-    for drafter in (Vanilla(), DRAFTERS["kangaroo"](case)):
-        whole = Engine(case.lm, drafter).generate(prompts, 8, sampling)
-        for chunk in (7, 64):
-            parts = Engine(case.lm, drafter, prefill_chunk=chunk).generate(prompts, 8, sampling)
-            assert [g.tokens for g in parts] == [g.tokens for g in whole]
+@pytest.mark.parametrize("native", [False, True])
+def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
+    lm = tiny().compile_for_decoding() if native else tiny()
+    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    prompts = random_prompts(5, 9, 6, 4, 7)
+    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
+    requests = [
+        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
+        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
+    ]
+    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
+    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
+        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
+        assert prompts[i] + done[i].tokens == alone
 
 
 # ---- records and streams -----------------------------------------------------------------------
@@ -268,36 +249,10 @@ def test_records_count_what_was_drafted_accepted_and_written(case, steps):
         assert counted == expected_records(len(prompt), NEW_TOKENS, steps)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_the_tokens_of_the_steps_are_the_text(case, name):
-    done = Engine(case.lm, DRAFTERS[name](case)).generate(PROMPTS, NEW_TOKENS, HOT)
-    for generation in done:
-        assert [t for step in generation.steps for t in step.tokens] == generation.tokens
-        assert all(s.accepted <= s.drafted for s in generation.steps)
-        assert all(s.accepted <= len(s.tokens) <= s.accepted + 1 for s in generation.steps)
-        assert 0 < generation.seconds < 60
-        assert generation.steps[0].seconds == 0 < generation.prefill_seconds
-        assert min(s.draft_seconds for s in generation.steps) >= 0
-        assert min(s.verify_seconds for s in generation.steps[1:]) > 0
-
-
-def test_wrong_drafts_cost_steps_and_right_ones_save_them(case):
-    wrong = Engine(case.lm, adversary(case.texts)).generate(PROMPTS, NEW_TOKENS, HOT)
-    right = Engine(case.lm, oracle(case.texts, steps=3)).generate(PROMPTS, NEW_TOKENS, HOT)
-    assert [len(g.steps) for g in wrong] == [NEW_TOKENS] * 3
-    assert [len(g.steps) for g in right] == [1 + -(-(NEW_TOKENS - 1) // 4)] * 3
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_stream_is_the_generation_token_by_token(case, name):
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    streamed = list(engine.stream(PROMPTS[0], NEW_TOKENS, HOT))
-    assert [token.id for token in streamed] == continuations(case)[0]
-
-
-def test_a_stream_tells_drafted_tokens_from_the_targets_own(case):
+def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_own(case):
     drafter = Scripted(case.texts, right_every_third_missing, steps=4)
-    streamed = Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT)
+    streamed = list(Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT))
+    assert [token.id for token in streamed] == continuations(case)[0]
     length = len(PROMPTS[0])
     for position, token in enumerate(streamed, start=length):
         assert token.drafted == (position > length and right_every_third_missing(position))
@@ -313,11 +268,7 @@ def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
         streamed.append(token.id)
         assert stream.generation.tokens[: len(streamed)] == streamed
     assert streamed == stream.generation.tokens == tokens[: place + 1]
-    assert stream.generation.finish == "stop"
-    assert stream.generation.steps
-
-
-# ---- other number formats ----------------------------------------------------------------------
+    assert stream.generation.finish == "stop" and stream.generation.steps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -331,22 +282,16 @@ def test_half_precision_decodes_to_the_full_length(dtype):
         assert all(0 <= t < VOCABULARY for g in done for t in g.tokens)
 
 
-def test_a_second_stream_on_one_engine_is_refused_not_mixed_up():
-    lm = tiny()
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)))
-    first, second = (engine.stream(prompt, 8) for prompt in random_prompts(4, 9))
-    assert len(list(second)) == 8
-    with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
-        list(first.tokens)
-
-
-def test_streams_in_one_batch_take_its_row_one_after_another():
+def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up():
     lm, (first, second) = tiny(), random_prompts(4, 9)
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefix_cache=True)
-    batch = engine.open(1, 40, Sampling())
-    left = engine.stream(first, 8, batch=batch)
-    told = engine.stream(second, 8, batch=batch)
-    assert second + [token.id for token in told] == vanilla_texts(lm, [second], 8)[0]
+    left, other = (engine.stream(prompt, 8) for prompt in (first, second))
+    assert len(list(other)) == 8
+    with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
+        list(left.tokens)
+    batch = engine.open(1, 40, Sampling())  # in one batch they take its row one after another
+    left, other = (engine.stream(prompt, 8, batch=batch) for prompt in (first, second))
+    assert second + [token.id for token in other] == vanilla_texts(lm, [second], 8)[0]
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
         list(left.tokens)
     with pytest.raises(ConfigError, match=r"opened with .*temperature=2.* 1 rows and"):
@@ -354,32 +299,3 @@ def test_streams_in_one_batch_take_its_row_one_after_another():
     engine.open(1, 40, Sampling())
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
         engine.stream(first, 8, batch=batch)
-
-
-def test_a_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(PromptError, match="outside the model's vocabulary of 64"):
-        Engine(tiny(), Vanilla()).generate([[1, 64]], 4)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
-    lm = tiny().compile_for_decoding() if native else tiny()
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    prompts = random_prompts(5, 9, 6, 4, 7)
-    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
-    requests = [
-        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
-        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
-    ]
-    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
-    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
-        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
-        assert prompts[i] + done[i].tokens == alone
-
-
-def test_a_request_has_no_sampling_of_its_own_under_rejection():
-    lm = tiny()
-    engine = Engine(lm, Vanilla())
-    batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
-    with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampling"):
-        engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))

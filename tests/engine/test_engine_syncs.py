@@ -8,38 +8,40 @@ import engine_cases
 import pytest
 import torch
 from cases import DRAFTERS
-from engine_cases import HOT, NEW_TOKENS, PROMPTS
+from engine_cases import HOT, PROMPTS
 from helpers import adapter_for, graphed, random_prompts, tiny
 from syncs import Syncs
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.models.target import TargetModel
 
 eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        lambda x: x[0].item(),
-        lambda x: bool(x.any()),
-        lambda x: int(x[0]),
-        lambda x: float(x[0]),
-        lambda x: [1, 2, 3][x[1]],
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: x.numpy(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 1],
-        lambda x: x.masked_select(x > 1),
-        lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
-        lambda x: torch.where(x > 1),
-    ],
-)
+def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine, Batch]:
+    engine = Engine(lm, drafter)
+    batch = engine.open(len(prompts), 60, sampling)
+    for row, prompt in enumerate(prompts):
+        engine.admit(batch, row, Request(prompt, 30, seed=HOT.seed + row))
+    return engine, batch
+
+
+SYNCS = [
+    *(lambda x: x[0].item(), lambda x: bool(x.any()), lambda x: int(x[0]), lambda x: float(x[0])),
+    *(lambda x: [1, 2, 3][x[1]], lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x.numpy()),
+    *(lambda x: x.nonzero(), lambda x: x[x > 1], lambda x: x.masked_select(x > 1)),
+    lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
+    lambda x: torch.where(x > 1),
+]
+
+
+@pytest.mark.parametrize("code", SYNCS)
 def test_the_counter_of_syncs_sees_them(monkeypatch, code):
     x = torch.arange(3)
     with Syncs(monkeypatch) as syncs:
@@ -58,10 +60,7 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     for a threshold."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
     drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
-    engine = Engine(lm, drafter)
-    batch = engine.open(rows, 60, sampling)
-    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
-        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         with Syncs(monkeypatch) as syncs:
             records = engine.step(batch)
@@ -87,10 +86,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
         return replay(batch, key, *args)
 
     monkeypatch.setattr(drafter, "replay", counted)
-    engine = Engine(lm, drafter)
-    batch = engine.open(rows, 60, HOT)
-    for row, prompt in enumerate(random_prompts(3, 5, 1, 9)[:rows]):
-        engine.admit(batch, row, Request(prompt, 30, seed=row))
+    engine, batch = begun(lm, drafter, HOT, random_prompts(3, 5, 1, 9)[:rows])
     with monkeypatch.context() as patched:
         for _ in range(5):
             levels.clear()
@@ -105,10 +101,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
     "name", ["prompt-lookup-reference", "rest-tree", "lookahead-tree", "lookahead-tree-small"]
 )
 def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkeypatch, name):
-    engine = Engine(eager_case.lm, DRAFTERS[name](eager_case))
-    batch = engine.open(3, 90, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    engine, batch = begun(eager_case.lm, DRAFTERS[name](eager_case), HOT, PROMPTS)
     for _ in range(4):
         with Syncs(monkeypatch) as syncs:
             engine.step(batch)
@@ -118,10 +111,7 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkey
 
 def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
     """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine = Engine(eager_case.lm, DRAFTERS["tree"](eager_case))
-    batch = engine.open(3, 60, HOT)
-    for row, prompt in enumerate(PROMPTS):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, seed=HOT.seed + row))
+    engine, batch = begun(eager_case.lm, DRAFTERS["tree"](eager_case), HOT, PROMPTS)
     for _ in range(3):
         draft = engine.drafter.propose(batch)
         monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)

@@ -66,27 +66,18 @@ def talks(family: str, sampling: str) -> list[list[Turn]]:
 
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
     """What was written in each row's turns; a row begins its next one as soon as one has ended."""
-    batch = engine.open(len(talks), LONGEST, sampling)
     done: list[list[Generation]] = [[] for _ in talks]
-    requests = [
+    turns = [
         [Request(turn.prompt, turn.new_tokens, sampling.seed) for turn in row] for row in talks
     ]
-    while any(len(d) < len(row) or not d[-1].finish for d, row in zip(done, talks, strict=True)):
-        for row, asked in enumerate(requests):
-            while len(done[row]) < len(asked) and (not done[row] or done[row][-1].finish):
-                request = asked[len(done[row])]
-                done[row].append(engine.admit(batch, row, request))
-        running = [row for row in range(len(talks)) if not done[row][-1].finish]
-        if running:
-            records = engine.step(batch)
-            for row in running:
-                now = done[row]
-                engine.record(batch, row, records[row], requests[row][len(now) - 1], now[-1])
+
+    def following(row: int, generation: Generation) -> Request | None:
+        done[row].append(generation)
+        return next(iter(turns[row][len(done[row]) :]), None)
+
+    first = [row[0] for row in turns]
+    list(engine.completions(first, sampling, len(talks), after=following, longest=LONGEST))
     return done
-
-
-def supports_prefix_reuse(engine: Engine) -> bool:
-    return engine.stepper.supports_prefix_reuse
 
 
 def drafts(done: list[list[Generation]]) -> list:
@@ -104,7 +95,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
                 assert said.reused == (
-                    turn.known if prefix_cache and supports_prefix_reuse(engine) else 0
+                    turn.known if prefix_cache and engine.stepper.supports_prefix_reuse else 0
                 )
         found[prefix_cache] = drafts(done)
     assert found[True] == found[False]
@@ -112,22 +103,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
 
 OWN = [name for name in DRAFTERS if name not in SCRIPTED]
 TURNS = ["llama-compiled", "llama", "qwen3-compiled", "llama-graphs"]
-
-
 FAST = [name for name in OWN if name.count("-") < 2]  # the slow test has all, in every sampling
-
-
-@pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
-def test_a_conversation_goes_on_in_its_row(number):
-    check(FAST[number], TURNS[number % len(TURNS)], ["greedy", "sampled"][number // 2 % 2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", OWN)
-@pytest.mark.parametrize("family", TURNS)
-def test_so_it_does_in_every_sampling(drafter, family):
-    for sampling in SAMPLINGS:
-        check(drafter, family, sampling)
 
 
 def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Generation]], int]:
@@ -178,21 +154,26 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         reused = [said.reused for _, said in done]
-        assert reused == (known if prefix_cache and supports_prefix_reuse(engine) else [0] * 5)
+        assert reused == (
+            known if prefix_cache and engine.stepper.supports_prefix_reuse else [0] * 5
+        )
         found[prefix_cache] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
     assert found[True] == found[False]
 
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
-def test_a_prompt_goes_on_from_the_text_of_another_row(number):
-    check_shared(FAST[number], TURNS[number % len(TURNS)], ["sampled", "greedy"][number // 2 % 2])
+def test_a_prompt_goes_on_in_its_row_and_from_the_text_of_another(number):
+    samplings = ["greedy", "sampled"][:: 1 - number // 2 % 2 * 2]
+    for checks, sampling in zip((check, check_shared), samplings, strict=True):
+        checks(FAST[number], TURNS[number % len(TURNS)], sampling)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", OWN)
 @pytest.mark.parametrize("family", TURNS)
-def test_so_it_does_in_every_sampling_too(drafter, family):
+def test_so_it_does_in_every_sampling(drafter, family):
     for sampling in SAMPLINGS:
+        check(drafter, family, sampling)
         check_shared(drafter, family, sampling)
 
 

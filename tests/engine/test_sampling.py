@@ -1,8 +1,5 @@
 """Matched noise samples from the softmax, independently at every (seed, position, stream).
 
-The draws are fixed by their seeds, so each test passes or fails always. A p-value below `SMALL`
-would come up once in ten thousand draws of a right sampler.
-
 Shapes: B rows, N positions, V vocabulary.
 """
 
@@ -14,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine_cases import SMALL, assert_distributed
 from helpers import random_prompts, tiny
-from scipy.stats import chi2_contingency, chisquare, kstest
+from scipy.stats import chi2_contingency, kstest
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -38,7 +36,6 @@ from kangaroo.engine.sampling import (
 )
 from kangaroo.utils.errors import ConfigError
 
-SMALL = 1e-4
 DRAWS = 20_000
 
 LOGITS_V = torch.tensor([1.0, -0.5, 0.3, 2.0, 0.0, -2.0, 1.2, 0.7])
@@ -60,22 +57,6 @@ def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
     return pick(logits_1NV, torch.arange(DRAWS)[None], sampling, torch.tensor([seed]))[0]
 
 
-def over_seeds(sampling: Sampling, position: int = 0) -> Tensor:
-    """The token at one position of `DRAWS` consecutive seeds."""
-    logits_B1V = LOGITS_V.expand(DRAWS, 1, -1)
-    positions_B1 = torch.full((DRAWS, 1), position)
-    return pick(logits_B1V, positions_B1, sampling, torch.arange(DRAWS))[:, 0]
-
-
-def assert_distributed(tokens: Tensor, probs_V: Tensor) -> None:
-    counts_V = torch.bincount(tokens, minlength=len(probs_V)).double()
-    kept = probs_V > 0
-    assert counts_V[~kept].sum() == 0
-    expected = probs_V[kept].double()
-    expected *= counts_V.sum() / expected.sum()
-    assert chisquare(counts_V[kept].numpy(), expected.numpy()).pvalue > SMALL
-
-
 def assert_independent(first: Tensor, second: Tensor) -> None:
     width = int(second.max()) + 1
     table = torch.bincount(first * width + second, minlength=(int(first.max()) + 1) * width)
@@ -90,8 +71,10 @@ def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling
     probs_V = warp(LOGITS_V[None, None], sampling).softmax(-1)[0, 0]
     assert_distributed(over_positions(sampling), probs_V)
     assert_distributed(over_positions(sampling, seed=2**40 + 5), probs_V)
-    assert_distributed(over_seeds(sampling), probs_V)
-    assert_distributed(over_seeds(sampling, position=1000), probs_V)
+    for position in (0, 1000):
+        positions_B1, seeds_B = torch.full((DRAWS, 1), position), torch.arange(DRAWS)
+        logits_B1V = LOGITS_V.expand(DRAWS, 1, -1)
+        assert_distributed(pick(logits_B1V, positions_B1, sampling, seeds_B)[:, 0], probs_V)
 
 
 def test_a_large_vocabulary_is_sampled_evenly_and_its_tail_as_often_as_it_should():
@@ -115,12 +98,9 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     small = numbers[numbers < 1e-3] * 1e3
     assert kstest(small.numpy(), "uniform").pvalue > SMALL
     assert len(small.unique()) > 0.99 * len(small)
-
-
-def test_the_largest_number_is_below_1_though_float32_would_round_it_up():
-    position, index = 329851, 16  # found by search
-    numbers_V = uniform(torch.tensor([0]), torch.tensor([[position]]), NoiseStream.choice, 32)[0, 0]
-    assert numbers_V[index] == 1 - 2.0**-24
+    # the largest one is below 1, though float32 would round it up; position and index by search
+    (numbers_V,) = uniform(torch.tensor([0]), torch.tensor([[329851]]), NoiseStream.choice, 32)[0]
+    assert numbers_V[16] == 1 - 2.0**-24
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 
 
@@ -133,26 +113,14 @@ def flat_choice(
     return perturb(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream).argmax(-1)
 
 
-@pytest.mark.parametrize("lag", [1, 2, 7, 256])
-def test_positions_are_independent(lag):
-    tokens = flat_choice(torch.tensor([0]), torch.arange(DRAWS)[None])[0]
-    assert_independent(tokens[:-lag], tokens[lag:])
-
-
 @pytest.mark.parametrize("lag", [1, 2, 7, 256, 2**32])
-def test_seeds_are_independent(lag):
-    positions_B1 = torch.zeros(DRAWS, 1, dtype=torch.long)
-    seeds_B = torch.arange(DRAWS)
-    first = flat_choice(seeds_B, positions_B1)[:, 0]
-    second = flat_choice(seeds_B + lag, positions_B1)[:, 0]
-    assert_independent(first, second)
-
-
-def test_seeds_and_positions_are_not_exchangeable():
+def test_positions_and_seeds_are_independent_and_not_exchangeable(lag):
     """Row s at position p and row s + 1 at position p - 1 share nothing."""
-    positions_1N = torch.arange(1, DRAWS)[None]
-    first = flat_choice(torch.tensor([4]), positions_1N)[0]
-    second = flat_choice(torch.tensor([5]), positions_1N - 1)[0]
+    positions_1N, seeds_B = torch.arange(DRAWS)[None], torch.arange(DRAWS)
+    tokens = flat_choice(torch.tensor([4]), positions_1N)[0]
+    assert_independent(tokens, flat_choice(torch.tensor([4]), positions_1N + min(lag, 1000))[0])
+    assert_independent(tokens, flat_choice(torch.tensor([5]), positions_1N - 1)[0])
+    first, second = (flat_choice(seeds_B + more, positions_1N.T * 0)[:, 0] for more in (0, lag))
     assert_independent(first, second)
 
 
@@ -193,15 +161,10 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
     if top_p < 1:
         flat = TopPLogitsWarper(top_p)(None, expected.flatten(0, 1))  # it takes [rows, V]
         expected = flat.unflatten(0, (4, 3))
-    warped = warp(logits_BNV, Sampling(temperature, top_p, top_k))
-    assert torch.equal(warped, expected)
-
-
-def test_filters_work_in_float32_whatever_the_logits_are():
-    logits_11V = torch.randn(1, 1, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    sampling = Sampling(temperature=0.7, top_p=0.9)
-    assert warp(logits_11V, sampling).dtype == torch.float32
-    assert torch.equal(warp(logits_11V, sampling), warp(logits_11V.float(), sampling))
+    sampling = Sampling(temperature, top_p, top_k)
+    assert torch.equal(warp(logits_BNV, sampling), expected)
+    half = logits_BNV.bfloat16()  # filters work in float32
+    assert torch.equal(warp(half, sampling), warp(half.float(), sampling))
 
 
 # Settings at their ends, and whether they leave but the likeliest token.
@@ -251,18 +214,12 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
             assert texts[row].tokens == greedy.tokens, sampling
 
 
-def test_a_temperature_too_small_for_float32_is_greedy():
-    assert Sampling(9e-7) == Sampling() and Sampling(9e-7).greedy and not Sampling(1e-6).greedy
-
-
 def test_greedy_is_argmax_whatever_the_seed_and_the_filters():
-    logits_BNV = torch.randn(4, 3, 50)
+    logits_BNV, positions = torch.randn(4, 3, 50), torch.zeros(4, 3, dtype=torch.long)
+    assert Sampling(9e-7) == Sampling() and Sampling(9e-7).greedy and not Sampling(1e-6).greedy
     sampling = Sampling(temperature=0, top_p=0.1, top_k=7, seed=9)
-    positions = torch.zeros(4, 3, dtype=torch.long)
-    assert sampling.greedy
-    assert torch.equal(
-        pick(logits_BNV, positions, sampling, torch.arange(4)), logits_BNV.argmax(-1)
-    )
+    chosen = pick(logits_BNV, positions, sampling, torch.arange(4))
+    assert sampling.greedy and torch.equal(chosen, logits_BNV.argmax(-1))
 
 
 @pytest.mark.parametrize(

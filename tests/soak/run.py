@@ -1,36 +1,75 @@
 """Decode until so many tokens are compared with vanilla's, and certify that none was another.
 
-A *cell* is one drafter in one setting. A finished cell is one line of the records, on disk as soon
-as it is known, so a killed run loses the cell at hand and nothing else.
+A *cell* is one drafter in one setting, all of it from a seed. A finished cell is one line of the
+records, on disk as soon as it is known, so a killed run loses the cell at hand and nothing else.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import torch
+from cases import DRAFTERS, SCRIPTED, Case
+from helpers import ARCHITECTURES, VOCABULARY, adapter_for, tiny_model
 from tqdm import tqdm
 
+from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import running
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.report import circumstances, listed
 from kangaroo.models.loading import Dtype
+from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import NotLossless
 from kangaroo.utils.provenance import git_revision, provenance
 from kangaroo.utils.tables import share
-from soak.settings import SAMPLINGS, Build, Draw, Setting, setting_of
 
+SOAKED = {name: build for name, build in DRAFTERS.items() if name not in SCRIPTED}
+# Under the rejection rule the text is promised to be vanilla's in greedy decoding alone.
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "temperature": Sampling(temperature=0.8),
+    "greedy, rejection rule": Sampling(rule=Rule.rejection),
+    "top-p": Sampling(temperature=1.2, top_p=0.8),
+    "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95),
+}
+COMPILED = ", compiled"
+FAMILIES = [f"{name}{how}" for name in ARCHITECTURES for how in (COMPILED, "")]
+REQUESTS = 40
+PROMPT, LIMIT = (1, 100), (1, 160)  # tokens of a prompt, and the most of its text
+EOS_SHARE = 0.75  # of the settings; in the others every text ends at its limit
 BATCHES = (1, 4, 20, 20)  # rows at a time; the largest twice, since it is the cheapest
 FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that rows are refilled
 CERTIFICATE = "certificate.json"
 BY = {"drafter": "drafter", "sampling": "sampling", "target": "family", "rows at a time": "batch"}
+
+Build = Callable[[Case], Drafter]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Requests to one target, and what vanilla decoding writes for each of them, alone. Prompts may
+    enter in chunks of these sizes without another text.
+    """
+
+    family: str
+    sampling: str
+    lm: TargetModel
+    requests: Sequence[Request]
+    texts: Sequence[list[int]]
+    eos_ids: frozenset[int]
+    prefill_chunks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -38,7 +77,7 @@ class Cell:
     """All requests of a setting by one drafter.
 
     Args:
-        options: the drafter's and the engine's, as they were drawn.
+        options: the engine's, as they were drawn.
         tokens: that vanilla wrote, and that were compared.
         seconds: of decoding, without vanilla's.
         differences: texts that are not vanilla's, each a `records.Fork` with all that makes it
@@ -63,6 +102,57 @@ class Cell:
     def where(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.number}/{self.drafter} ({self.family}, {self.sampling}, {options})"
+
+
+@cache
+def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> TargetModel:
+    name, compiled = family.removesuffix(COMPILED), family.endswith(COMPILED)
+    architecture, fields = ARCHITECTURES[name]
+    hf = tiny_model(architecture, **fields)
+    for parameter in hf.parameters():  # RoPE's frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
+    lm = TargetModel(hf.requires_grad_(False).to(device))
+    return lm.compile_for_decoding() if compiled else lm
+
+
+@lru_cache(1)  # its drafters come one after the other
+def setting_of(
+    number: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Setting:
+    """Every family with every sampling, in turn: prompts of random tokens. Usually one token of
+    vanilla's texts is made the EOS, so that it ends these texts in the middle, and drafts as well.
+
+    In half precision the promise is that of native code and of the kernels of a GPU alone, and of
+    prompts that enter in the same chunks.
+    """
+    exact, rng = dtype == torch.float32, Random(f"{seed}/tiny/{number}")
+    families = [name for name in FAMILIES if exact or name.endswith(COMPILED)]
+    family, sampling = families[number % len(families)], list(SAMPLINGS)[number % len(SAMPLINGS)]
+    lm, requests = target(family, device, dtype), []
+    for _ in range(REQUESTS):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
+        requests.append(Request(prompt, rng.randint(*LIMIT), rng.randrange(1 << 31)))
+    texts, eos_ids = alone(lm, requests, SAMPLINGS[sampling]), frozenset[int]()
+    if rng.random() < EOS_SHARE:
+        longest = max(texts, key=len)
+        eos = max(longest, key=longest.index)  # the last one to occur
+        texts = [text[: text.index(eos) + 1] if eos in text else text for text in texts]
+        eos_ids = frozenset({eos})
+    chunks = (16, 1024) if exact else (1024,)
+    return Setting(family, sampling, lm, requests, texts, eos_ids, chunks)
+
+
+def alone(
+    lm: TargetModel,
+    requests: Sequence[Request],
+    how: Sampling,
+    eos_ids: frozenset[int] = frozenset(),
+) -> list[list[int]]:
+    """What vanilla decoding writes for each request, one after the other."""
+    engine = Engine(lm, Vanilla())
+    engine.eos_ids = eos_ids
+    done = dict(engine.completions(requests, how, 1))
+    return [done[index].tokens for index in range(len(requests))]
 
 
 def soak(
@@ -109,20 +199,31 @@ def soak(
 def decode(number: int, name: str, setting: Setting, build: Build, seed: int) -> Cell:
     """Requests of a setting by one drafter, compared with vanilla's texts.
 
-    The batch, the drafter's options, the size of prompt chunks and whether rows draft where it does
-    not pay are drawn at random. A row that is done takes the next request. The last quarter comes
-    after all others have ended, in the cache that the engine has kept.
+    The batch, the exit layer, the size of prompt chunks and whether rows draft where it does not
+    pay are drawn at random. A row that is done takes the next request. The last quarter comes after
+    all others have ended, in the cache that the engine has kept.
     """
-    started = running()
-    draw = Draw(f"{seed}/tiny/{number}/{name}")
-    drafter = build(setting, draw)
-    chunk = draw.of("prefill_chunk", *setting.prefill_chunks)
-    rows = draw.of("batch", *BATCHES)
+    started, draw, lm = running(), Random(f"{seed}/tiny/{number}/{name}"), setting.lm
+    options = {
+        "exit_layer": draw.randrange(1, lm.n_layers),
+        "prefill_chunk": draw.choice(setting.prefill_chunks),
+        "batch": draw.choice(BATCHES),
+        "always_drafts": draw.choice((True, False)),
+    }
+    texts = zip(setting.requests, setting.texts, strict=True)
+    case = Case(
+        lm,
+        adapter_for(lm, int(options["exit_layer"])),
+        [[*request.prompt, *text] for request, text in texts],
+    )
+    engine = Engine(
+        *(lm, build(case)),
+        prefill_chunk=options["prefill_chunk"],
+        always_drafts=bool(options["always_drafts"]),
+    )
+    engine.eos_ids, rows = setting.eos_ids, options["batch"]
     count = min(max(FEWEST, 2 * rows), len(setting.requests))
     chosen = draw.sample(range(len(setting.requests)), count)
-    always = draw.of("always_drafts", True, False)
-    engine = Engine(setting.lm, drafter, prefill_chunk=chunk, always_drafts=always)
-    engine.eos_ids = setting.eos_ids
     done: dict[int, Generation] = {}
     for wave in (chosen[: -(count // 4)], chosen[-(count // 4) :]):
         requests = [setting.requests[index] for index in wave]
@@ -132,7 +233,7 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
     return Cell(
         number=number,
         drafter=name,
-        options=draw.chosen,
+        options=options,
         family=setting.family,
         sampling=setting.sampling,
         batch=rows,
@@ -176,12 +277,9 @@ def certify(cells: Sequence[Cell], begun: dict[str, Any]) -> dict[str, Any]:
 
     values = {field: dict.fromkeys(getattr(cell, field) for cell in cells) for field in BY.values()}
     sums = totals()
-    verdict = (
-        f"{sums['tokens']:,} tokens in {sums['texts']:,} texts were compared with vanilla's; texts "
-        f"that differ: {sums['different_texts']}."
-    )
     return sums | {
-        "verdict": verdict,
+        "verdict": f"{sums['tokens']:,} tokens in {sums['texts']:,} texts were compared with "
+        f"vanilla's; texts that differ: {sums['different_texts']}.",
         "differences": [{"cell": cell.where, **d} for cell in cells for d in cell.differences],
         "by": {name: {str(v): totals(f, v) for v in values[f]} for name, f in BY.items()},
         "cells": len(cells),

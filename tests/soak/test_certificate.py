@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import Case, case_of
 from commands import ROOT
 from helpers import adapter_for
 
@@ -21,26 +22,27 @@ from kangaroo.engine.sampling import Rule
 from kangaroo.models.loading import Dtype
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, NotLossless
-from soak import run, settings
-from soak.drafters import DRAFTERS
-from soak.settings import FAMILIES, SAMPLINGS, alone, setting_of
+from soak import run
+from soak.run import FAMILIES, SAMPLINGS, SOAKED, alone, setting_of
 
 
 def test_every_drafter_and_family_and_sampling_is_soaked():
-    assert set(DRAFTERS) == set(classes("kangaroo.drafters", DrafterConfig))
+    case, names = case_of("llama", "greedy"), classes("kangaroo.drafters", DrafterConfig)
+    kinds = {type(build(case)).__name__.lower() for build in SOAKED.values()}
+    assert kinds == {name.replace("_", "") for name in names if name != "eagle"}
+    assert "eagle" in SOAKED  # whose class is Kangaroo's
     numbers = range(len(FAMILIES) * len(SAMPLINGS))  # without a common divisor they all meet
     assert len({(n % len(FAMILIES), n % len(SAMPLINGS)) for n in numbers}) == len(numbers)
     assert all(max(run.FEWEST, 2 * rows) > rows for rows in run.BATCHES)  # rows are refilled
     # under the rejection rule only greedy texts are promised to be vanilla's
-    rejecting = [sampling for sampling in SAMPLINGS.values() if sampling.rule is Rule.rejection]
-    assert rejecting and all(sampling.greedy for sampling in rejecting)
+    assert all(how.greedy for how in SAMPLINGS.values() if how.rule is Rule.rejection)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Few and short texts."""
-    monkeypatch.setattr(settings, "REQUESTS", 8)
-    monkeypatch.setattr(settings, "LIMIT", (1, 24))
+    monkeypatch.setattr(run, "REQUESTS", 8)
+    monkeypatch.setattr(run, "LIMIT", (1, 24))
     setting_of.cache_clear()
 
 
@@ -48,69 +50,50 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "records-0.jsonl").read_text().splitlines()]
 
 
-def test_a_setting_is_the_same_every_time_and_another_by_another_seed_or_number():
-    first = setting_of(0, 0)
-    setting_of.cache_clear()
-    again = setting_of(0, 0)
-    assert (first.requests, first.texts, first.eos_ids) == (
-        again.requests,
-        again.texts,
-        again.eos_ids,
-    )
-    for other in (setting_of(0, 1), setting_of(len(FAMILIES), 0)):
-        assert other.family == first.family and other.requests != first.requests
-
-
 def test_in_half_precision_only_targets_that_keep_the_promise_are_soaked(tmp_path):
     half = [setting_of(number, 0, "cpu", torch.bfloat16) for number in range(3)]
     assert all(s.family.endswith(", compiled") and s.prefill_chunks == (1024,) for s in half)
     assert half[0].lm.dtype == torch.bfloat16
-    certificate = run.soak(DRAFTERS, tmp_path, 600, dtype=Dtype.bfloat16)
+    certificate = run.soak(SOAKED, tmp_path, 600, dtype=Dtype.bfloat16)
     assert certificate["different_texts"] == 0 and certificate["settings"]["dtype"] == "bfloat16"
 
 
-def test_an_eos_ends_texts_in_the_middle():
-    numbers = itertools.count()
-    setting = next(some for some in (setting_of(n, 0) for n in numbers) if some.eos_ids)
+def test_an_eos_ends_texts_in_the_middle_as_decoding_with_it_does():
+    settings = (setting_of(number, 0) for number in itertools.count())
+    setting = next(setting for setting in settings if setting.eos_ids)
     sampling = SAMPLINGS[setting.sampling]
     whole = alone(setting.lm, setting.requests, sampling)
     assert any(len(text) < len(long) for text, long in zip(setting.texts, whole, strict=True))
-    # the cut is what decoding with that EOS does
     assert setting.texts == alone(setting.lm, setting.requests, sampling, setting.eos_ids)
 
 
-def test_the_certificate_adds_up(tmp_path):
-    certificate = run.soak(DRAFTERS, tmp_path, 300)
-    assert certificate["tokens"] == sum(cell["tokens"] for cell in lines(tmp_path)) >= 300
+def test_the_certificate_adds_up_and_a_killed_run_goes_on_decoding_nothing_again(
+    tmp_path, monkeypatch
+):
+    """Killed in the middle of a line."""
+    certificate = run.soak(SOAKED, tmp_path / "whole", 300)
+    assert certificate["tokens"] == sum(cell["tokens"] for cell in lines(tmp_path / "whole")) >= 300
     assert certificate["differences"] == [] and certificate["different_texts"] == 0
     for groups in certificate["by"].values():
         assert sum(group["tokens"] for group in groups.values()) == certificate["tokens"]
-    drafters = list(certificate["by"]["drafter"])
-    assert drafters == list(DRAFTERS)[: len(drafters)]
-    text = (tmp_path / "certificate.md").read_text()
+    text = (tmp_path / "whole/certificate.md").read_text()
     assert f"{certificate['tokens']:,} tokens in" in text and "texts that differ: 0." in text
-    assert f"git_revision={certificate['settings']['git_revision']}" in text
-
-
-def test_it_goes_on_where_it_was_killed_and_decodes_nothing_again(tmp_path, monkeypatch):
-    """In the middle of a line."""
-    run.soak(DRAFTERS, tmp_path / "whole", 200)
-    run.soak(DRAFTERS, tmp_path / "killed", 100)
+    run.soak(SOAKED, tmp_path / "killed", 100)
     file = tmp_path / "killed/records-0.jsonl"
     kept = file.read_bytes()[:-40]
     file.write_bytes(kept)
-    done = run.soak(DRAFTERS, tmp_path / "killed", 200)
+    done = run.soak(SOAKED, tmp_path / "killed", 300)
     assert file.read_bytes().startswith(kept[: kept.rfind(b"\n")])
-
-    def timeless(folder):
-        return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(folder)]
-
-    assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
+    timeless = [
+        [{k: v for k, v in line.items() if k != "seconds"} for line in lines(tmp_path / name)]
+        for name in ("killed", "whole")
+    ]
+    assert timeless[0] == timeless[1]
     monkeypatch.setattr(Engine, "completions", None)
-    again = run.soak(DRAFTERS, tmp_path / "killed", 200)
+    again = run.soak(SOAKED, tmp_path / "killed", 300)
     assert (again["tokens"], again["seconds"]) == (done["tokens"], done["seconds"])
     with pytest.raises(ConfigError, match=r"seed=0 there, 1 now\. Pass another output="):
-        run.soak(DRAFTERS, tmp_path / "killed", 200, seed=1)
+        run.soak(SOAKED, tmp_path / "killed", 300, seed=1)
 
 
 class AltersATokenThatWasWritten(Kangaroo):
@@ -118,17 +101,13 @@ class AltersATokenThatWasWritten(Kangaroo):
         super().observe(batch, draft, verdict, taps)
         last_B1 = (batch.length_B - 1)[:, None]  # the pending token, which the next round reads
         changed_B1 = batch.tokens_BS.gather(1, last_B1) + (verdict.count_B > 0)[:, None].long()
-        batch.tokens_BS.scatter_(1, last_B1, changed_B1 % settings.VOCABULARY)
-
-
-def altering(setting, draw):
-    return AltersATokenThatWasWritten(setting.lm, adapter_for(setting.lm), 4, 0.0)
+        batch.tokens_BS.scatter_(1, last_B1, changed_B1 % run.VOCABULARY)
 
 
 class WritesIntoTheCommittedCache(PromptLookup):
     def propose(self, batch):
         for values in batch.cache.values:
-            values[0] += 1.0
+            values += 1.0
         return super().propose(batch)
 
 
@@ -137,54 +116,48 @@ def accepts_one_too_many(decide):
 
     def decided(draft, logits_BNV, positions_BN, sampling, seeds_B):
         if draft.tree.size > 1:
-            choice_B = torch.where(draft.valid_BN[:, 1], draft.tokens_BN[:, 1], -1)
-            best_BV = torch.zeros_like(logits_BNV[:, 0]).scatter(
-                1, choice_B.clamp(min=0)[:, None], 1e9
-            )
-            logits_BNV[:, 0] += torch.where((choice_B >= 0)[:, None], best_BV, 0.0)
+            drafted_B1 = draft.tokens_BN[:, 1:2]
+            best_BV = torch.zeros_like(logits_BNV[:, 0]).scatter(1, drafted_B1, 1e9)
+            logits_BNV[:, 0] += torch.where(draft.valid_BN[:, 1:2], best_BV, 0.0)
         return decide(draft, logits_BNV, positions_BN, sampling, seeds_B)
 
     return decided
 
 
-@pytest.mark.parametrize("broken", ["token", "cache", "verifier"])
-def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "FAMILIES", ["llama"])  # whose rounds are the tensors'
-    builds = {
-        "token": altering,
-        "cache": lambda setting, draw: WritesIntoTheCommittedCache(1, 4),
-        "verifier": lambda setting, draw: PromptLookup(1, 4),
-    }
+def altering(case: Case) -> Kangaroo:
+    return AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), 4, 0.0)
+
+
+BROKEN = {
+    "token": altering,
+    "cache": lambda case: WritesIntoTheCommittedCache(1, 4),
+    "verifier": lambda case: PromptLookup(1, 4),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_caught_and_stays_in_the_records(broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FAMILIES", ["llama"])  # whose rounds are the tensors'
     if broken == "verifier":
         decide = kangaroo.engine.stepper.decide
         monkeypatch.setattr(kangaroo.engine.stepper, "decide", accepts_one_too_many(decide))
-    with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
-        run.soak({broken: builds[broken]}, tmp_path, 1)
+    for _ in range(2):  # the next start fails, too
+        with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
+            run.soak({broken: BROKEN[broken]}, tmp_path, 1)
+    assert len(lines(tmp_path)) == 1
     certificate = json.loads((tmp_path / run.CERTIFICATE).read_text())
     assert certificate["different_texts"] == len(certificate["differences"]) > 0
-    difference = certificate["differences"][0]
-    assert difference["label"] == "bug" and difference["cell"].startswith(
-        f"0/{broken} (llama, greedy, "
-    )
-    assert difference["vanilla"] != difference["found"]
-    assert (
-        f"| {difference['seed']} | {difference['position']} |"
-        in (tmp_path / "certificate.md").read_text()
-    )
+    found = certificate["differences"][0]
+    assert found["label"] == "bug" and found["cell"].startswith(f"0/{broken} (llama, greedy, ")
+    assert found["vanilla"] != found["found"]
+    row = f"| {found['seed']} | {found['position']} |"
+    assert row in (tmp_path / "certificate.md").read_text()
     monkeypatch.undo()
     # the report has all that makes the difference again
-    (text,) = Engine(settings.target("llama", "cpu"), PromptLookup(1, 4)).generate(
-        [difference["prompt"]], difference["max_new_tokens"], seeds=[difference["seed"]]
+    (text,) = Engine(run.target("llama", "cpu"), PromptLookup(1, 4)).generate(
+        [found["prompt"]], found["max_new_tokens"], seeds=[found["seed"]]
     )
-    assert text.tokens[difference["position"]] == difference["vanilla"][0]
-
-
-def test_a_difference_stays_in_the_records_and_fails_the_next_start_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "FAMILIES", ["llama"])
-    for _ in range(2):
-        with pytest.raises(NotLossless):
-            run.soak({"altering": altering}, tmp_path, 1)
-    assert len(lines(tmp_path)) == 1
+    assert text.tokens[found["position"]] == found["vanilla"][0]
 
 
 def test_pytest_runs_it_by_its_mark_alone(tmp_path):

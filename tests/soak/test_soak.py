@@ -11,8 +11,7 @@ import pytest
 
 from kangaroo.models.loading import Dtype
 from kangaroo.utils.folders import sole_writer
-from soak.drafters import DRAFTERS
-from soak.run import soak
+from soak.run import SOAKED, soak
 
 OPTIONS = {"tokens": int, "seed": int, "device": str, "dtype": Dtype}
 
@@ -24,5 +23,5 @@ def test_every_drafter_writes_vanillas_texts():
     options = {name: OPTIONS[name](text) for name, text in texts.items() if text}
     folder = Path(os.environ.get("SOAK_OUTPUT", "outputs/soak"))
     with sole_writer(folder, rank=0):
-        certificate = soak(DRAFTERS, folder, **options)
+        certificate = soak(SOAKED, folder, **options)
     print(f"\n{certificate['verdict']} The certificate is in {folder}.")

@@ -11,10 +11,10 @@
 namespace {
 
 template <class T> struct Target {
+  const T *embedding, *cos, *sin;  // rows for tokens and for positions
   Sizes sizes;
   Stack<T> stack;
   Head<T> head;
-  const T *embedding, *cos, *sin;  // rows for tokens and for positions
 };
 
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
@@ -43,12 +43,12 @@ template <class T> struct Fusing {
 // A layer that drafts from the target's states at the exit, and with `fusing` from a deep state of the token before:
 // the target's after `deep_tap` layers, through its final norm, or its own where that token is drafted.
 template <class T> struct Drafting {
-  Stack<T> stack;
   const T* norm;
+  T* deep;  // states of the text, [batch, n_slots, D]
+  i64 deep_tap;
+  Stack<T> stack;
   Head<T> head;
   Fusing<T> fusing;  // all null where it reads no deep states
-  T* deep;           // those of the text, [batch, n_slots, D]
-  i64 deep_tap;
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };

@@ -1,7 +1,7 @@
-"""Whole tiny models: what transformers' modules compute, and bits that depend on nothing beside a
-token.
+"""Whole tiny models, decoding and over whole texts: what transformers' modules compute, and bits
+that depend on nothing beside a token.
 
-Shapes: B rows, N nodes or tokens of a row, S slots.
+Shapes: B or R rows, N nodes or tokens of a row, T tokens of a text, S slots.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from helpers import VOCABULARY, tiny_model
-from kernel_cases import DEVICE
+from kernel_cases import DEVICE, DTYPES, TOLERANCE
 from torch import Tensor
 
 from kangaroo.cuda.layers import Head, Stack
@@ -26,6 +26,7 @@ FAMILIES = {
     "llama": {"num_key_value_heads": 4},
     "llama-biased": {"attention_bias": True},
     "llama-wide": {"head_dim": 96},
+    "llama-widest": {"head_dim": 256, "num_key_value_heads": 1},
     "qwen2": {"head_dim": 80},
     "qwen3": {"head_dim": 40},
     "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
@@ -188,3 +189,47 @@ def test_random_trees_have_the_bits_of_their_paths(seed):
     chain = Tree.chain(len(path), DEVICE)
     logits = by_kernels(lm, filled_cache(lm, 1), chain, [start], chain_1N)
     assert torch.equal(logits[0], together[0, path])
+
+
+def over_texts(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+    meta = lm.chunk(0, tokens_RT.shape[1], 0, tokens_RT.shape[1])
+    x_RTD, tapped = lm.run(lm.embed(tokens_RT), None, meta, range(lm.n_layers), taps)
+    return torch.stack([*tapped.values(), x_RTD])
+
+
+def with_stack(lm: TargetModel) -> TargetModel:
+    """As on a GPU, whose kernels decode."""
+    lm.cuda_layers = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
+    return lm
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
+)
+@pytest.mark.parametrize(
+    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
+)
+def test_kernels_compute_what_the_modules_compute_of_whole_texts(name, dtype, monkeypatch):
+    lm, tokens_RT = model(name, dtype), random_tokens(2, 19)
+    expected = over_texts(lm, tokens_RT, (1,))
+    calls, run = [], Stack.run_text
+    monkeypatch.setattr(Stack, "run_text", lambda *args: calls.append(1) or run(*args))
+    states = over_texts(with_stack(lm), tokens_RT, (1,))
+    assert len(calls) == 2  # up to the tap, and from there on
+    # modules round more often: after each factor of a rotation, and between silu and its product
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(states, expected, rtol=0, atol=4 * TOLERANCE[dtype] * scale)
+
+
+def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_modules():
+    lm, tokens_RT = with_stack(model("qwen3", torch.float32)), random_tokens(3, 12)
+    together = over_texts(lm, tokens_RT)[0]
+    others = torch.cat([random_tokens(4, 12)[3:], tokens_RT[1:]])
+    assert torch.equal(over_texts(lm, others)[0, 1:], together[1:])
+    changed = tokens_RT.clone()
+    changed[1, 7:] = 0
+    assert torch.equal(over_texts(lm, changed)[0, 1, :7], together[1, :7])
+    meta, x_RTD = lm.chunk(0, 12, 0, 12), lm.embed(tokens_RT)
+    assert lm.cuda_layers.takes_text(x_RTD, meta)
+    meta.bias_R1TE = torch.ones(1, 1, 12, 12, dtype=torch.bool, device=DEVICE).tril()
+    assert not lm.cuda_layers.takes_text(x_RTD, meta)
