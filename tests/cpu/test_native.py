@@ -6,6 +6,7 @@ Shapes: B rows, N tokens a row.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, adapter_for, random_prompts, tiny, tiny_model
+from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
+from scale_worker import train_tiny
 
 from kangaroo.cpu import compiling, native
 from kangaroo.drafters.kangaroo import Kangaroo
