@@ -6,8 +6,9 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from kangaroo.models.prompts import Message, content_text, plain_text, prompt_id
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.utils.folders import of_project
-from kangaroo.utils.settings import build, typed
+from kangaroo.utils.ranges import Count, Ranged
 
 CONFIGS = of_project("configs")  # models, drafters and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
@@ -30,6 +31,7 @@ WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
 # whose content is text or a list of text parts, as OpenAI's API has it.
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Settings = TypeVar("Settings")
 
 
 def load(
@@ -56,7 +58,8 @@ def load(
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.loading.load`.
     """
-    model = typed("model", model, str | os.PathLike | ModelConfig)
+    if not isinstance(model, str | os.PathLike | ModelConfig):
+        raise ConfigError(f"model={model!r} must be a name, a folder, a hub id or a ModelConfig.")
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
@@ -109,6 +112,26 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     return build(kind, values)
 
 
+def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
+    """The dataclass with these fields, numbers of numpy as those of Python.
+
+    Errors: `ConfigError` for a field that it has not, or a value of another type.
+    """
+    hints, values = get_type_hints(kind), {}
+    for name, value in settings.items():
+        if name not in hints:
+            raise ConfigError(
+                f"there is no setting '{name}'; {kind.__name__} has {', '.join(hints)}."
+            )
+        hint = hints[name]
+        kinds = [get_origin(part) or part for part in (get_args(hint) or (hint,))]
+        # a `Ranged` dataclass looks at its numbers itself
+        if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")
+        values[name] = value.item() if isinstance(value, np.generic) else value
+    return kind(**values)
+
+
 def hardware_here() -> str:
     """The section of `configs/groups/hardware.yaml` that drafters take if none is asked for."""
     return "gpu" if torch.cuda.is_available() else "cpu"
@@ -117,6 +140,14 @@ def hardware_here() -> str:
 def _written(file: str) -> dict[str, Any]:
     """What stands in a file of `configs`."""
     return cast(dict[str, Any], yaml.safe_load((CONFIGS / file).read_text("utf-8")))
+
+
+@dataclass
+class Limits(Ranged):
+    """How long an answer may become, and how many are decoded at a time."""
+
+    max_new_tokens: Count | None
+    batch_size: Count | None = None
 
 
 @dataclass
@@ -155,12 +186,12 @@ class Model:
         """
         batch, single = _listed(prompts)
         settings, stops = _sampling(sampling), _stops(stop)
-        batch_size = typed("batch_size", batch_size, int | None)
+        limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
         requests = [
-            self._request(prompt, max_new_tokens, stops, settings.seed + i)
+            self._request(prompt, limits, stops, settings.seed + i)
             for i, prompt in enumerate(batch)
         ]
-        rows = max(len(requests), 1) if batch_size is None else batch_size
+        rows = limits.batch_size or max(len(requests), 1)
         done = dict(self.engine.completions(requests, settings, rows))
         texts = [plain_text(self.tokenizer, done[i].tokens) for i in range(len(requests))]
         return texts[0] if single else texts
@@ -173,19 +204,15 @@ class Model:
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `generate`, in pieces of whole characters as they are written."""
-        settings = _sampling(sampling)
-        request = self._request(prompt, max_new_tokens, _stops(stop), settings.seed)
+        settings, limits = _sampling(sampling), build(Limits, {"max_new_tokens": max_new_tokens})
+        request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(iter(tokens), self.tokenizer))
 
-    def _request(
-        self, prompt: Prompt, max_new_tokens: int | None, stop: list[str], seed: int
-    ) -> Request:
-        limit = typed("max_new_tokens", max_new_tokens, int | None)
+    def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
         ids = prompt_ids(self.tokenizer, _conversation(prompt))
-        if limit is None:
-            limit = max(1, self.engine.lm.context - len(ids))
-        return Request(ids, limit, seed, stop)
+        room = max(1, self.engine.lm.context - len(ids))
+        return Request(ids, limits.max_new_tokens or room, seed, stop)
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:

@@ -1,4 +1,4 @@
-"""Commands that decode with a drafter: time it, talk to it, serve it."""
+"""Commands that decode with a drafter: time it, tune it, talk to it, serve it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kangaroo import chat as talk
 from kangaroo.api import load_target
-from kangaroo.chat import chat as talk
-from kangaroo.chat import questions as typed_questions
-from kangaroo.cli.command import command
-from kangaroo.cli.schema import ChatCommand, ServeCommand, SpeedCommand
+from kangaroo.cli.command import command, plain
+from kangaroo.cli.schema import ChatCommand, ServeCommand, SpeedCommand, TuneCommand
 from kangaroo.engine.engine import Engine
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation.speed import report
 from kangaroo.evaluation.speed.speed import measure
+from kangaroo.evaluation.tune import page, search
+from kangaroo.models.loading import options_of
 from kangaroo.serving.serve import serve as run_server
+from kangaroo.utils.folders import command_line
 
 log = logging.getLogger(__name__)
 
 
-@command("speed")
+@command()
 def speed(config: SpeedCommand) -> None:
     """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
@@ -29,7 +32,23 @@ def speed(config: SpeedCommand) -> None:
     report.write(result, Path(config.output), Console())
 
 
-@command("chat")
+@command(goes_on=True)
+def tune(config: TuneCommand) -> None:
+    """Search, confirm and report; write the drafter's settings."""
+    lm, tokenizer = load_target(config.model)
+    model, name = plain(config)["model"], config.model.name
+    tuned = search.tune(lm, tokenizer, config.drafter, config, model=model)
+    dtype = str(lm.dtype).removeprefix("torch.")
+    target = options_of(config.model.path, name)
+    use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
+    about = f"{name} on {config.bench.name}, {dtype}, {lm.device.type}"
+    page.write(tuned, config, about, use)
+    comparison.show(tuned.report, Console())
+    log.info("%s and %s are in %s", page.PAGE, page.SETTINGS, Path(config.output))
+    log.info("use it: %s", use)
+
+
+@command()
 def chat(config: ChatCommand) -> None:
     """Talk in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
@@ -40,10 +59,11 @@ def chat(config: ChatCommand) -> None:
         "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
-    talk(engine, tokenizer, config.sampling, config.chat, console, typed_questions(console))
+    questions = talk.questions(console)
+    talk.chat(engine, tokenizer, config.sampling, config.chat, console, questions)
 
 
-@command("serve")
+@command()
 def serve(config: ServeCommand) -> None:
     """Answer requests until it is stopped; then finish what runs."""
     run_server(config.model, config.drafter, config)

@@ -32,7 +32,7 @@ SLOW_BFLOAT16 = (
 )
 
 
-@command("train", shared=True, goes_on=True)
+@command(shared=True, goes_on=True)
 def train(config: TrainCommand) -> float | None:
     """Say what a training takes; let the target write its data, train adapters on it, and save
     them. Returns the best held-out compression rate.
@@ -58,10 +58,14 @@ def train(config: TrainCommand) -> float | None:
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
         with finished(logger.start(plain(config) | origin, output)) as tracker:
             folders = trainer.train(tracker)
-            return _report(folders, config.model, tracker) if ranks.is_first else None
+            if not ranks.is_first:
+                return None
+            best = max((_report(folder, config.model, tracker) for folder in folders), key=_rate)
+            tracker.result(best, [folders[0].parent / curves.PLOT])
+            return _rate(best)
 
 
-@command("make_data", shared=True, keeps=True)
+@command(shared=True)
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
     with joined() as ranks:
@@ -113,27 +117,22 @@ def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     return lm
 
 
-def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
-    """Hand what was trained to the tracker, and say how to measure it. Returns the best held-out
-    compression rate.
-    """
-    rows: list[dict[str, str | float]] = []
-    for folder in folders:
-        saved = adapter_files.read_config(str(folder))
-        described = asdict(saved)
-        # W&B takes a hundred keys; the file among the artifact's has the whole provenance
-        progress = described.pop("training")["progress"]
-        files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
-        tracker.save(folder, files, name, "adapter", described | progress)
-        facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
-        decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
-        rows.append({"adapter": folder.name} | facts | progress["held_out"] | decoded)
-        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        target, drafter = options_of(model.path, model.name), saved.architecture.drafter
-        use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
-        log.info("saved %s; measure it: %s", shown, use)
-    best = max(rows, key=lambda row: float(row["compression_rate"]))
-    plots = {"curves": folders[0].parent / curves.PLOT}
-    numbers = {name: value for name, value in best.items() if not isinstance(value, str)}
-    tracker.result(numbers, {"adapters": rows}, plots)
-    return float(best["compression_rate"])
+def _rate(numbers: dict[str, float]) -> float:
+    return numbers["compression_rate"]
+
+
+def _report(folder: Path, model: ModelConfig, tracker: Tracker) -> dict[str, float]:
+    """Hand a trained adapter to the tracker, and say how to measure it. Returns its numbers."""
+    saved = adapter_files.read_config(str(folder))
+    described = asdict(saved)
+    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+    progress = described.pop("training")["progress"]
+    files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
+    tracker.save(folder, files, name, "adapter", described | progress)
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    target, drafter = options_of(model.path, model.name), saved.architecture.drafter
+    use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
+    log.info("saved %s; measure it: %s", shown, use)
+    decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
+    facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
+    return facts | progress["held_out"] | decoded

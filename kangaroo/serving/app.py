@@ -31,15 +31,11 @@ from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Clo
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.utils.errors import ConfigError, KangarooError, PromptError
+from kangaroo.utils.errors import ConfigError, PromptError
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
-STATUS: dict[type[KangarooError], int] = {
-    Busy: 429,
-    Closing: 503,
-    PromptError: 400,
-    ConfigError: 400,  # there is no chat template
-}
+# a ConfigError: there is no chat template
+STATUS: dict[type[Exception], int] = {Busy: 429, Closing: 503, PromptError: 400, ConfigError: 400}
 FAULTS = {  # how a job ends without its text
     FAILED: (500, "decoding has failed for this request; see the server's log."),
     STOPPED: (503, "decoding has failed; see the server's log."),
@@ -91,11 +87,7 @@ async def page() -> str:
 
 @dataclass
 class Server:
-    """The routes, and what they share.
-
-    Args:
-        model, drafter: their names.
-    """
+    """The routes, and what they share; `model` and `drafter` are names."""
 
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
@@ -165,7 +157,7 @@ class Server:
         """Text that goes on from a prompt."""
         prompt = body.prompt
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self._encoded, prompt)
+            prompt = (await asyncio.to_thread(self.tokenizer, prompt)).input_ids
         return await self._answer(body, prompt, body.max_tokens, request)
 
     async def chat(self, body: Chat, request: Request) -> Response:
@@ -174,9 +166,6 @@ class Server:
         prompt = await asyncio.to_thread(prompt_ids, self.tokenizer, turns)
         limit = body.max_completion_tokens or body.max_tokens
         return await self._answer(body, prompt, limit, request)
-
-    def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer(text).input_ids
 
     async def _answer(
         self, body: Completion | Chat, prompt: list[int], limit: int | None, request: Request

@@ -55,8 +55,6 @@ class Job:
         row: where it is decoded; None while it waits.
         parts: its prompt on its way into the row; None before and after.
         generation: what it writes there; None until the prompt has entered.
-        written: the tokens that were told.
-        suspect: whether a step failed that it took part in, and it has not made one alone since.
     """
 
     request: Request
@@ -68,13 +66,6 @@ class Job:
     row: int | None = field(default=None, init=False)
     parts: Generator[None, None, Generation] | None = field(default=None, init=False)
     generation: Generation | None = field(default=None, init=False)
-    written: list[int] = field(default_factory=list, init=False)
-    suspect: bool = field(default=False, init=False)
-
-    @property
-    def text(self) -> list[int]:
-        """The prompt and what was written: what enters a row."""
-        return [*self.request.prompt, *self.written]
 
     @property
     def over(self) -> str:

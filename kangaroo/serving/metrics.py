@@ -56,13 +56,12 @@ class Metrics:
     """Counts of one server, in a registry that is not the process's."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "kangaroo_requests", "Answers by status.", ["status"], registry=registry
-        )
-        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], registry=registry)
-        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], registry=registry)
-        timed: dict[str, Any] = {"buckets": SECONDS, "registry": registry}
+        self.registry = CollectorRegistry()
+        here: dict[str, Any] = {"registry": self.registry}
+        timed = here | {"buckets": SECONDS}
+        self.requests = Counter("kangaroo_requests", "Answers by status.", ["status"], **here)
+        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], **here)
+        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], **here)
         self.first = Histogram("kangaroo_first_token_seconds", "Until the first token.", **timed)
         self.step = Histogram("kangaroo_step_seconds", "Between two steps of a text.", **timed)
 
