@@ -37,11 +37,11 @@ def main(script: str = "") -> None:
         sys.stdout.write(f"usage: kangaroo COMMAND [option=value ...]\n\n{''.join(lines)}")
         sys.stdout.write("\n`kangaroo COMMAND --help` lists a command's options.\n")
         return
-    count = 1 if words[0] in COMMANDS else 2
+    count = 2 if any(command.startswith(f"{words[0]} ") for command in COMMANDS) else 1
     name = " ".join(words[:count])
     if name not in COMMANDS:
         last_words = {command.split()[-1]: command for command in COMMANDS}
-        near = get_close_matches(words[bool(script)], last_words, n=1)
+        near = get_close_matches(name.split()[-1], last_words, n=1)
         hint = f"Did you mean '{last_words[near[0]]}'? " if near else ""
         raise SystemExit(f"there is no command '{name}'. {hint}`kangaroo --help` lists them all.")
     from kangaroo import cli  # here, since it takes seconds

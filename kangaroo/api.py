@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -118,13 +119,15 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
     Errors: `ConfigError` for a field that it has not, or a value of another type.
     """
     hints, values = get_type_hints(kind), {}
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name, value in settings.items():
-        if name not in hints:
+        if name not in names:
             raise ConfigError(
-                f"there is no setting '{name}'; {kind.__name__} has {', '.join(hints)}."
+                f"there is no setting '{name}'; {kind.__name__} has {', '.join(names)}."
             )
         hint = hints[name]
-        kinds = [get_origin(part) or part for part in (get_args(hint) or (hint,))]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [get_origin(part) or part for part in parts]
         # a `Ranged` dataclass looks at its numbers itself
         if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")

@@ -8,10 +8,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -115,8 +114,8 @@ class Server:
         app.add_exception_handler(Exception, self.failed)
         app.post("/v1/completions", response_model=None)(self.completions)
         app.post("/v1/chat/completions", response_model=None)(self.chat)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}", response_model=None)(self.one_model)
+        app.get("/v1/models", response_model=None)(self.models)
+        app.get("/v1/models/{name:path}", response_model=None)(self.models)
         app.get("/health")(self.health)
         app.get("/metrics", name="metrics")(self.show_metrics)
         app.get("/", response_class=HTMLResponse)(page)
@@ -126,7 +125,7 @@ class Server:
         """Whether requests are decoded."""
         if not self.scheduler.alive:
             return problem(503, self.scheduler.failure or "the server is shutting down.")
-        return JSONResponse({"status": "ok"} | asdict(self.scheduler.load))
+        return JSONResponse({"status": "ok", **self.scheduler.load})
 
     async def show_metrics(self) -> Response:
         """For Prometheus."""
@@ -137,17 +136,13 @@ class Server:
         self.metrics.requests.labels("500").inc()
         return problem(500, f"the server has failed ({type(error).__name__}); see its log.")
 
-    async def models(self) -> dict[str, Any]:
-        """The one model, in a list."""
-        return {"object": "list", "data": [self._model()]}
-
-    async def one_model(self, name: str) -> Response:
-        """The model, if that is its name."""
-        return JSONResponse(self._model()) if name == self.model else self._no_model(name)
-
-    def _model(self) -> dict[str, Any]:
-        kind = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
-        return kind | {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
+    async def models(self, name: str | None = None) -> Response:
+        """The one model by its name, or in a list."""
+        model = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
+        model |= {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(model) if name == self.model else self._no_model(name)
 
     def _no_model(self, name: str) -> Response:
         message = f"there is no model '{name}'; this is '{self.model}'."

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kangaroo.serving.jobs import Event, Load
+from kangaroo.serving.jobs import Event
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -70,8 +70,8 @@ class Metrics:
         for kind in ("prompt", "cached", "completion", "drafted", "accepted"):
             self.tokens.labels(kind).inc(getattr(usage, kind))
 
-    def show(self, load: Load) -> bytes:
+    def show(self, load: dict[str, int]) -> bytes:
         """All of it as text."""
-        for state, texts in vars(load).items():
+        for state, texts in load.items():
             self.texts.labels(state).set(texts)
         return generate_latest(self.registry)

@@ -34,35 +34,35 @@ def listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-# What OpenAI's clients may send: the values that ask for nothing, beside null.
-NOTHING: dict[str, list[Any]] = {
-    **dict.fromkeys(("logprobs", "echo"), [False]),
-    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty", "min_p"), [0]),
-    **dict.fromkeys(("best_of", "repetition_penalty"), [1]),
-    **dict.fromkeys(("tools", "functions"), [[]]),
-    **dict.fromkeys(("tool_choice", "function_call"), ["none", "auto"]),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), []),
-    "suffix": [""],
-    "logit_bias": [{}],
-    "parallel_tool_calls": [True, False],
-    "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-}
+def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
+    """Of fields that are not served, the values that ask for nothing, beside null."""
+    return {name: values for names, values in groups for name in names.split()}
+
+
+# What OpenAI's clients may send.
+NOTHING = harmless_values(
+    ("logprobs echo", [False]),
+    ("top_logprobs presence_penalty frequency_penalty min_p", [0]),
+    ("best_of repetition_penalty", [1]),
+    ("tools functions", [[]]),
+    ("tool_choice function_call", ["none", "auto"]),
+    ("audio prediction reasoning_effort web_search_options", []),
+    ("suffix", [""]),
+    ("logit_bias", [{}]),
+    ("parallel_tool_calls", [True, False]),
+    ("response_format", [{"type": "text"}]),
+    ("modalities", [["text"]]),
+)
 # What changes no answer.
 IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 
 
 class Strict(BaseModel):
-    """An object of a request: null is as good as left out; what is not served is refused by name.
-
-    Attributes:
-        nothing: fields that are not served, with the values that ask for nothing.
-        ignored: fields that change no answer.
-    """
+    """An object of a request: null is as good as left out."""
 
     model_config = ConfigDict(extra="forbid")
-    nothing: ClassVar[dict[str, list[Any]]] = {}
-    ignored: ClassVar[set[str]] = set()
+    nothing: ClassVar[dict[str, list[Any]]] = {}  # fields not served, and values that are harmless
+    ignored: ClassVar[set[str]] = set()  # fields that change no answer
 
     @model_validator(mode="before")
     @classmethod
@@ -131,10 +131,8 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """A turn of a conversation."""
 
-    nothing = {  # of an answer that is sent back
-        **dict.fromkeys(("refusal", "audio", "function_call"), []),
-        **dict.fromkeys(("annotations", "tool_calls"), [[]]),
-    }
+    # of an answer that is sent back
+    nothing = harmless_values(("refusal audio function_call", []), ("annotations tool_calls", [[]]))
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: str | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from transformers import PreTrainedTokenizerBase
@@ -69,17 +68,9 @@ def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> No
     )
 
 
-def serve(
-    model: ModelConfig,
-    drafter: DrafterConfig,
-    config: ServeConfig,
-    ready: Callable[[int], object] = lambda port: None,
-) -> None:
-    """Answer requests until the process is told to stop; then finish what runs.
-
-    Args:
-        ready: is told the port once everything is loaded, and on a GPU recorded; who came before
-            that is answered now.
+def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
+    """Answer requests until the process is told to stop; then finish what runs. Who comes before
+    everything is loaded, and on a GPU recorded, waits.
 
     Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
     than there is; what loading raises.
@@ -104,7 +95,6 @@ def serve(
         engine, tokenizer, max_model_len = passing.submit(loaded).result()
     scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue).start()
     host, port, *_ = listening.getsockname()
-    ready(port)
     options = uvicorn.Config(
         Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
         limit_concurrency=config.most_connections,

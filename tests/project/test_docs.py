@@ -40,10 +40,6 @@ def bigram(tmp_path_factory):
         yield importlib.import_module("bigram")
 
 
-def test_the_shown_drafter_has_at_most_50_lines():
-    assert len(CODE.splitlines()) <= 50
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling, batch):
@@ -55,13 +51,6 @@ def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling,
     ):
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], BATCHES[batch])
         assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
-
-
-def test_the_shown_drafter_finds_what_repeats(bigram):
-    drafter = bigram.Bigram(steps=3)
-    assert drafter.continuation(0, [1, 2, 3, 1]) == [2, 3, 1]
-    assert drafter.continuation(0, [1, 2, 1, 3, 1]) == [3, 1, 3]
-    assert drafter.continuation(0, [1, 2]) == []
 
 
 # Files that a reader of a page is told to write.

@@ -183,16 +183,14 @@ os.environ["ASKED"] = sys.left_behind = "by an earlier run"
 
 
 @pytest.mark.parametrize(
-    "end, code, told",
+    "end, code, message",
     [
-        ("", 0, "warned\n"),
         ("raise SystemExit('no')", 1, "warned\nno\n"),
         ("sys.exit(7)", 7, "warned\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
     ],
 )
-def test_a_command_is_a_process_of_its_own(end, code, told, tmp_path, monkeypatch):
+def test_a_command_is_a_process_of_its_own(end, code, message, tmp_path, monkeypatch):
     """Though its imports are those of a process before it (`commands.py`)."""
     (tmp_path / "it").mkdir()
     script = tmp_path / "it/probe.py"
@@ -201,7 +199,7 @@ def test_a_command_is_a_process_of_its_own(end, code, told, tmp_path, monkeypatc
     done = python(str(script), "a", "b c", cwd=tmp_path)
     # where the package triton is installed, it says at exit what it leaks
     stderr = done.stderr.partition("nanobind: leaked")[0]
-    assert done.returncode == code and stderr.endswith(told)
+    assert done.returncode == code and stderr.endswith(message)
     if code >= 0:
         expected = f"['a', 'b c'] {tmp_path} yes  __main__ {script.parent}\nat exit\n"
         assert done.stdout == expected
