@@ -47,12 +47,10 @@ def load(
     Args:
         model: a name of `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
             where number format or device matter.
-        adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
-            takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
-            one that training saved.
+        adapter: folder or hub id of what the drafter needs; None takes the model's own,
+            `adapters/NAME` of the working folder or as shipped, or what training saved.
         drafter: the method, by its name in `configs/drafter` with the settings that it has on the
-            command line, or its config, beside which there is neither `adapter` nor `settings`:
-            `DraftModelConfig(model=...)` for another draft model, since `model` is the target here.
+            command line, or its config, beside which there is neither `adapter` nor `settings`.
         chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
@@ -75,20 +73,15 @@ def load(
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """What a name of `configs/drafter` stands for, as on the command line.
-
-    Args:
-        drafter: the name, or a config, to which nothing is set.
-        model: the target's name.
-        settings: fields of the drafter's config; those of a cascade that are drafters, by name.
+    """What a name of `configs/drafter` stands for, as on the command line; a config stands for
+    itself. `model` is the target's name, and drafters of a cascade are settings by name, too.
 
     Errors: `ConfigError` for a name or a setting that is not known.
     """
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(
-                f"{', '.join(settings)} given beside drafter=; set it in the drafter's config "
-                "instead."
+                f"{', '.join(settings)} given beside drafter=; set it in that config."
             )
         return drafter
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
@@ -155,11 +148,7 @@ class Limits(Ranged):
 
 @dataclass
 class Model:
-    """A target and its drafter: text in, text out.
-
-    Args:
-        engine: decodes tokens; it does one batch or one stream at a time.
-    """
+    """A target and its drafter: text in, text out, one batch or stream at a time."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -176,13 +165,12 @@ class Model:
 
         Args:
             prompts: what the user says, or a conversation; or a list of such prompts.
-            max_new_tokens: tokens of an answer, at most; None is as many as the model's context has
-                room for, and so much memory is taken then.
+            max_new_tokens: of an answer, at most; None is as many as the context has room for,
+                and so much memory is taken then.
             batch_size: prompts decoded at a time; by default all at once.
             stop: a string, or several, that ends an answer, which keeps it.
-            sampling: fields of `Sampling`: `temperature` (0, greedy, if not given), `top_p`,
-                `top_k`, `seed`. Prompts of a list get `seed`, `seed + 1`, ...; None is a random
-                one.
+            sampling: fields of `Sampling`. Prompts of a list get `seed`, `seed + 1`, ...; None is a
+                random one.
 
         Errors: `PromptError` for a prompt that is empty, no text or conversation, or too long;
         `ConfigError` for a setting that is not known or cannot be.
@@ -235,19 +223,17 @@ def _conversation(prompt: Any) -> list[Message]:
         raise PromptError(f"{prompt!r} is no prompt; pass a string or a list of messages.")
     messages = []
     for message in [prompt] if isinstance(prompt, Mapping) else prompt:
-        is_message = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-        if not (is_message and isinstance(message["role"], str)):
-            raise PromptError(
-                f"{message!r} is no message of a conversation; write "
-                "{'role': 'user', 'content': '...'}."
-            )
-        try:
-            text = content_text(message["content"])
-        except ValueError as error:
-            raise PromptError(
-                f"a message of '{message['role']}' is no text: its content {error}."
-            ) from error
-        messages.append(cast(Message, {**message, "content": text}))
+        match message:
+            case {"role": str(role), "content": content}:
+                try:
+                    text = content_text(content)
+                except ValueError as error:
+                    problem = f"a message of '{role}' is no text: its content {error}."
+                    raise PromptError(problem) from error
+                messages.append(cast(Message, {**message, "content": text}))
+            case _:
+                form = "{'role': 'user', 'content': '...'}"
+                raise PromptError(f"{message!r} is no message of a conversation; write {form}.")
     return messages
 
 

@@ -8,8 +8,8 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -28,7 +28,6 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.folders import sole_writer
-from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
 
 STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
@@ -114,15 +113,6 @@ def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
     sweep = sweep_folder()
     if isinstance(logger, WandbConfig) and logger.group is None and sweep is not None:
         logger.group = f"{model_name}-{sweep.name}"
-
-
-@contextmanager
-def joined() -> Iterator[Ranks]:
-    """This process among those that torchrun started; what the log says, the first one says."""
-    with ranks.join() as joined_ranks:
-        if not joined_ranks.is_first:
-            logging.disable(logging.INFO)
-        yield joined_ranks
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from kangaroo.api import load_target
-from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
+from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
 from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
@@ -23,13 +23,14 @@ from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
+from kangaroo.models.target import TargetModel
 from kangaroo.training import compare as adapters
 from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, made_by, provenance
-from kangaroo.utils.ranks import check_alone
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker, finished
+from kangaroo.utils.ranks import check_alone, join
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -61,7 +62,7 @@ def evaluate(config: EvaluateCommand) -> float | None:
         )
     in_group(config.logger, config.model.name)
     drafters = _drafters(config)
-    with joined() as ranks:
+    with join() as ranks:
         # an adapter that is not there is named before gigabytes of target are fetched
         settings = {name: drafter.settings() for name, drafter in drafters.items()}
         lm, tokenizer = load_target(config.model)
@@ -75,10 +76,7 @@ def evaluate(config: EvaluateCommand) -> float | None:
             for name, drafter in drafters.items()
         ]
         if config.race and ranks.is_first:
-            (first, *_), limit = questions_of(config)
-            racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-            sampling = replace(config.sampling, seed=config.seed)
-            race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
+            _race(config, methods, lm, tokenizer)
         logger = config.logger if ranks.is_first else NoTrackerConfig()
         # before a tracker has begun a run: this may refuse
         evaluator = run.Evaluator(
@@ -89,7 +87,7 @@ def evaluate(config: EvaluateCommand) -> float | None:
         about = plain(config) | {"provenance": provenance()}
         if isinstance(first_drafter := methods[0].drafter, EarlyExit):
             about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-        with finished(logger.start(about, output)) as tracker:
+        with logger.start(about, output) as tracker:
             try:
                 results = evaluator.finish(
                     log=lambda numbers: tracker.log(numbers, _answered(numbers))
@@ -159,6 +157,16 @@ def _answered(numbers: dict[str, float]) -> int:
     names of metrics begin with theirs.
     """
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
+
+
+def _race(
+    config: EvaluateCommand, methods: list[MethodSpec], lm: TargetModel, tokenizer: Any
+) -> None:
+    """Show the first turn of the first question by vanilla decoding and all methods."""
+    (first, *_), limit = questions_of(config)
+    racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
+    sampling = replace(config.sampling, seed=config.seed)
+    race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
 
 
 def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:

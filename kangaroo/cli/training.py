@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from kangaroo.api import load_target
-from kangaroo.cli.command import command, in_group, joined, plain
+from kangaroo.cli.command import command, in_group, plain
 from kangaroo.cli.schema import TrainCommand
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
@@ -20,8 +20,8 @@ from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.loop import Trainer, resolve_options
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
-from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker, finished
+from kangaroo.utils.ranks import Ranks, join
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def train(config: TrainCommand) -> float | None:
     them. Returns the best held-out compression rate.
     """
     in_group(config.logger, config.model.name)
-    with joined() as ranks:
+    with join() as ranks:
         backend.check(config.trainer, ranks)
         check_format(config.model)
         devices = say_what_it_takes(config, ranks)
@@ -56,7 +56,7 @@ def train(config: TrainCommand) -> float | None:
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
-        with finished(logger.start(plain(config) | origin, output)) as tracker:
+        with logger.start(plain(config) | origin, output) as tracker:
             folders = trainer.train(tracker)
             if not ranks.is_first:
                 return None
@@ -68,7 +68,7 @@ def train(config: TrainCommand) -> float | None:
 @command(shared=True)
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
-    with joined() as ranks:
+    with join() as ranks:
         say_what_it_takes(config, ranks, holds_out=False)
         if not config.estimate:
             _target_with_data(config, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run; by default the only one.
-
-    Args:
-        rank: its number; process 0 writes the files.
-        world: the number of processes.
-    """
+    """This process, `rank`, among the `world` of the run; by default the only one."""
 
     rank: int = 0
     world: int = 1
@@ -98,8 +94,8 @@ class Ranks:
 def join() -> Iterator[Ranks]:
     """Join the processes that torchrun started, each on its own GPU; without it, there is one.
 
-    Enter it before a model is loaded, since the model goes to this process's GPU. No process leaves
-    before all have come to the end.
+    Enter it before a model is loaded, since the model goes to this process's GPU. The first process
+    alone logs, and none leaves before all have come to the end.
     """
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
@@ -110,6 +106,8 @@ def join() -> Iterator[Ranks]:
     dist.init_process_group(timeout=timedelta(days=7))
     try:
         ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        if not ranks.is_first:
+            logging.disable(logging.INFO)
         yield ranks
         ranks.wait()
     finally:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,19 +37,11 @@ class Tracker:
         such as "adapter", and `about` what a reader wants to know before fetching it.
         """
 
-    def finish(self, failed: bool = False) -> None:
-        """The run has ended."""
+    def __enter__(self) -> Tracker:
+        return self
 
-
-@contextmanager
-def finished(tracker: Tracker) -> Iterator[Tracker]:
-    """Tell the tracker that the run has ended, and whether it failed: a search has to know."""
-    failed = True
-    try:
-        yield tracker
-        failed = False
-    finally:
-        tracker.finish(failed)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The run has ended, or failed: a search has to know."""
 
 
 def forget(output: Path) -> None:
@@ -149,5 +140,5 @@ class Wandb(Tracker):
             artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
         self.run.log_artifact(artifact)
 
-    def finish(self, failed: bool = False) -> None:
-        self.run.finish(exit_code=int(failed))
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.run.finish(exit_code=int(kind is not None))

@@ -250,10 +250,9 @@ cli.NAME()
         ("evaluate", "drafter=vanilla question_begin=900", "select none of"),
         (
             "train",
-            "trainer.holdout=2 trainer.tokens=99999 data=conversations data.source=talks.json "
-            "data.regenerate=false data.filters.near_duplicate=1 data.path=data "
-            "adapter.exit_layers=[2]",
-            "trainer.tokens=99999 is more",
+            "trainer.holdout=30 data=conversations data.source=talks.json data.regenerate=false "
+            "data.filters.near_duplicate=1 data.path=data adapter.exit_layers=[2]",
+            "holdout=30 .* of 24 .*Pass trainer.holdout=2",
         ),
     ],
 )
@@ -270,7 +269,7 @@ def test_training_on_conversations_from_a_file(tmp_path):
     (tmp_path / "talks.json").write_text(json.dumps(talks()))
     data = "data=conversations data.source=talks.json data.regenerate=false data.path=data"
     options = f"model=tiny {data} data.filters.near_duplicate=1 adapter.exit_layers=[2] output=out"
-    options += " trainer.epochs=1 trainer.holdout=4 trainer.packing=true trainer.decode_prompts=2"
+    options += " trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2"
     result = run("train.py", *options.split(), "trainer.decode_tokens=8", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     saved = json.loads((tmp_path / "out/attention-exit2/config.json").read_text())
