@@ -6,12 +6,10 @@ import pytest
 from helpers import adapter_for
 from rich.console import Console
 
-from kangaroo.chat import ChatConfig, chat, questions, summary
+from kangaroo.chat import ChatConfig, chat, questions
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, StepRecord, Token
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.streaming import pieces
 from kangaroo.models import loading as models
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
 from kangaroo.models.target import TargetModel
@@ -30,17 +28,6 @@ def talk(target, questions, **settings):
     config = ChatConfig(max_new_tokens=16, **settings)
     chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))
     return console.file.getvalue()
-
-
-@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
-def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
-    target, text, end, count
-):
-    _, tokenizer = target
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == len(text.encode())
-    shown = [piece for piece, _ in pieces((Token(i, True) for i in ids[:end]), tokenizer)]
-    assert len(shown) == count and (end or shown == list(text))
 
 
 def test_drafted_tokens_are_green_unless_colour_is_off(target):
@@ -93,9 +80,3 @@ def test_bytes_that_are_no_text_end_no_conversation(target, monkeypatch):
     text = talk(target, questions(Console(file=io.StringIO())))
     assert text.count("half of a surrogate pair") == 1
     assert text.count("compression rate") == 2
-
-
-def test_the_numbers_are_those_of_the_steps():
-    steps = [StepRecord([1, 2, 3], 2, 4, 0.1, 0.2, 0.1), StepRecord([4], 0, 2, 0.1, 0.2, 0.1)]
-    line = summary(Generation([1, 2, 3, 4], steps, "length", prefill_seconds=0.2))
-    assert line.startswith("4 tokens, 4.0 tokens/s, compression rate 2.00, 2 of 6 draft tokens")
