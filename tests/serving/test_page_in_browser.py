@@ -328,15 +328,3 @@ def test_an_answer_that_breaks_off_is_no_whole_one(page, stand_in):
     stand_in.parts, stand_in.ends = [("half of", 0)], False
     page.ask("One")
     assert page.texts(".error") == ["the answer has ended too early."]
-
-
-@pytest.mark.parametrize("width", [360, 1200])
-def test_nothing_is_wider_than_the_window(page, stand_in, width):
-    long = "a_very_long_word" * 40
-    stand_in.parts = [(f"{long}\n- {long}\n\n```\n{long}\n```\n|a|{long}|\n|-|-|\n|{long}|b|", 100)]
-    page.driver.set_window_size(width, 800)
-    page.ask("Another" * 60)
-    wide, room = page.driver.execute_script(
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
-    assert wide <= room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -27,66 +28,55 @@ from kangaroo.serving.protocol import (
 from kangaroo.serving.scheduler import Scheduler
 
 LONGEST = 40  # tokens: of a turn in its template and a short answer
-ENDS = [
-    sign * (2**bits + more) for sign in (1, -1) for bits in (31, 32, 63, 64) for more in (-1, 0)
-]
-INTS = [0, 1, 2, -1, 16, 17, 2**63 - 16, *ENDS, 10**400]
-FLOATS = [sign * (2.0**power) for sign in (1, -1) for power in (-1074, -149, -126, -20, 0, 1, 1023)]
-FLOATS += [-0.0, 0.5, math.nextafter(1, 0), math.nextafter(1, 2), math.nextafter(2, 3), 1e-38]
-FLOATS += [math.inf, -math.inf, math.nan]
+ENDS = [sign * (2**bits + more) for sign in (1, -1) for bits in (31, 63, 64) for more in (-1, 0)]
+FLOATS = [sign * 2.0**power for sign in (1, -1) for power in (-1074, -149, -20, 0, 1, 1023)]
+FLOATS += [-0.0, 0.5, math.nextafter(1, 2), math.nextafter(2, 3), math.inf, -math.inf, math.nan]
 TEXTS = ["", "a", " ", "\0", "\ud800", "🦘", "e" * 256, "<|im_end|>", "user", "text", "tiny"]
-SCALARS = [*INTS, *FLOATS, *TEXTS, None, True, False]
 PROMPTS = [[0], [257, 258], [259], [-1], [5] * LONGEST, [2**63], [True], [0.5]]
 NESTED = json.loads("[" * 200 + "]" * 200)
 LISTS = [[], {}, {"type": "text"}, {"a": {}}, *PROMPTS, ["a", ""], ["b"] * 16, ["b"] * 17, NESTED]
-TURN = {"role": "user", "content": "Why?"}
-TAKEN: dict[str, list[Any]] = {  # the extremes of what is answered
-    "temperature": [0, 5e-324, 1e-38, 2.0**-149, 2.0**-20, 1, 2],
-    "top_p": [5e-324, 2.0**-149, 0.5, math.nextafter(1, 0), 1],
-    "top_k": [0, 1, 2, 258, 259, 260, 2**31 - 1],
-    "seed": [0, -1, -(2**63), 2**31, 2**32, 2**63 - 16],
+STRANGE = [0, 1, 2, -1, 16, 17, *ENDS, 10**400, *FLOATS, *TEXTS, None, True, False, *LISTS]
+GOOD: dict[str, list[Any]] = {  # the extremes of what is answered
+    "temperature": [0, 5e-324, 2.0**-149, 1, 2],
+    "top_p": [5e-324, 0.5, math.nextafter(1, 0), 1],
+    "top_k": [0, 1, 258, 260, 2**31 - 1],
+    "seed": [0, -(2**63), 2**32, 2**63 - 16],
     "n": [1, 2, 16],
     "max_tokens": [1, 2, 12],
-    "stop": ["e" * 256, ["a", "\0"], "🦘", "<|im_end|>"],
+    "stop": ["e" * 256, ["a", "\0"], "<|im_end|>"],
     "stream": [True, False],
     "ignore_eos": [True, False],
-    "model": ["tiny"],
-    "user": TEXTS,
     "tools": [[], None],
 }
-FIELDS = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields, "nonsense"]
+FIELDS = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields]
 
 
-def objects(names: list[str], most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of these fields, each with an extreme of some type; what else is needed is good."""
-    strange = st.sampled_from([*SCALARS, *LISTS])
-    return st.dictionaries(st.sampled_from(names), strange, max_size=most)
+def changed(good: dict[str, Any], fields: Iterable[str], most: int) -> st.SearchStrategy[dict]:
+    """An object in which some fields have extremes of some type, or are not known."""
+    names = st.sampled_from([*fields, "nonsense"])
+    strange = st.dictionaries(names, st.sampled_from(STRANGE), max_size=most)
+    return strange.map(lambda chosen: good | chosen)
 
 
-PARTS = objects([*TextPart.model_fields, "nonsense"], 1).map(
-    lambda part: {"type": "text", "text": "Why?"} | part
-)
-TURNS = st.builds(
-    lambda fields, parts: TURN | ({"content": parts} if parts else {}) | fields,
-    objects([*ChatMessage.model_fields, *ChatMessage.nothing, "nonsense"], 2),
-    st.lists(PARTS, max_size=2),
-)
-OPTIONS = objects([*StreamOptions.model_fields, "nonsense"], 2)
+PART = changed({"type": "text", "text": "Why?"}, TextPart.model_fields, 1)
+TURN = {"role": "user", "content": "Why?"}
+TURNS = changed(TURN, [*ChatMessage.model_fields, *ChatMessage.nothing], 2)
 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A path, and a body whose fields are drawn from the extremes of all types."""
     is_chat = draw(st.booleans())
-    body: dict[str, Any] = {"messages": [TURN]} if is_chat else {"prompt": "Why?"}
-    of_taken = {name: st.sampled_from(values) for name, values in TAKEN.items()}
-    body |= draw(st.fixed_dictionaries({}, optional=of_taken))
+    good = {name: st.sampled_from(values) for name, values in GOOD.items()}
+    body = draw(st.fixed_dictionaries({}, optional=good))
+    body |= {"messages": [TURN]} if is_chat else {"prompt": "Why?"}
     if draw(st.booleans()):
-        if is_chat and draw(st.booleans()):
-            body["messages"] = draw(st.lists(TURNS, min_size=1, max_size=3))
-        if body.get("stream"):
-            body["stream_options"] = draw(OPTIONS)
-        body |= draw(objects(FIELDS, 4))
+        body = draw(changed(body, FIELDS, 4))
+    elif is_chat and draw(st.booleans()):
+        parts = draw(st.lists(PART, max_size=2))
+        body["messages"] = [*draw(st.lists(TURNS, max_size=2)), TURN | {"content": parts}]
+    if body.get("stream") is True:
+        body["stream_options"] = draw(changed({}, StreamOptions.model_fields, 2))
     return "chat/completions" if is_chat else "completions", body
 
 
