@@ -20,8 +20,6 @@ from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Scheduler
 
-REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # as OpenAI calls them
-
 
 @dataclass
 class Piece:
@@ -57,7 +55,7 @@ class AnswerChoice:
             if i < event.accepted:
                 drafted += text
         if event.finish:
-            self.finish = REASONS.get(event.finish, event.finish)
+            self.finish = "stop" if event.finish == "eos" else event.finish  # as OpenAI calls it
             shown += self.until.push(self.pieces.end()) + self.until.end()
         self.text += shown
         return Piece(self.index, shown, len(drafted), self.finish)

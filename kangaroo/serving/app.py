@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 
 from fastapi import FastAPI, Request, Response
@@ -30,11 +29,10 @@ from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Clo
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.utils.errors import ConfigError, PromptError
+from kangaroo.utils.errors import KangarooError
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
-# a ConfigError: there is no chat template
-STATUS: dict[type[Exception], int] = {Busy: 429, Closing: 503, PromptError: 400, ConfigError: 400}
+STATUS: dict[type[Exception], int] = {Busy: 429, Closing: 503}  # other errors of ours are 400
 FAULTS = {  # how a job ends without its text
     FAILED: (500, "decoding has failed for this request; see the server's log."),
     STOPPED: (503, "decoding has failed; see the server's log."),
@@ -46,9 +44,9 @@ ROLES = {"developer": "system"}
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def explained(status: int, request: Request, error: Exception) -> Response:
+async def explained(request: Request, error: Exception) -> Response:
     """Of an error that says what is wrong."""
-    return problem(status, str(error))
+    return problem(STATUS.get(type(error), 400), str(error))
 
 
 async def invalid(request: Request, error: Exception) -> Response:
@@ -107,8 +105,7 @@ class Server:
 
         app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, limits=self.limits, metrics=self.metrics)
-        for error, status in STATUS.items():
-            app.add_exception_handler(error, partial(explained, status))
+        app.add_exception_handler(KangarooError, explained)
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, unrouted)
         app.add_exception_handler(Exception, self.failed)

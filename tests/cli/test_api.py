@@ -148,6 +148,15 @@ def test_numbers_of_numpy_are_numbers(model):
     assert model.generate("Why?", np.int64(24), **numbers) == expected
 
 
+@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
+def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
+    model, text, end, count
+):
+    ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
+    shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
+    assert len(shown) == count and (end or shown == list(text))
+
+
 def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text():
     """As SentencePiece tokenizers do, Vicuna's and Llama 2's; special tokens leave no trace."""
     words = {"<s>": 0, "▁Why": 1, "▁is": 2, "▁it": 3, "?": 4, "▁": 5}

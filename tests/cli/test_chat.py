@@ -6,9 +6,10 @@ import pytest
 from helpers import adapter_for
 from rich.console import Console
 
-from kangaroo.chat import ChatConfig, chat, questions
+from kangaroo.chat import ChatConfig, chat, questions, summary
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models import loading as models
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
@@ -80,3 +81,9 @@ def test_bytes_that_are_no_text_end_no_conversation(target, monkeypatch):
     text = talk(target, questions(Console(file=io.StringIO())))
     assert text.count("half of a surrogate pair") == 1
     assert text.count("compression rate") == 2
+
+
+def test_the_numbers_are_those_of_the_steps():
+    steps = [StepRecord([1, 2, 3], 2, 4, 0.1, 0.2, 0.1), StepRecord([4], 0, 2, 0.1, 0.2, 0.1)]
+    line = summary(Generation([1, 2, 3, 4], steps, "length", prefill_seconds=0.2))
+    assert line.startswith("4 tokens, 4.0 tokens/s, compression rate 2.00, 2 of 6 draft tokens")
