@@ -84,9 +84,9 @@ class Clients:
 def test_texts_are_right_and_memory_does_not_grow_until_a_kill_and_after_it(tmp_path):
     with served(*SERVED, f"hydra.run.dir={tmp_path}") as (address, process):
         clients, memory = Clients(address, seed=0), psutil.Process(process.pid).memory_info
-        asyncio.run(clients.run(1000))  # what it needs at the most
+        asyncio.run(clients.run(500))  # what it needs at the most
         before = memory().rss
-        asyncio.run(clients.run(5000))
+        asyncio.run(clients.run(2000))
         assert memory().rss < 1.05 * before and process.poll() is None
         health = httpx.get(f"{address}/health").json()
         assert health == {"status": "ok", "running": 0, "entering": 0, "waiting": 0}
