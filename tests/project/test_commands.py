@@ -60,7 +60,7 @@ def start(line, folder):
     replaced |= {f"model={name}": "model=tiny" for name in ("vicuna-7b", "vicuna-33b")}
     replaced |= {
         "--nnodes=4": "--nnodes=2",
-        "--rdzv-endpoint=node0:29500": f"--rdzv-endpoint=:{port}",
+        "--rdzv-endpoint=node0:29500": f"--rdzv-endpoint=localhost:{port}",
     }
     words = [replaced.get(word, word) for word in line[1:]]
     script = next(word for word in words if word.endswith(".py"))
