@@ -164,7 +164,7 @@ class Batch:
         self.length_B[row] = len(prompt) + 1
 
     def place(self, row: int, prompt: Tensor, request: Request) -> None:
-        """A request's whole prompt has entered a row.
+        """A request's whole prompt has entered a row, with what it has written before.
 
         Errors: `ConfigError` for sampling of its own under acceptance by rejection.
         """

@@ -138,7 +138,7 @@ class Engine:
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         assert self.stepper is not None
-        lm, text = self.lm, request.prompt
+        lm, text = self.lm, request.text
         begun, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
@@ -167,7 +167,7 @@ class Engine:
         batch.first(row, token)
         kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
-        generation = Generation(prefill_seconds=seconds, reused=reused)
+        generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
         record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
         self.record(batch, row, record, request, generation)
         return generation

@@ -23,6 +23,8 @@ class Request(Ranged):
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
         sampling: this text's own; None is the batch's. The rule of acceptance is always that.
+        written: the first of the new tokens, which another batch has written: they enter with the
+            prompt, and the text goes on from them as it would have there.
 
     Errors: `ConfigError` for a seed that is no signed number of 64 bits.
     """
@@ -33,6 +35,12 @@ class Request(Ranged):
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     sampling: Sampling | None = None
+    written: Sequence[int] = ()
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The tokens that enter: the prompt, and what was written."""
+        return [*self.prompt, *self.written] if self.written else self.prompt
 
     def check_fits(self, limit: str, tokens: int) -> None:
         """Errors: `PromptError` where prompt and new tokens are more than `tokens`, which is what

@@ -188,6 +188,24 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
     assert len(written[0]) == 40 and written[1] == continuations(case)[prompts[-1][0]]
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("count", [1, NEW_TOKENS - 1])
+def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
+    """To its limit, which the tokens that were written count for; so do they for stop strings."""
+    texts = continuations(case)
+    begun = [
+        Request(prompt, NEW_TOKENS, HOT.seed + i, written=text[:count])
+        for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True))
+    ]
+    engine = Engine(case.lm, DRAFTERS[name](case), Letters())
+    done = dict(engine.completions(begun, HOT, batch_size=2))
+    assert [done[i].tokens for i in range(len(begun))] == texts
+    assert {generation.finish for generation in done.values()} == {"length"}
+    stop = Letters().decode(texts[0][count - 1 : count + 1])
+    (stopped,) = dict(engine.completions([replace(begun[0], stop=[stop])], HOT, 1)).values()
+    assert (stopped.tokens, stopped.finish) == (texts[0][: count + 1], "stop")
+
+
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
 def test_a_seed_that_tensors_do_not_hold_is_refused(seed):
     with pytest.raises(ConfigError, match=f"seed={seed} must be .* at most {2**63 - 1}"):
