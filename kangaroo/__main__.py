@@ -24,32 +24,31 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    """Run the command that is named first; the rest is its own."""
-    name, *rest = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        sys.stdout.write(usage())
+def main(script: str = "") -> None:
+    """Run the command that the first words name; the rest is its own.
+
+    Args:
+        script: the first word, where a script such as `convert.py` stands for it.
+    """
+    words = [*script.split(), *sys.argv[1:]]
+    if words[len(script.split()) :][:1] in ([], ["-h"], ["--help"]):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {n:{width}}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
+        sys.stdout.write(f"usage: kangaroo COMMAND [option=value ...]\n\n{''.join(lines)}")
+        sys.stdout.write("\n`kangaroo COMMAND --help` lists a command's options.\n")
         return
-    if name not in {command.split()[0] for command in COMMANDS}:
+    count = 2 if any(command.startswith(f"{words[0]} ") for command in COMMANDS) else 1
+    name = " ".join(words[:count])
+    if name not in COMMANDS:
         last_words = {command.split()[-1]: command for command in COMMANDS}
-        near = get_close_matches(name, last_words, n=1)
+        near = get_close_matches(name.split()[-1], last_words, n=1)
         hint = f"Did you mean '{last_words[near[0]]}'? " if near else ""
         raise SystemExit(f"there is no command '{name}'. {hint}`kangaroo --help` lists them all.")
     from kangaroo import cli  # here, since it takes seconds
 
-    sys.argv = [f"kangaroo {name}", *rest]  # what Hydra reads, and what results say they came from
-    vars(cli)[name]()
-
-
-def usage() -> str:
-    """The commands, one a line."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}\n" for name, what in COMMANDS.items()]
-    return (
-        "usage: kangaroo COMMAND [option=value ...]\n\n"
-        + "".join(lines)
-        + "\n`kangaroo COMMAND --help` lists a command's options.\n"
-    )
+    program = f"{sys.argv[0]} {words[1]}" if script else f"kangaroo {name}"
+    sys.argv = [program, *words[count:]]  # what Hydra reads, and what results say they came from
+    getattr(cli, name.replace(" ", "_"))()
 
 
 if __name__ == "__main__":

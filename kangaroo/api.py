@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +24,7 @@ from kangaroo.models.prompts import Message, content_text, plain_text, prompt_id
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.utils.folders import of_project
-from kangaroo.utils.settings import build, typed
+from kangaroo.utils.ranges import Count, Ranged
 
 CONFIGS = of_project("configs")  # models, drafters and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
@@ -30,6 +32,7 @@ WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 # What the user says, or a conversation that ends with the user: a message or a list of messages,
 # whose content is text or a list of text parts, as OpenAI's API has it.
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Settings = TypeVar("Settings")
 
 
 def load(
@@ -44,19 +47,18 @@ def load(
     Args:
         model: a name of `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
             where number format or device matter.
-        adapter: folder or hub id of a Kangaroo adapter, or of what another drafter needs; None
-            takes the model's own, `adapters/NAME` of the working folder or as shipped, or else the
-            one that training saved.
+        adapter: folder or hub id of what the drafter needs; None takes the model's own,
+            `adapters/NAME` of the working folder or as shipped, or what training saved.
         drafter: the method, by its name in `configs/drafter` with the settings that it has on the
-            command line, or its config, beside which there is neither `adapter` nor `settings`:
-            `DraftModelConfig(model=...)` for another draft model, since `model` is the target here.
+            command line, or its config, beside which there is neither `adapter` nor `settings`.
         chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
     Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.loading.load`.
     """
-    model = typed("model", model, str | os.PathLike | ModelConfig)
+    if not isinstance(model, str | os.PathLike | ModelConfig):
+        raise ConfigError(f"model={model!r} must be a name, a folder, a hub id or a ModelConfig.")
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
@@ -71,20 +73,15 @@ def load(
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """What a name of `configs/drafter` stands for, as on the command line.
-
-    Args:
-        drafter: the name, or a config, to which nothing is set.
-        model: the target's name.
-        settings: fields of the drafter's config; those of a cascade that are drafters, by name.
+    """What a name of `configs/drafter` stands for, as on the command line; a config stands for
+    itself. `model` is the target's name, and drafters of a cascade are settings by name, too.
 
     Errors: `ConfigError` for a name or a setting that is not known.
     """
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(
-                f"{', '.join(settings)} given beside drafter=; set it in the drafter's config "
-                "instead."
+                f"{', '.join(settings)} given beside drafter=; set it in that config."
             )
         return drafter
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
@@ -109,6 +106,28 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     return build(kind, values)
 
 
+def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
+    """The dataclass with these fields, numbers of numpy as those of Python.
+
+    Errors: `ConfigError` for a field that it has not, or a value of another type.
+    """
+    hints, values = get_type_hints(kind), {}
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name, value in settings.items():
+        if name not in names:
+            raise ConfigError(
+                f"there is no setting '{name}'; {kind.__name__} has {', '.join(names)}."
+            )
+        hint = hints[name]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [get_origin(part) or part for part in parts]
+        # a `Ranged` dataclass looks at its numbers itself
+        if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")
+        values[name] = value.item() if isinstance(value, np.generic) else value
+    return kind(**values)
+
+
 def hardware_here() -> str:
     """The section of `configs/groups/hardware.yaml` that drafters take if none is asked for."""
     return "gpu" if torch.cuda.is_available() else "cpu"
@@ -120,12 +139,16 @@ def _written(file: str) -> dict[str, Any]:
 
 
 @dataclass
-class Model:
-    """A target and its drafter: text in, text out.
+class Limits(Ranged):
+    """How long an answer may become, and how many are decoded at a time."""
 
-    Args:
-        engine: decodes tokens; it does one batch or one stream at a time.
-    """
+    max_new_tokens: Count | None
+    batch_size: Count | None = None
+
+
+@dataclass
+class Model:
+    """A target and its drafter: text in, text out, one batch or stream at a time."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -142,25 +165,24 @@ class Model:
 
         Args:
             prompts: what the user says, or a conversation; or a list of such prompts.
-            max_new_tokens: tokens of an answer, at most; None is as many as the model's context has
-                room for, and so much memory is taken then.
+            max_new_tokens: of an answer, at most; None is as many as the context has room for,
+                and so much memory is taken then.
             batch_size: prompts decoded at a time; by default all at once.
             stop: a string, or several, that ends an answer, which keeps it.
-            sampling: fields of `Sampling`: `temperature` (0, greedy, if not given), `top_p`,
-                `top_k`, `seed`. Prompts of a list get `seed`, `seed + 1`, ...; None is a random
-                one.
+            sampling: fields of `Sampling`. Prompts of a list get `seed`, `seed + 1`, ...; None is a
+                random one.
 
         Errors: `PromptError` for a prompt that is empty, no text or conversation, or too long;
         `ConfigError` for a setting that is not known or cannot be.
         """
         batch, single = _listed(prompts)
         settings, stops = _sampling(sampling), _stops(stop)
-        batch_size = typed("batch_size", batch_size, int | None)
+        limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
         requests = [
-            self._request(prompt, max_new_tokens, stops, settings.seed + i)
+            self._request(prompt, limits, stops, settings.seed + i)
             for i, prompt in enumerate(batch)
         ]
-        rows = max(len(requests), 1) if batch_size is None else batch_size
+        rows = limits.batch_size or max(len(requests), 1)
         done = dict(self.engine.completions(requests, settings, rows))
         texts = [plain_text(self.tokenizer, done[i].tokens) for i in range(len(requests))]
         return texts[0] if single else texts
@@ -173,19 +195,15 @@ class Model:
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `generate`, in pieces of whole characters as they are written."""
-        settings = _sampling(sampling)
-        request = self._request(prompt, max_new_tokens, _stops(stop), settings.seed)
+        settings, limits = _sampling(sampling), build(Limits, {"max_new_tokens": max_new_tokens})
+        request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(iter(tokens), self.tokenizer))
 
-    def _request(
-        self, prompt: Prompt, max_new_tokens: int | None, stop: list[str], seed: int
-    ) -> Request:
-        limit = typed("max_new_tokens", max_new_tokens, int | None)
+    def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
         ids = prompt_ids(self.tokenizer, _conversation(prompt))
-        if limit is None:
-            limit = max(1, self.engine.lm.context - len(ids))
-        return Request(ids, limit, seed, stop)
+        room = max(1, self.engine.lm.context - len(ids))
+        return Request(ids, limits.max_new_tokens or room, seed, stop)
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
@@ -205,19 +223,17 @@ def _conversation(prompt: Any) -> list[Message]:
         raise PromptError(f"{prompt!r} is no prompt; pass a string or a list of messages.")
     messages = []
     for message in [prompt] if isinstance(prompt, Mapping) else prompt:
-        is_message = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-        if not (is_message and isinstance(message["role"], str)):
-            raise PromptError(
-                f"{message!r} is no message of a conversation; write "
-                "{'role': 'user', 'content': '...'}."
-            )
-        try:
-            text = content_text(message["content"])
-        except ValueError as error:
-            raise PromptError(
-                f"a message of '{message['role']}' is no text: its content {error}."
-            ) from error
-        messages.append(cast(Message, {**message, "content": text}))
+        match message:
+            case {"role": str(role), "content": content}:
+                try:
+                    text = content_text(content)
+                except ValueError as error:
+                    problem = f"a message of '{role}' is no text: its content {error}."
+                    raise PromptError(problem) from error
+                messages.append(cast(Message, {**message, "content": text}))
+            case _:
+                form = "{'role': 'user', 'content': '...'}"
+                raise PromptError(f"{message!r} is no message of a conversation; write {form}.")
     return messages
 
 

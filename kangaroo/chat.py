@@ -23,17 +23,11 @@ from kangaroo.utils.ranges import Count, Ranged
 
 @dataclass
 class ChatConfig(Ranged):
-    """How the chat answers.
+    """How the chat answers."""
 
-    Args:
-        max_new_tokens: limit of one answer.
-        color: show accepted draft tokens in colour.
-        system: a system prompt; None leaves it to the chat template.
-    """
-
-    max_new_tokens: Count = 512
-    color: bool = True
-    system: str | None = None
+    max_new_tokens: Count = 512  # of one answer
+    color: bool = True  # show accepted draft tokens in colour
+    system: str | None = None  # a system prompt; None leaves it to the chat template
 
 
 def questions(console: Console) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Import, export, push or pull an adapter: python scripts/convert.py export to=vllm model=..."""
 
-from kangaroo.cli import convert
+from kangaroo.__main__ import main
 
 if __name__ == "__main__":
-    convert()
+    main("convert")

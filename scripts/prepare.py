@@ -1,6 +1,6 @@
 """Make what drafters need, or split questions: python scripts/prepare.py datastore model=..."""
 
-from kangaroo.cli import prepare
+from kangaroo.__main__ import main
 
 if __name__ == "__main__":
-    prepare()
+    main("prepare")

@@ -8,8 +8,7 @@ from pathlib import Path
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import ExportCommand, ImportCommand, Layout
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.heads import adapter_files, official
-from kangaroo.heads import export as exporting
+from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
 from kangaroo.hub.transfer import PullConfig, PushConfig
@@ -21,8 +20,8 @@ from kangaroo.utils.provenance import provenance
 log = logging.getLogger(__name__)
 
 
-@command("convert_import")
-def import_adapter(config: ImportCommand) -> None:
+@command()
+def convert_import(config: ImportCommand) -> None:
     """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
     lm, folder = meta_model(config.model), Path(config.output)
     if (folder / adapter_files.WEIGHTS).exists():
@@ -36,19 +35,19 @@ def import_adapter(config: ImportCommand) -> None:
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
-@command("convert_export")
-def export(config: ExportCommand) -> None:
+@command()
+def convert_export(config: ExportCommand) -> None:
     """Write an adapter for other software; only a draft model needs the target's weights."""
     source, output = config.source, Path(config.output)
     if config.to is Layout.draft_model:
-        exporting.save(source, config.model, output)
+        export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         target = options_of(config.model.path, config.model.name)
         use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
         threshold = KangarooConfig().threshold
-        exporting.write_for_vllm(source, meta_model(config.model), output, threshold)
+        export.write_for_vllm(source, meta_model(config.model), output, threshold)
         log.info("%s is for the plugin kangaroo-vllm", output)
     else:
         adapter = official.write(source, meta_model(config.model), output)
@@ -56,8 +55,8 @@ def export(config: ExportCommand) -> None:
         log.info("%s is for the authors' code: %s", output, options)
 
 
-@command("convert_push")
-def push(config: PushConfig) -> None:
+@command()
+def convert_push(config: PushConfig) -> None:
     """Upload an adapter, or show what would be."""
     address = transfer.push(config)
     if address is None:
@@ -67,8 +66,8 @@ def push(config: PushConfig) -> None:
         log.info("uploaded: %s", address)
 
 
-@command("convert_pull")
-def pull(config: PullConfig) -> None:
+@command()
+def convert_pull(config: PullConfig) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     adapter, folder = transfer.pull(config), config.output
     log.info("%s: exit layer %d of %s", folder, adapter.exit_layer, adapter.target)

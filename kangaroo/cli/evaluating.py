@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
-from kangaroo.cli.command import command, in_group, joined, plain, sweep_folder, varied
+from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
 from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
@@ -21,7 +20,6 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.evaluation import comparison, report, run
 from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
-from kangaroo.evaluation.plots import groups
 from kangaroo.evaluation.race import race
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
@@ -31,8 +29,8 @@ from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, made_by, provenance
-from kangaroo.utils.ranks import check_alone
-from kangaroo.utils.tracking import NoTrackerConfig, Row, Tracker, finished
+from kangaroo.utils.ranks import check_alone, join
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -40,7 +38,7 @@ RESULTS = (".json", ".jsonl", ".md", ".png")
 log = logging.getLogger(__name__)
 
 
-@command("evaluate", shared=True, goes_on=True)
+@command(shared=True, goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
     """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
     one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns
@@ -56,12 +54,15 @@ def evaluate(config: EvaluateCommand) -> float | None:
         else:
             _compare_adapters(config)
         return None
-    sweep = sweep_folder()
-    if sweep is not None:
-        _check(config, sweep)
+    sweep, output = sweep_folder(), Path(config.output)
+    if sweep is not None and sweep.resolve() not in output.resolve().parents:
+        raise ConfigError(
+            f"output={output} lies outside the sweep's folder '{sweep}', where its methods are "
+            "compared. Leave it out, or pass hydra.sweep.dir= instead."
+        )
     in_group(config.logger, config.model.name)
     drafters = _drafters(config)
-    with joined() as ranks:
+    with join() as ranks:
         # an adapter that is not there is named before gigabytes of target are fetched
         settings = {name: drafter.settings() for name, drafter in drafters.items()}
         lm, tokenizer = load_target(config.model)
@@ -82,9 +83,11 @@ def evaluate(config: EvaluateCommand) -> float | None:
             lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks
         )
         if ranks.is_first and not config.resume:
-            tracking.forget(Path(config.output))
-        about = _tracked(config, methods[0])
-        with finished(logger.start(about, Path(config.output))) as tracker:
+            tracking.forget(output)
+        about = plain(config) | {"provenance": provenance()}
+        if isinstance(first_drafter := methods[0].drafter, EarlyExit):
+            about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
+        with logger.start(about, output) as tracker:
             try:
                 results = evaluator.finish(
                     log=lambda numbers: tracker.log(numbers, _answered(numbers))
@@ -96,7 +99,7 @@ def evaluate(config: EvaluateCommand) -> float | None:
                 # whatever became of this one; a text that is not vanilla's has to show there
                 several = sweep is not None or len(drafters) > 1 or config.noise_floor
                 if ranks.is_first and (several or config.study is not None):
-                    _compare(config, sweep or Path(config.output))
+                    _compare(config, sweep or output)
             if ranks.is_first:
                 _track(results, config, tracker)
         overall = results[0]["overall"]
@@ -149,29 +152,6 @@ def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
     return drafters | {k: more for k, more in config.more.items() if not isinstance(more, dict)}
 
 
-def _race(
-    config: EvaluateCommand,
-    methods: list[MethodSpec],
-    lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Show the first turn of the first question by vanilla decoding and all methods."""
-    questions, limit = questions_of(config)
-    drafters = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-    sampling = replace(config.sampling, seed=config.seed)
-    race(lm, tokenizer, drafters, questions[0].turns[0], limit, sampling, Console())
-
-
-def _tracked(config: EvaluateCommand, first: MethodSpec) -> dict[str, Any]:
-    """What a tracker gets of a run before it begins. An adapter knows its exit layer, which is an
-    axis of a sweep's plots.
-    """
-    about = plain(config) | {"provenance": provenance()}
-    if isinstance(first.drafter, EarlyExit):
-        about["drafter.exit_layer"] = first.drafter.exit_layer
-    return about
-
-
 def _answered(numbers: dict[str, float]) -> int:
     """How many questions metrics are of, which is also a run's step; of several methods the
     names of metrics begin with theirs.
@@ -179,33 +159,25 @@ def _answered(numbers: dict[str, float]) -> int:
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
 
 
+def _race(
+    config: EvaluateCommand, methods: list[MethodSpec], lm: TargetModel, tokenizer: Any
+) -> None:
+    """Show the first turn of the first question by vanilla decoding and all methods."""
+    (first, *_), limit = questions_of(config)
+    racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
+    sampling = replace(config.sampling, seed=config.seed)
+    race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
+
+
 def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:
     """Hand a finished run's results to the tracker."""
-
-    def rows(heading: str, groups: dict[str, dict[str, Any]]) -> list[Row]:
-        return [{heading: name, **scalars(metrics)} for name, metrics in groups.items()]
-
-    overall = {result["drafter"]: result["overall"] for result in results}
-    if len(results) == 1:
-        numbers = scalars(results[0]["overall"])
-        tables = {"tasks": rows("task", dict(groups(results[0])))}
-    else:
-        numbers, tables = scalars(flat(overall)), {"methods": rows("method", overall)}
-    folder = Path(config.output)
-    tracker.result(numbers, tables, {file.stem: file for file in sorted(folder.glob("*.png"))})
+    overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
+    numbers = scalars(results[0]["overall"] if len(results) == 1 else flat(overall))
+    tracker.result(numbers, sorted(folder.glob("*.png")))
     kept = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
     files = [file for file in kept if "wandb" not in file.relative_to(folder).parts]
     name = "-".join((config.model.name, *overall, config.bench.name))
     tracker.save(folder, files, name, "evaluation", numbers)
-
-
-def _check(config: EvaluateCommand, sweep: Path) -> None:
-    """The jobs of a sweep lie in its folder."""
-    if sweep.resolve() not in Path(config.output).resolve().parents:
-        raise ConfigError(
-            f"output={config.output} lies outside the sweep's folder '{sweep}', where its "
-            "methods are compared. Leave it out, or pass hydra.sweep.dir= instead."
-        )
 
 
 def _compare(config: EvaluateCommand, folder: Path) -> None:

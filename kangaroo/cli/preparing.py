@@ -9,17 +9,11 @@ from pathlib import Path
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command
-from kangaroo.cli.schema import (
-    CalibrateCommand,
-    DatastoreCommand,
-    LayersCommand,
-    SplitCommand,
-)
+from kangaroo.cli.schema import CalibrateCommand, DatastoreCommand, LayersCommand, SplitCommand
 from kangaroo.data import splitting, store
 from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source
-from kangaroo.drafters import acceptance, calibration, layer_search
-from kangaroo.drafters import datastore as datastores
+from kangaroo.drafters import acceptance, calibration, datastore, layer_search
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import options_of
@@ -30,16 +24,16 @@ from kangaroo.utils.provenance import provenance
 log = logging.getLogger(__name__)
 
 
-@command("prepare_datastore")
-def datastore(config: DatastoreCommand) -> None:
+@command()
+def prepare_datastore(config: DatastoreCommand) -> None:
     """Make a finished dataset and text files searchable."""
-    datastores.check_installed()  # told before hours of writing data
+    datastore.check_installed()  # told before hours of writing data
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
     texts, origin = store.documents(config.data and config.data.path, config.texts, tokenizer)
-    built = datastores.index(texts, lm.config.vocab_size)
-    folder = datastores.save(built, lm, Path(config.output), origin | provenance())
+    built = datastore.index(texts, lm.config.vocab_size)
+    folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
     target = options_of(lm.name, config.model.name)
@@ -47,21 +41,19 @@ def datastore(config: DatastoreCommand) -> None:
     log.info("use them: %s", use)
 
 
-@command("prepare_layers", keeps=True)
-def layers(config: LayersCommand) -> None:
+@command()
+def prepare_layers(config: LayersCommand) -> None:
     """Search a subset of layers on the data's end, and write it."""
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
     samples, _ = store.load(Path(config.data.path))
     subset = layer_search.search(lm, samples, config.search, Path(config.output))
-    agreement = subset.search["agreement"]
-    log.info(
-        "skipping %s agrees in %.1f%%; it is in %s", subset.skip, 100 * agreement, config.output
-    )
+    agreement = 100 * subset.search["agreement"]
+    log.info("skipping %s agrees in %.1f%%; it is in %s", subset.skip, agreement, config.output)
 
 
-@command("prepare_calibrate")
-def calibrate(config: CalibrateCommand) -> None:
+@command()
+def prepare_calibrate(config: CalibrateCommand) -> None:
     """Count on the data's held-out part, and write the result beside the adapter."""
     drafter = config.drafter
     if not isinstance(drafter, HybridConfig):
@@ -83,8 +75,8 @@ def calibrate(config: CalibrateCommand) -> None:
     log.info("%d rounds in %d conversations: %s", tally.rounds, len(held_out), file)
 
 
-@command("prepare_split")
-def split(config: SplitCommand) -> None:
+@command()
+def prepare_split(config: SplitCommand) -> None:
     """Split questions into some to learn from and some to measure on."""
     unreadable = Counter[str]() if config.skip_bad else None
     parts = splitting.split(Source(config.source), config.held, config.seed, unreadable)

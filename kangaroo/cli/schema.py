@@ -6,11 +6,10 @@ type is refused before anything is loaded.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -41,12 +40,6 @@ from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
 
 CONFIGS = str(of_project("configs"))
-WITH_ACTIONS = ("convert", "prepare")  # commands whose first word says which section is theirs
-# What options were once called, by the config that has them.
-RENAMED = {
-    "serve": {"rows": "max_batch_size", "longest": "max_model_len", "most_waiting": "max_queue"},
-    "speed": {"speed.new_tokens": "speed.max_new_tokens"},
-}
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
 Sizes = dict[str, dict[str, Any]]
 # Of which families there is a draft model (drafter=draft_model).
@@ -155,51 +148,31 @@ class CalibrateCommand(DraftingCommand):
 
 @dataclass
 class SplitCommand(Ranged):
-    """`scripts/prepare.py split`: questions to learn from, and others to measure on.
+    """`scripts/prepare.py split`: questions to learn from, and others to measure on."""
 
-    Args:
-        source: questions, in any form that data.source= takes.
-        output: the folder of the two files.
-        held: questions to hold out of each task.
-        seed: of the choice and of the order.
-        skip_bad: leave out what cannot be read.
-    """
-
-    source: str = MISSING
+    source: str = MISSING  # in any form that data.source= takes
     output: str = MISSING
-    held: Count = 64
-    seed: Seed = 0
-    skip_bad: bool = False
+    held: Count = 64  # questions to hold out of each task
+    seed: Seed = 0  # of the choice and of the order
+    skip_bad: bool = False  # leave out what cannot be read
 
 
 @dataclass
 class ImportCommand(Ranged):
-    """`scripts/convert.py import`: a checkpoint of the authors' code becomes an adapter.
-
-    Args:
-        source: its folder, or hub id.
-        exit_layer: how many of the target's layers lie below it; it does not say itself. None is
-            known for the released ones.
-        output: the adapter's folder.
-    """
+    """`scripts/convert.py import`: a checkpoint of the authors' code becomes an adapter."""
 
     model: ModelConfig = MISSING
-    source: str = MISSING
-    exit_layer: Count | None = None
+    source: str = MISSING  # its folder, or hub id
+    exit_layer: Count | None = None  # how many layers lie below it; that of released ones is known
     output: str = MISSING
 
 
 class Layout(Enum):
-    """What `scripts/convert.py export` makes of an adapter.
+    """What `scripts/convert.py export` makes of an adapter."""
 
-    `draft_model`: a checkpoint with the target's first layers, for vLLM, SGLang, transformers.
-    `vllm`: the adapter alone, for the plugin kangaroo-vllm.
-    `official`: a checkpoint for the authors' code.
-    """
-
-    draft_model = "draft_model"
-    vllm = "vllm"
-    official = "official"
+    draft_model = "draft_model"  # the target's first layers too, for vLLM, SGLang, transformers
+    vllm = "vllm"  # the adapter alone, for the plugin kangaroo-vllm
+    official = "official"  # a checkpoint for the authors' code
 
     def __str__(self) -> str:
         return self.value  # in the name of the output folder
@@ -207,27 +180,17 @@ class Layout(Enum):
 
 @dataclass
 class ExportCommand:
-    """`scripts/convert.py export`: an adapter for other software.
-
-    Args:
-        to: what it becomes.
-        source: the adapter's folder, or hub id. (`adapter=` is the group of train.py.)
-        output: the folder of what it becomes, which must not be there yet.
-    """
+    """`scripts/convert.py export`: an adapter for other software."""
 
     model: ModelConfig = MISSING
     to: Layout = Layout.draft_model
-    source: str = MISSING
+    source: str = MISSING  # folder or hub id (`adapter=` is the group of train.py)
     output: str = MISSING
 
 
-def draft_model_of(model: str, option: str) -> str | None:
-    """A model's draft model as an option of drafter=draft_model: `model`, or where there is no
-    smaller one with its tokens `adapter`, which makes one of its own first layers.
-    """
-    small = next((name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None)
-    adapter = None if small else f"adapters/{model}"
-    return {"model": small, "adapter": adapter}[option]
+def draft_model_of(model: str) -> str | None:
+    """The smaller model with its tokens that drafts for a model, or None."""
+    return next((name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None)
 
 
 # Choices that have no file: those of a group by name, each a type with its defaults.
@@ -248,10 +211,9 @@ CHOICES: dict[str, dict[str, Any]] = {
 def register() -> None:
     """Tell Hydra the types of all groups, and the choices that are sections of a file."""
     store = ConfigStore.instance().store
+    drafters = classes("kangaroo.drafters", DrafterConfig)
     choices = CHOICES | {
-        "drafter": {
-            f"{k}_schema": v for k, v in classes("kangaroo.drafters", DrafterConfig).items()
-        },
+        "drafter": {f"{name}_schema": kind for name, kind in drafters.items()},
         "adapter/architecture": dict(classes("kangaroo.heads", HeadConfig)),
     }
     for group, types in choices.items():
@@ -261,7 +223,7 @@ def register() -> None:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     OmegaConf.register_new_resolver("overrides", named_by, replace=True)
     OmegaConf.register_new_resolver("if", lambda x, a, b: b if x is None else a, replace=True)
-    for command in WITH_ACTIONS:
+    for command in ("convert", "prepare"):  # whose second word says which section is theirs
         for action, config in sections(f"{command}.yaml").items():
             store(name=f"{command}_{action}", node=config)
     for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
@@ -275,12 +237,7 @@ def register() -> None:
 
 def sections(file: str) -> dict[str, dict[str, Any]]:
     """The configs of a file in `configs`, one a section, by name."""
-    content = OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file)))
-    assert isinstance(content, dict)
-    return {str(name): section for name, section in content.items()}
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file))))
 
 
-def register_command(kind: type) -> None:
-    """Tell Hydra a command's type: `TrainCommand` is train_schema."""
-    name = re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower().rpartition("_")[0]
-    ConfigStore.instance().store(name=f"{name}_schema", node=kind)
+register()

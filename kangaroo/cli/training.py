@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from kangaroo.api import load_target
-from kangaroo.cli.command import command, in_group, joined, plain
+from kangaroo.cli.command import command, in_group, plain
 from kangaroo.cli.schema import TrainCommand
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
@@ -19,8 +19,8 @@ from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.loop import Trainer, resolve_options
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
-from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker, finished
+from kangaroo.utils.ranks import Ranks, join
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ SLOW_BFLOAT16 = (
 )
 
 
-@command("train", shared=True, goes_on=True)
+@command(shared=True, goes_on=True)
 def train(config: TrainCommand) -> float | None:
     """Say what a training takes; let the target write its data, train adapters on it, and save
     them. Returns the best held-out compression rate.
     """
     in_group(config.logger, config.model.name)
-    with joined() as ranks:
+    with join() as ranks:
         backend.check(config.trainer, ranks)
         check_format(config.model)
         devices = say_what_it_takes(config, ranks)
@@ -55,15 +55,19 @@ def train(config: TrainCommand) -> float | None:
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
-        with finished(logger.start(plain(config) | origin, output)) as tracker:
+        with logger.start(plain(config) | origin, output) as tracker:
             folders = trainer.train(tracker)
-            return _report(folders, config.model, tracker) if ranks.is_first else None
+            if not ranks.is_first:
+                return None
+            best = max((_report(folder, config.model, tracker) for folder in folders), key=_rate)
+            tracker.result(best, [folders[0].parent / curves.PLOT])
+            return _rate(best)
 
 
-@command("make_data", shared=True, keeps=True)
+@command(shared=True)
 def make_data(config: TrainCommand) -> None:
     """The first part of training alone: let the target write its data."""
-    with joined() as ranks:
+    with join() as ranks:
         say_what_it_takes(config, ranks, holds_out=False)
         if not config.estimate:
             _target_with_data(config, ranks)
@@ -112,27 +116,22 @@ def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     return lm
 
 
-def _report(folders: list[Path], model: ModelConfig, tracker: Tracker) -> float:
-    """Hand what was trained to the tracker, and say how to measure it. Returns the best held-out
-    compression rate.
-    """
-    rows: list[dict[str, str | float]] = []
-    for folder in folders:
-        saved = adapter_files.read_config(str(folder))
-        described = asdict(saved)
-        # W&B takes a hundred keys; the file among the artifact's has the whole provenance
-        progress = described.pop("training")["progress"]
-        files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
-        tracker.save(folder, files, name, "adapter", described | progress)
-        facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
-        decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
-        rows.append({"adapter": folder.name} | facts | progress["held_out"] | decoded)
-        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        target, drafter = options_of(model.path, model.name), saved.architecture.drafter
-        use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
-        log.info("saved %s; measure it: %s", shown, use)
-    best = max(rows, key=lambda row: float(row["compression_rate"]))
-    plots = {"curves": folders[0].parent / curves.PLOT}
-    numbers = {name: value for name, value in best.items() if not isinstance(value, str)}
-    tracker.result(numbers, {"adapters": rows}, plots)
-    return float(best["compression_rate"])
+def _rate(numbers: dict[str, float]) -> float:
+    return numbers["compression_rate"]
+
+
+def _report(folder: Path, model: ModelConfig, tracker: Tracker) -> dict[str, float]:
+    """Hand a trained adapter to the tracker, and say how to measure it. Returns its numbers."""
+    saved = adapter_files.read_config(str(folder))
+    described = asdict(saved)
+    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
+    progress = described.pop("training")["progress"]
+    files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
+    tracker.save(folder, files, name, "adapter", described | progress)
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    target, drafter = options_of(model.path, model.name), saved.architecture.drafter
+    use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
+    log.info("saved %s; measure it: %s", shown, use)
+    decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
+    facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
+    return facts | progress["held_out"] | decoded

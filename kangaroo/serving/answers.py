@@ -20,16 +20,13 @@ from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Scheduler
 
-REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # as OpenAI calls them
-
 
 @dataclass
 class Piece:
     """Text of a choice that can be shown.
 
     Args:
-        drafted: how many of its characters came with tokens that were drafted and accepted; they
-            are its first ones.
+        drafted: how many of its characters, its first ones, came with accepted draft tokens.
         finish: as OpenAI calls it, or how the job ended otherwise; empty where it goes on.
     """
 
@@ -58,7 +55,7 @@ class AnswerChoice:
             if i < event.accepted:
                 drafted += text
         if event.finish:
-            self.finish = REASONS.get(event.finish, event.finish)
+            self.finish = "stop" if event.finish == "eos" else event.finish  # as OpenAI calls it
             shown += self.until.push(self.pieces.end()) + self.until.end()
         self.text += shown
         return Piece(self.index, shown, len(drafted), self.finish)
@@ -127,10 +124,12 @@ class Form:
         kind = "chatcmpl" if self.is_chat else "cmpl"
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
 
-    def _object(self, chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(
+        self, chat: str, choices: list[dict[str, Any]], usage: Usage | None
+    ) -> dict[str, Any]:
         kind = chat if self.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": choices}
+        return head | {"choices": choices} | ({"usage": usage.as_json()} if usage else {})
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """All choices."""
@@ -140,24 +139,19 @@ class Form:
             text = {"message": message} if self.is_chat else {"text": choice.text}
             head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
             choices.append(head | text)
-        return self._object("chat.completion", choices) | {"usage": answer.usage.as_json()}
+        return self._object("chat.completion", choices, answer.usage)
 
     def part(self, piece: Piece, first: bool, usage: Usage | None) -> dict[str, Any]:
         """What a step adds to a stream; with the counts so far, if they are wanted."""
         delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         text = {"delta": delta} if self.is_chat else {"text": piece.text}
-        choice = {
-            "index": piece.choice,
-            "logprobs": None,
-            "finish_reason": piece.finish or None,
-            "drafted": piece.drafted,
-        }
-        counts = {"usage": usage.as_json()} if usage else {}
-        return self._object("chat.completion.chunk", [choice | text]) | counts
+        head = {"index": piece.choice, "logprobs": None, "drafted": piece.drafted}
+        choice = head | {"finish_reason": piece.finish or None} | text
+        return self._object("chat.completion.chunk", [choice], usage)
 
     def last(self, usage: Usage) -> dict[str, Any]:
         """What a stream ends with where its counts are wanted."""
-        return self._object("chat.completion.chunk", []) | {"usage": usage.as_json()}
+        return self._object("chat.completion.chunk", [], usage)
 
 
 def event(content: dict[str, Any]) -> str:
@@ -166,11 +160,7 @@ def event(content: dict[str, Any]) -> str:
 
 
 def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """An error as OpenAI's clients read it.
-
-    Args:
-        code: as OpenAI calls it; None is the status.
-    """
+    """An error as OpenAI's clients read it; without a code of theirs it has the status."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )

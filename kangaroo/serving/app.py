@@ -8,10 +8,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -31,15 +29,10 @@ from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Clo
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.utils.errors import ConfigError, KangarooError, PromptError
+from kangaroo.utils.errors import KangarooError
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
-STATUS: dict[type[KangarooError], int] = {
-    Busy: 429,
-    Closing: 503,
-    PromptError: 400,
-    ConfigError: 400,  # there is no chat template
-}
+STATUS: dict[type[Exception], int] = {Busy: 429, Closing: 503}  # other errors of ours are 400
 FAULTS = {  # how a job ends without its text
     FAILED: (500, "decoding has failed for this request; see the server's log."),
     STOPPED: (503, "decoding has failed; see the server's log."),
@@ -51,9 +44,9 @@ ROLES = {"developer": "system"}
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def explained(status: int, request: Request, error: Exception) -> Response:
+async def explained(request: Request, error: Exception) -> Response:
     """Of an error that says what is wrong."""
-    return problem(status, str(error))
+    return problem(STATUS.get(type(error), 400), str(error))
 
 
 async def invalid(request: Request, error: Exception) -> Response:
@@ -91,11 +84,7 @@ async def page() -> str:
 
 @dataclass
 class Server:
-    """The routes, and what they share.
-
-    Args:
-        model, drafter: their names.
-    """
+    """The routes, and what they share; `model` and `drafter` are names."""
 
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
@@ -116,15 +105,14 @@ class Server:
 
         app = FastAPI(title="Kangaroo", lifespan=lifespan, docs_url=None, redoc_url=None)
         app.add_middleware(Guard, limits=self.limits, metrics=self.metrics)
-        for error, status in STATUS.items():
-            app.add_exception_handler(error, partial(explained, status))
+        app.add_exception_handler(KangarooError, explained)
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, unrouted)
         app.add_exception_handler(Exception, self.failed)
         app.post("/v1/completions", response_model=None)(self.completions)
         app.post("/v1/chat/completions", response_model=None)(self.chat)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}", response_model=None)(self.one_model)
+        app.get("/v1/models", response_model=None)(self.models)
+        app.get("/v1/models/{name:path}", response_model=None)(self.models)
         app.get("/health")(self.health)
         app.get("/metrics", name="metrics")(self.show_metrics)
         app.get("/", response_class=HTMLResponse)(page)
@@ -134,7 +122,7 @@ class Server:
         """Whether requests are decoded."""
         if not self.scheduler.alive:
             return problem(503, self.scheduler.failure or "the server is shutting down.")
-        return JSONResponse({"status": "ok"} | asdict(self.scheduler.load))
+        return JSONResponse({"status": "ok", **self.scheduler.load})
 
     async def show_metrics(self) -> Response:
         """For Prometheus."""
@@ -145,17 +133,13 @@ class Server:
         self.metrics.requests.labels("500").inc()
         return problem(500, f"the server has failed ({type(error).__name__}); see its log.")
 
-    async def models(self) -> dict[str, Any]:
-        """The one model, in a list."""
-        return {"object": "list", "data": [self._model()]}
-
-    async def one_model(self, name: str) -> Response:
-        """The model, if that is its name."""
-        return JSONResponse(self._model()) if name == self.model else self._no_model(name)
-
-    def _model(self) -> dict[str, Any]:
-        kind = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
-        return kind | {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
+    async def models(self, name: str | None = None) -> Response:
+        """The one model by its name, or in a list."""
+        model = {"id": self.model, "object": "model", "created": self.begun, "owned_by": "kangaroo"}
+        model |= {"drafter": self.drafter, "max_model_len": self.scheduler.max_model_len}
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(model) if name == self.model else self._no_model(name)
 
     def _no_model(self, name: str) -> Response:
         message = f"there is no model '{name}'; this is '{self.model}'."
@@ -165,7 +149,7 @@ class Server:
         """Text that goes on from a prompt."""
         prompt = body.prompt
         if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self._encoded, prompt)
+            prompt = (await asyncio.to_thread(self.tokenizer, prompt)).input_ids
         return await self._answer(body, prompt, body.max_tokens, request)
 
     async def chat(self, body: Chat, request: Request) -> Response:
@@ -174,9 +158,6 @@ class Server:
         prompt = await asyncio.to_thread(prompt_ids, self.tokenizer, turns)
         limit = body.max_completion_tokens or body.max_tokens
         return await self._answer(body, prompt, limit, request)
-
-    def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer(text).input_ids
 
     async def _answer(
         self, body: Completion | Chat, prompt: list[int], limit: int | None, request: Request

@@ -15,8 +15,8 @@ class ServeConfig(Ranged):
     Args:
         host, port: where; by default this machine alone can reach it.
         allowed_hosts: names by which clients may call it, besides `host`, `localhost` and any
-            address; `*` in one stands for any characters. Were all allowed, a page in a user's
-            browser could let its own name lead here, and read the answers.
+            address; `*` stands for any characters. Were all allowed, a page in a user's browser
+            could let its own name lead here (DNS rebinding), and read the answers.
         max_batch_size: texts that are written at the same time.
         max_model_len: tokens of a text, prompt included; None is the model's context.
         prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as

@@ -83,12 +83,3 @@ class Job:
             return CANCELLED
         late = self.deadline is not None and time.monotonic() > self.deadline
         return TIMEOUT if late else ""
-
-
-@dataclass
-class Load:
-    """How much there is to do: texts that are written, that enter, and that wait."""
-
-    running: int
-    entering: int
-    waiting: int

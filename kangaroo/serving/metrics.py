@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kangaroo.serving.jobs import Event, Load
+from kangaroo.serving.jobs import Event
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -56,13 +56,12 @@ class Metrics:
     """Counts of one server, in a registry that is not the process's."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "kangaroo_requests", "Answers by status.", ["status"], registry=registry
-        )
-        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], registry=registry)
-        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], registry=registry)
-        timed: dict[str, Any] = {"buckets": SECONDS, "registry": registry}
+        self.registry = CollectorRegistry()
+        here: dict[str, Any] = {"registry": self.registry}
+        timed = here | {"buckets": SECONDS}
+        self.requests = Counter("kangaroo_requests", "Answers by status.", ["status"], **here)
+        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], **here)
+        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], **here)
         self.first = Histogram("kangaroo_first_token_seconds", "Until the first token.", **timed)
         self.step = Histogram("kangaroo_step_seconds", "Between two steps of a text.", **timed)
 
@@ -71,8 +70,8 @@ class Metrics:
         for kind in ("prompt", "cached", "completion", "drafted", "accepted"):
             self.tokens.labels(kind).inc(getattr(usage, kind))
 
-    def show(self, load: Load) -> bytes:
+    def show(self, load: dict[str, int]) -> bytes:
         """All of it as text."""
-        for state, texts in vars(load).items():
+        for state, texts in load.items():
             self.texts.labels(state).set(texts)
         return generate_latest(self.registry)

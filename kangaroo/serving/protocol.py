@@ -34,45 +34,35 @@ def listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-# What OpenAI's clients may send: the value that asks for nothing, beside null.
-NOTHING: dict[str, list[Any]] = {
-    "logprobs": [False],
-    "top_logprobs": [0],
-    "echo": [False],
-    "best_of": [1],
-    "suffix": [""],
-    "presence_penalty": [0],
-    "frequency_penalty": [0],
-    "repetition_penalty": [1],
-    "min_p": [0],
-    "logit_bias": [{}],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "parallel_tool_calls": [True, False],
-    "response_format": [{"type": "text"}],
-    "audio": [],
-    "modalities": [["text"]],
-    "prediction": [],
-    "reasoning_effort": [],
-    "web_search_options": [],
-}
+def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
+    """Of fields that are not served, the values that ask for nothing, beside null."""
+    return {name: values for names, values in groups for name in names.split()}
+
+
+# What OpenAI's clients may send.
+NOTHING = harmless_values(
+    ("logprobs echo", [False]),
+    ("top_logprobs presence_penalty frequency_penalty min_p", [0]),
+    ("best_of repetition_penalty", [1]),
+    ("tools functions", [[]]),
+    ("tool_choice function_call", ["none", "auto"]),
+    ("audio prediction reasoning_effort web_search_options", []),
+    ("suffix", [""]),
+    ("logit_bias", [{}]),
+    ("parallel_tool_calls", [True, False]),
+    ("response_format", [{"type": "text"}]),
+    ("modalities", [["text"]]),
+)
 # What changes no answer.
 IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 
 
 class Strict(BaseModel):
-    """An object of a request: null is as good as left out; what is not served is refused by name.
-
-    Attributes:
-        nothing: fields that are not served, with the values that ask for nothing.
-        ignored: fields that change no answer.
-    """
+    """An object of a request: null is as good as left out."""
 
     model_config = ConfigDict(extra="forbid")
-    nothing: ClassVar[dict[str, list[Any]]] = {}
-    ignored: ClassVar[set[str]] = set()
+    nothing: ClassVar[dict[str, list[Any]]] = {}  # fields not served, and values that are harmless
+    ignored: ClassVar[set[str]] = set()  # fields that change no answer
 
     @model_validator(mode="before")
     @classmethod
@@ -91,12 +81,8 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream tells besides text.
-
-    Args:
-        include_usage: the counts of tokens, in a last part of their own.
-        continuous_usage_stats: and with every part those so far, as vLLM's servers do; clients
-            that measure ask for it.
+    """What a stream tells besides text: the counts of tokens, in a last part of their own; and with
+    every part those so far, as vLLM's servers do, which clients that measure ask for.
     """
 
     include_usage: StrictBool = False
@@ -130,11 +116,7 @@ class TextRequest(Strict):
 
 
 class Completion(TextRequest):
-    """A request for text that goes on from a prompt.
-
-    Args:
-        prompt: text, or token ids.
-    """
+    """A request for text that goes on from a prompt: text, or token ids."""
 
     prompt: Text | Annotated[list[StrictInt], Field(min_length=1)]
 
@@ -149,13 +131,8 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """A turn of a conversation."""
 
-    nothing = {  # of an answer that is sent back
-        "refusal": [],
-        "annotations": [[]],
-        "audio": [],
-        "function_call": [],
-        "tool_calls": [[]],
-    }
+    # of an answer that is sent back
+    nothing = harmless_values(("refusal audio function_call", []), ("annotations tool_calls", [[]]))
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: str | None = None

@@ -26,7 +26,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.serving.jobs import FAILED, STOPPED, Busy, Closing, Event, Job, Load
+from kangaroo.serving.jobs import FAILED, STOPPED, Busy, Closing, Event, Job
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +74,10 @@ class Scheduler:
         return self.thread.is_alive() and not self.failure
 
     @property
-    def load(self) -> Load:
-        """How much there is to do now."""
-        return Load(len(self.running), len(self.entering), len(self.waiting))
+    def load(self) -> dict[str, int]:
+        """How many texts are written, enter, and wait."""
+        queues = {"running": self.running, "entering": self.entering, "waiting": self.waiting}
+        return {state: len(jobs) for state, jobs in queues.items()}
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from transformers import PreTrainedTokenizerBase
@@ -50,8 +49,10 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
-    """Raise `ConfigError` where keys and values of so many texts of such a length do not fit beside
-    the model: they have their place from the start. Log what they take.
+    """Log what keys and values of so many texts of such a length take: they have their place from
+    the start.
+
+    Errors: `ConfigError` where they do not fit beside the model.
     """
     row = lm.cache_like(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
@@ -67,28 +68,9 @@ def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> No
     )
 
 
-def _loaded(
-    model: ModelConfig, drafter: DrafterConfig, config: ServeConfig
-) -> tuple[Engine, PreTrainedTokenizerBase, int]:
-    lm, tokenizer = load_target(model)
-    max_model_len = min(config.max_model_len or lm.context, lm.context)
-    check_memory(lm, config.max_batch_size, max_model_len)
-    engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
-    warm_up(engine, config.max_batch_size, max_model_len)
-    return engine, tokenizer, max_model_len
-
-
-def serve(
-    model: ModelConfig,
-    drafter: DrafterConfig,
-    config: ServeConfig,
-    ready: Callable[[int], object] = lambda port: None,
-) -> None:
-    """Answer requests until the process is told to stop; then finish what runs.
-
-    Args:
-        ready: is told the port once everything is loaded, and on a GPU recorded; who came before
-            that is answered now.
+def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
+    """Answer requests until the process is told to stop; then finish what runs. Who comes before
+    everything is loaded, and on a GPU recorded, waits.
 
     Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
     than there is; what loading raises.
@@ -98,14 +80,21 @@ def serve(
 
     from kangaroo.serving.app import Server
 
+    def loaded() -> tuple[Engine, PreTrainedTokenizerBase, int]:
+        lm, tokenizer = load_target(model)
+        max_model_len = min(config.max_model_len or lm.context, lm.context)
+        check_memory(lm, config.max_batch_size, max_model_len)
+        engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
+        warm_up(engine, config.max_batch_size, max_model_len)
+        return engine, tokenizer, max_model_len
+
     listening = listen(config)
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
     # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer, max_model_len = passing.submit(_loaded, model, drafter, config).result()
+        engine, tokenizer, max_model_len = passing.submit(loaded).result()
     scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue).start()
     host, port, *_ = listening.getsockname()
-    ready(port)
     options = uvicorn.Config(
         Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
         limit_concurrency=config.most_connections,

@@ -6,10 +6,10 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
@@ -35,8 +35,7 @@ def command_line(
     """A command as a user types it: in a checkout by its script, else by the installed program.
 
     Args:
-        command: its name, and what it is to do where that is its first word.
-        words: what stands after it, as it is.
+        words: what stands after its name, as it is.
         launcher: `TORCHRUN` starts several processes.
         options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
     """
@@ -84,8 +83,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def sole_writer(folder: Path, rank: int) -> Iterator[None]:
-    """Let no other process write into a folder meanwhile, but for those of other ranks. The lock is
-    gone when the process is, however it ends.
+    """Let no other process of that rank write into a folder until this one leaves, or ends.
 
     Errors: `ConfigError` where one does already.
     """
@@ -107,33 +105,25 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Where to write what `folder` is to hold. It appears whole, at the end, or not at all.
 
-    Errors: `ConfigError` where there is something already, or another process writes it.
+    Errors: `ConfigError` where there is something already.
     """
     if folder.exists():
         raise ConfigError(
             f"'{folder}' is there already, and nothing is written over it. Pass output= another "
             "folder, or remove this one."
         )
-    partial = folder.with_name(f".{folder.name}.partial")
-    with sole_writer(partial, rank=0):
-        (lock,) = partial.glob(".lock-*")
-        try:
-            for left in partial.iterdir():  # by a process that was killed
-                if left != lock:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield partial
-            lock.unlink()
-            partial.rename(folder)
-        except BaseException:
-            shutil.rmtree(partial)
-            raise
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
+        (partial := Path(beside, folder.name)).mkdir()
+        yield partial
+        partial.rename(folder)
 
 
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
-    """What was asked for, as a part of a folder's name, each after a comma.
+    """What the command line says (`drafter.steps=4`), as a part of a folder's name, each after a
+    comma.
 
     Args:
-        overrides: as given on the command line, such as `drafter.steps=4`.
         excluded: names that are left out.
         part: "drafter" takes the drafter's own, by their short names; "others" all but these.
     """
@@ -147,8 +137,7 @@ def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
 
 
 def fitting(path: str) -> str:
-    """The same path, but that of a name which is too long for a file system only the beginning is
-    left, and a hash of all of it."""
+    """The same path; of a name too long for file systems its beginning, and a hash of all of it."""
     names = path.split("/")
     for i, whole in enumerate(map(str.encode, names)):
         if len(whole) > LONGEST_NAME:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import resource
 import sys
-from pathlib import Path
 
 import psutil
 import torch
 from torch import nn
 
-# psutil does not tell the peak of a Linux process. getrusage does, but begins with the parent's.
-_STATUS = Path("/proc/self/status")
-
 
 def peak(device: torch.device) -> int:
-    """The most that this process has held so far.
-
-    On a GPU what torch allocated on the fullest one; else the resident memory, the libraries
-    included.
+    """The most that this process has held so far: on GPUs what torch allocated on the fullest one,
+    else the resident memory, libraries included, or what the process had that started it.
     """
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    status = _STATUS.read_text() if _STATUS.exists() else ""
-    if "VmHWM:" in status:
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else 1024 * held
 

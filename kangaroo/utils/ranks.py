@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,14 +21,21 @@ from kangaroo.utils.errors import ConfigError, ProcessLost
 T = TypeVar("T")
 
 
+@contextmanager
+def _all_there() -> Iterator[None]:
+    """Errors: `ProcessLost` where a process has ended while others wait for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLost(
+            "another process of this run has ended; its message is above or below this line. Fix "
+            "that, then start the same command again: it continues where it was stopped."
+        ) from error
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run; by default the only one.
-
-    Args:
-        rank: its number; process 0 writes the files.
-        world: the number of processes.
-    """
+    """This process, `rank`, among the `world` of the run; by default the only one."""
 
     rank: int = 0
     world: int = 1
@@ -54,13 +62,13 @@ class Ranks:
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
 
+    @_all_there()
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; each a small object that can be pickled."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        with _all_there():
-            dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value)
         return values
 
     def gather(self, results: list[T], count: int) -> list[T]:
@@ -68,26 +76,26 @@ class Ranks:
         shares = self.all_gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
+    @_all_there()
     def broadcast(self, value: T) -> T:
         """The value of process 0, in all of them; what the others pass is not used."""
         if self.world == 1:
             return value
         values: list[Any] = [value]
-        with _all_there():
-            dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    @_all_there()
     def add_up(self, value: Tensor) -> None:
         """Replace the tensor of every process by the sum of all, in place."""
         if self.world > 1:
-            with _all_there():
-                dist.all_reduce(value)
+            dist.all_reduce(value)
 
+    @_all_there()
     def copy_from(self, rank: int, value: Tensor) -> None:
         """Replace the tensor of every process by that of one, in place."""
         if self.world > 1:
-            with _all_there():
-                dist.broadcast(value, src=rank)
+            dist.broadcast(value, src=rank)
 
     def wait(self) -> None:
         """Return when all processes have called it."""
@@ -98,8 +106,8 @@ class Ranks:
 def join() -> Iterator[Ranks]:
     """Join the processes that torchrun started, each on its own GPU; without it, there is one.
 
-    Enter it before a model is loaded, since the model goes to this process's GPU. No process leaves
-    before all have come to the end.
+    Enter it before a model is loaded, since the model goes to this process's GPU. The first process
+    alone logs, and none leaves before all have come to the end.
     """
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
@@ -110,6 +118,8 @@ def join() -> Iterator[Ranks]:
     dist.init_process_group(timeout=timedelta(days=7))
     try:
         ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        if not ranks.is_first:
+            logging.disable(logging.INFO)
         yield ranks
         ranks.wait()
     finally:
@@ -125,15 +135,3 @@ def check_alone() -> None:
             f"{script} runs in one process, and torchrun started {world}. They would all do the "
             "same and overwrite each other's files. Start it without torchrun."
         )
-
-
-@contextmanager
-def _all_there() -> Iterator[None]:
-    """Errors: `ProcessLost` where a process has ended while others wait for it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ProcessLost(
-            "another process of this run has ended; its message is above or below this line. Fix "
-            "that, then start the same command again: it continues where it was stopped."
-        ) from error

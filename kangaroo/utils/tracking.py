@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,45 +20,28 @@ from kangaroo.utils.provenance import flat
 ID, LAST_STEP = "wandb_id", "wandb_step"  # of a run, files in its folder
 NAME = 128  # characters that a run's name may have
 
-# A table's row: a name and numbers by column.
-Row = Mapping[str, str | float]
-Tables = Mapping[str, Sequence[Row]]  # and plots, by name
-Plots = Mapping[str, Path]
-
 
 class Tracker:
-    """A tracker takes metrics by name, results, and files; this one keeps none."""
+    """A tracker takes metrics by name, plots and files; this one keeps none."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
 
-    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
-        """What the run found: metrics that stand for the whole of it, tables and plots by name."""
+    def result(self, metrics: dict[str, float], plots: Sequence[Path]) -> None:
+        """What stands for the whole run."""
 
     def save(
         self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
     ) -> None:
-        """Keep files as a version of what `name` names.
-
-        Args:
-            folder: what their names are relative to.
-            kind: such as "adapter".
-            about: what a reader wants to know before fetching it.
+        """Keep files, by their names within `folder`, as a version of what `name` names; `kind` is
+        such as "adapter", and `about` what a reader wants to know before fetching it.
         """
 
-    def finish(self, failed: bool = False) -> None:
-        """The run has ended."""
+    def __enter__(self) -> Tracker:
+        return self
 
-
-@contextmanager
-def finished(tracker: Tracker) -> Iterator[Tracker]:
-    """Tell the tracker that the run has ended, and whether it failed: a search has to know."""
-    failed = True
-    try:
-        yield tracker
-        failed = False
-    finally:
-        tracker.finish(failed)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The run has ended, or failed: a search has to know."""
 
 
 def forget(output: Path) -> None:
@@ -120,9 +102,15 @@ class Wandb(Tracker):
         # A run on disk is not told how far its earlier parts came.
         self.last = output / LAST_STEP
         logged = int((self.last.exists() and self.last.read_text()) or -1)
+        place: dict[str, Any] = {}
+        if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent says where, and which run
+            file = output / ID
+            if not file.exists():
+                file.write_text(secrets.token_hex(4))
+            place = {"project": config.project, "entity": config.entity, "id": file.read_text()}
         self.run = wandb.init(
             name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
-            **({} if "WANDB_SWEEP_ID" in os.environ else _place(config, output)),
+            **place,
             group=config.group,
             mode=cast(Any, config.mode),  # wandb refuses one that it does not take
             dir=output,
@@ -132,25 +120,15 @@ class Wandb(Tracker):
         self.first = max(self.run.starting_step, logged + 1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Steps done again since the last checkpoint are known there, with the same values; W&B
-        would warn of each that it does not go back.
-        """
+        """W&B has the steps done again since a checkpoint, and would warn of each."""
         if step >= self.first:
             self.run.log(metrics, step=step)
             self.last.write_text(str(step))
 
-    def result(self, metrics: dict[str, float], tables: Tables, plots: Plots) -> None:
-        shown: dict[str, Any] = {f"plots/{k}": self.wandb.Image(str(v)) for k, v in plots.items()}
-        shown |= {f"tables/{name}": self._table(rows) for name, rows in tables.items() if rows}
-        self.run.log(shown)
+    def result(self, metrics: dict[str, float], plots: Sequence[Path]) -> None:
+        self.run.log({f"plots/{plot.stem}": self.wandb.Image(str(plot)) for plot in plots})
         # after the last step has been written, or that would count as the run's result
         self.run.summary.update(metrics)
-
-    def _table(self, rows: Sequence[Row]) -> Any:
-        """Empty where a row has no such column."""
-        columns: list[Any] = list(dict.fromkeys(name for row in rows for name in row))
-        data: list[Any] = [[row.get(name) for name in columns] for row in rows]
-        return self.wandb.Table(columns, data)
 
     def save(
         self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
@@ -162,13 +140,5 @@ class Wandb(Tracker):
             artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
         self.run.log_artifact(artifact)
 
-    def finish(self, failed: bool = False) -> None:
-        self.run.finish(exit_code=int(failed))
-
-
-def _place(config: WandbConfig, output: Path) -> dict[str, Any]:
-    """Where the run is kept, and its id, by which it goes on; a sweep's agent says these itself."""
-    file = output / ID
-    if not file.exists():
-        file.write_text(secrets.token_hex(4))
-    return {"project": config.project, "entity": config.entity, "id": file.read_text()}
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.run.finish(exit_code=int(kind is not None))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
-from composing import MODELS, composed
+from composing import DRAFTERS, MODELS, composed
 from helpers import adapter_for
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders
@@ -39,7 +39,6 @@ from kangaroo.utils.errors import (
 
 ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]
-DRAFTERS = sorted(file.stem for file in (ROOT / "configs/drafter").glob("*.yaml"))
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
 
 
@@ -127,8 +126,6 @@ def test_a_stop_string_ends_both_and_is_not_taken_for_a_list_of_its_letters(mode
 
 
 def test_no_seed_is_a_random_one(model, monkeypatch):
-    texts = {model.generate("Why?", 24, temperature=1.5, seed=None) for _ in range(5)}
-    assert len(texts) > 1
     monkeypatch.setattr("kangaroo.api.secrets.randbits", lambda bits: 7)
     expected = model.generate(["Why?"] * 2, 24, temperature=1.5, seed=7)
     assert model.generate(["Why?"] * 2, 24, temperature=1.5, seed=None) == expected
@@ -151,6 +148,15 @@ def test_numbers_of_numpy_are_numbers(model):
     assert model.generate("Why?", np.int64(24), **numbers) == expected
 
 
+@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
+def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
+    model, text, end, count
+):
+    ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
+    shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
+    assert len(shown) == count and (end or shown == list(text))
+
+
 def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text():
     """As SentencePiece tokenizers do, Vicuna's and Llama 2's; special tokens leave no trace."""
     words = {"<s>": 0, "▁Why": 1, "▁is": 2, "▁it": 3, "?": 4, "▁": 5}
@@ -165,10 +171,10 @@ def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text(
     assert len(shown) == 5
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_name_stands_for_what_the_command_line_takes_it_for(name):
-    config = OmegaConf.to_object(composed("train", f"model={name}").model)
-    assert model_config(name) == config == model_config(config.path)
+def test_a_name_stands_for_what_the_command_line_takes_it_for():
+    for name in MODELS:
+        config = OmegaConf.to_object(composed("train", f"model={name}").model)
+        assert model_config(name) == config == model_config(config.path)
 
 
 def test_another_hub_id_or_a_folder_stands_for_itself(tmp_path, monkeypatch):
@@ -195,9 +201,7 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
     "settings",
     [
         {"drafter": VanillaConfig()},
-        {"drafter": "vanilla"},
         {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
-        {"drafter": "lookahead"},
         {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
         {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
         {"drafter": "draft_verify", "skip": [1, 2]},
@@ -209,12 +213,10 @@ def test_another_drafter_writes_the_same(model, settings):
     assert other.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)
 
 
-@pytest.mark.parametrize(
-    "name, target", [*((name, "smollm2-135m") for name in DRAFTERS), ("kangaroo_tree", "vicuna-7b")]
-)
-def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for(name, target):
-    command = composed("chat", f"model={target}", f"drafter={name}")
-    assert drafter_config(name, target, {}) == OmegaConf.to_object(command.drafter)
+def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for():
+    for name in DRAFTERS:
+        command = composed("chat", "model=vicuna-7b", f"drafter={name}")
+        assert drafter_config(name, "vicuna-7b", {}) == OmegaConf.to_object(command.drafter)
 
 
 def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):
@@ -239,14 +241,17 @@ def test_a_chat_template_can_be_chosen():
     assert usual.generate("Why?", 24) != other.generate("Why?", 24)
 
 
-VANILLA = VanillaConfig()
 REFUSED = [
     ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
-    (None, {"drafter": "vanilla"}, "model=None is a NoneType; it takes str"),
+    (None, {"drafter": "vanilla"}, "model=None must be a name, a folder, a hub id or a Model"),
     ("./none", {"adapter": ADAPTER}, "no folder './none'"),
     ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
     ("tiny", {"adapter": ADAPTER, "threshold": 2}, "threshold=2 must be a number, 0 or more and b"),
-    ("tiny", {"drafter": VANILLA, "adapter": "x", "steps": 2}, "adapter, steps given beside draf"),
+    (
+        "tiny",
+        {"drafter": VanillaConfig(), "adapter": "x", "steps": 2},
+        "adapter, steps given beside draf",
+    ),
     ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: cascade, .*hybrid"),
     ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: cascade"),
     ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: cascade"),
@@ -256,7 +261,7 @@ REFUSED = [
         "no setting 'steps'; PromptLookupConfig has name, max_matching_ngram_size",
     ),
     ("tiny", {"drafter": "prompt_lookup", "adapter": "x"}, "no setting 'adapter'"),
-    ("tiny", {"adapter": ADAPTER, "steps": "4"}, "steps='4' is a str; it takes int"),
+    ("tiny", {"adapter": ADAPTER, "steps": "4"}, "steps='4' must be a whole number"),
     ("tiny", {"drafter": "vanilla", "chat_template": "vikuna"}, "no chat template 'vikuna'"),
 ]
 
@@ -274,7 +279,7 @@ def test_loading_refuses(name, settings, message):
         (["Why?", " "], {}, "the prompt is empty"),
         ([{"role": "user"}], {}, "{'role': 'user'} is no message"),
         ([*talk("Why?"), "And?"], {}, "'And\\?' is no message"),
-        ("Why?", {"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
+        ("Why?", {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
         ("Why?", {"temperature": -1}, "temperature=-1 must be a number, 0 or more"),
         (None, {}, "None is no prompt"),
@@ -292,29 +297,20 @@ def test_loading_refuses(name, settings, message):
         ("Why?", {"stop": ["a", ""]}, r"stop=\['a', ''\]: '' is"),
         ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
         ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
-        ("Why?", {"temperature": "0.5"}, "temperature='0.5' is a str; it takes float"),
-        ("Why?", {"temperature": None}, "temperature=None is a NoneType"),
-        ("Why?", {"temperature": True}, "temperature=True is a bool"),
-        ("Why?", {"top_k": 4.0}, "top_k=4.0 is a float; it takes int"),
-        ("Why?", {"seed": "3"}, "seed='3' is a str; it takes int"),
-        ("Why?", {"rule": "rejection"}, "rule='rejection' is a str; it takes Rule"),
-        ("Why?", {"max_new_tokens": "12"}, r"max_new_tokens='12' is.*takes int \| None"),
-        ("Why?", {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
-        ([], {"batch_size": 0}, "batch_size must be 1 or more, not 0"),
-        ("Why?", {"batch_size": 1.5}, "batch_size=1.5 is a float"),
+        ("Why?", {"temperature": "0.5"}, "temperature='0.5' must be a number"),
+        ("Why?", {"temperature": None}, "temperature=None must be a number"),
+        ("Why?", {"temperature": True}, "temperature=True must be a number"),
+        ("Why?", {"top_k": 4.0}, "top_k=4.0 must be a whole number"),
+        ("Why?", {"seed": "3"}, "seed='3' must be a whole number"),
+        ("Why?", {"rule": "rejection"}, "rule='rejection' is a str; it takes .*Rule"),
+        ("Why?", {"max_new_tokens": "12"}, "max_new_tokens='12' must be .*, or null"),
+        ([], {"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
+        ("Why?", {"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),
     ],
 )
-def test_generating_refuses(model, prompt, settings, message):
+def test_generating_refuses_and_streaming_does_so_at_once(model, prompt, settings, message):
     with pytest.raises(KangarooError, match=message):
         model.generate(prompt, **settings)
-
-
-def test_streaming_refuses_at_once(model):
-    with pytest.raises(PromptError, match="'Why' is no message"):
-        model.stream(["Why"])
-    with pytest.raises(ConfigError, match="'temprature'"):
-        model.stream("Why?", temprature=1)
-    with pytest.raises(ConfigError, match="stop=''"):
-        model.stream("Why?", stop="")
-    with pytest.raises(ConfigError, match="max_new_tokens='12'"):
-        model.stream("Why?", "12")
+    if "batch_size" not in settings and (not isinstance(prompt, list) or prompt[:1] == talk("")):
+        with pytest.raises(KangarooError, match=message):
+            model.stream(prompt, **settings)

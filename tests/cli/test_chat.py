@@ -9,9 +9,8 @@ from rich.console import Console
 from kangaroo.chat import ChatConfig, chat, questions, summary
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, StepRecord, Token
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.streaming import pieces
 from kangaroo.models import loading as models
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
 from kangaroo.models.target import TargetModel
@@ -30,17 +29,6 @@ def talk(target, questions, **settings):
     config = ChatConfig(max_new_tokens=16, **settings)
     chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))
     return console.file.getvalue()
-
-
-@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
-def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
-    target, text, end, count
-):
-    _, tokenizer = target
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == len(text.encode())
-    shown = [piece for piece, _ in pieces((Token(i, True) for i in ids[:end]), tokenizer)]
-    assert len(shown) == count and (end or shown == list(text))
 
 
 def test_drafted_tokens_are_green_unless_colour_is_off(target):

@@ -3,12 +3,10 @@ numbers that a search goes by are really there."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shlex
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,47 +15,35 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from commands import ROOT
+from commands import ROOT, python
 from helpers import adapter_for
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.cli import command, evaluating
+from kangaroo.cli import evaluating
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.tracking import WandbConfig, finished
+from kangaroo.utils.tracking import WandbConfig
 
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
-SWEEPS = (ROOT / "docs/training.md").read_text()
 SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
 
 each_study = pytest.mark.parametrize("name", STUDIES)
 
 
-def corners(parameter: dict) -> list:
-    """All values of a parameter, or both ends of its range."""
-    return parameter.get("values") or [parameter["min"], parameter["max"]]
-
-
 def each_value(study: dict) -> Iterator[dict]:
     """So many choices that every value of every parameter is in one, and every end of a range."""
-    values = [corners(parameter) for parameter in study["parameters"].values()]
+    parameters = study["parameters"].values()
+    values = [p.get("values") or [p["min"], p["max"]] for p in parameters]
     for turn in range(max(map(len, values))):
         chosen = (some[turn % len(some)] for some in values)
         yield dict(zip(study["parameters"], chosen, strict=True))
-
-
-def every_choice(study: dict) -> Iterator[dict]:
-    """All choices of a grid; of a search the corners."""
-    for values in itertools.product(*map(corners, study["parameters"].values())):
-        yield dict(zip(study["parameters"], values, strict=True))
 
 
 def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
@@ -75,96 +61,42 @@ def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
     return command
 
 
-def in_wandb(folder: Path) -> SimpleNamespace:
-    """What the only offline run below a folder tells: config, summary, artifacts, media, exit code.
-
-    The file is a log of leveldb's layout: blocks of 32 KB, each record or part of one after its
-    checksum, length and kind.
-    """
-    from wandb.proto import wandb_internal_pb2 as proto
-
-    (file,) = folder.rglob("*.wandb")
-    data, at, whole = file.read_bytes(), 7, b""
-    told = SimpleNamespace(config={}, summary={}, artifacts={}, media=[], file=file)
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # all of a record, or its last part
-            record = proto.Record.FromString(whole)
-            told.config |= {x.key: json.loads(x.value_json) for x in record.run.config.update}
-            told.group = record.run.run_group or getattr(told, "group", "")
-            for item in record.summary.update:
-                told.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
-            told.media += [one.path for one in record.files.files if "media/" in one.path]
-            if (kept := record.artifact).name:
-                files = [entry.path for entry in kept.manifest.contents]
-                told.artifacts[kept.name] = (kept.type, files)
-            if record.HasField("exit"):
-                told.exit_code = record.exit.exit_code
-            whole = b""
-    return told
-
-
 @each_study
-def test_a_study_holds_only_what_wandb_reads(name):
+def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_ends_with(name):
     study = STUDIES[name]
-    known = "program project name method metric run_cap parameters command"
-    assert set(study) <= set(known.split()) and study["project"] == WandbConfig().project
-    assert (ROOT / study["program"]).is_file()
-    assert study["method"] in ("grid", "bayes") and set(study["metric"]) == {"name", "goal"}
-    assert study["metric"]["goal"] == "maximize"  # speed, and tokens a forward
+    fields = "program project name method metric run_cap parameters command"
+    assert set(study) <= set(fields.split()) and study["project"] == WandbConfig().project
+    metrics = {metric.name for metric in METRICS}
+    assert (
+        study["metric"]["name"]
+        in {"evaluate.py": metrics, "train.py": {"compression_rate"}}[study["program"]]
+    )
+    assert study["metric"]["goal"] == "maximize"
     assert ("run_cap" in study) == (study["method"] == "bayes")  # a search never ends by itself
     for parameter in study["parameters"].values():
         if "values" in parameter:
-            assert set(parameter) == {"values"}
-            values = parameter["values"]
-            assert len(set(values)) == len(values) > 1 and None not in values
+            assert len(set(parameter["values"])) == len(parameter["values"]) > 1
         else:
-            assert study["method"] == "bayes" and set(parameter) == {"distribution", "min", "max"}
             kinds = {"uniform": float, "int_uniform": int, "log_uniform_values": float}
             kind = kinds[parameter["distribution"]]
             assert all(isinstance(parameter[end], kind) for end in ("min", "max"))
-            assert 0 < parameter["min"] < parameter["max"]
+            assert study["method"] == "bayes" and 0 < parameter["min"] < parameter["max"]
 
 
 @each_study
-def test_a_study_has_no_violation_of_wandbs_schema(name):
-    cfg = pytest.importorskip("sweeps.config.cfg", reason="the checks of W&B's server")
-    assert cfg.schema_violations_from_proposed_config(STUDIES[name]) == []
-
-
-@each_study
-def test_a_study_says_how_it_is_started(name):
-    comments = [line for line in (ROOT / f"configs/sweep/{name}.yaml").read_text().splitlines()]
-    assert f"#   wandb sweep configs/sweep/{name}.yaml" in comments
-
-
-def test_grids_and_searches_go_over_exit_threshold_steps_and_learning_rate():
-    wanted = {
-        ("grid", "evaluate.py"): {"drafter.adapter", "drafter.threshold", "drafter.steps"},
-        ("grid", "train.py"): {"adapter.exit_layers", "trainer.learning_rate"},
-        ("bayes", "evaluate.py"): {"drafter.adapter", "drafter.threshold", "drafter.steps"},
-        ("bayes", "train.py"): {"adapter.exit_layers", "trainer.learning_rate"},
-    }
-    for (method, program), names in wanted.items():
-        some = [s for s in STUDIES.values() if (s["method"], s["program"]) == (method, program)]
-        assert names <= {parameter for study in some for parameter in study["parameters"]}
-
-
-@pytest.mark.parametrize("points", [each_value, pytest.param(every_choice, marks=pytest.mark.slow)])
-@each_study
-def test_a_choice_composes_to_what_was_chosen(name, points, monkeypatch):
+def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
+    """No value of a parameter is taken for several, and none is deleted or added."""
     study = STUDIES[name]
     monkeypatch.setenv("WANDB_RUN_ID", RUN)
     # what a group of configs holds is not seen in the config: any choice of one is another recipe
     groups = [p for p in study["parameters"] if (ROOT / f"configs/groups/{p}.yaml").is_file()]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        for point in points(study):
+        for point in each_value(study):
             env, interpreter, program, *options = typed_by_the_agent(study, point, monkeypatch)
             assert [env, interpreter, program] == ["/usr/bin/env", "python", study["program"]]
+            for override in OverridesParser.create().parse_overrides(options):
+                assert not override.is_sweep_override() and not override.is_delete()
+                assert not override.is_add() and not override.is_force_add()
             config = compose(Path(program).stem, options, return_hydra_config=True)
             for key, value in point.items():
                 if key not in groups:
@@ -176,16 +108,6 @@ def test_a_choice_composes_to_what_was_chosen(name, points, monkeypatch):
             assert config.hydra.run.dir == f"outputs/sweep/{name}-{SWEEP}/{RUN}"
             part = config.drafter if program == "evaluate.py" else config.trainer
             OmegaConf.to_object(part)  # of the right types
-
-
-@each_study
-def test_the_options_of_a_study_are_plain_overrides(name, monkeypatch):
-    """No value of a parameter is taken for several, and none is deleted or added."""
-    *_, point = each_value(STUDIES[name])
-    _, _, _, *options = typed_by_the_agent(STUDIES[name], point, monkeypatch)
-    for override in OverridesParser.create().parse_overrides(options):
-        assert not override.is_sweep_override() and not override.is_delete()
-        assert not override.is_add() and not override.is_force_add()
 
 
 # Appended to the command line of a study, for seconds instead of hours.
@@ -235,47 +157,27 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "Ignoring" not in done.stderr  # W&B says so of what a sweep decides itself
-    told = in_wandb(tmp_path / f"outputs/sweep/{name}-{SWEEP}/{RUN}")
-    assert f"-{RUN}" in told.file.name and told.exit_code == 0
-    assert told.group == f"{name}-{SWEEP}"
-    assert told.summary[study["metric"]["name"]] > 0
-    assert {key: told.config[key] for key in point} == point
-    assert not [key for key, value in told.config.items() if isinstance(value, dict) and value]
-    if study["program"] == "evaluate.py":
-        assert told.config["drafter.exit_layer"] == 2 and told.config["model.name"] == "tiny"
-        (results,) = [files for kind, files in told.artifacts.values() if kind == "evaluation"]
-        assert {"summary.json", "report.md", "answers.jsonl", "speedup.png"} <= set(results)
-        assert not [file for file in results if "wandb" in file]
-        media = ["table/tables/tasks", "images/plots/speedup", "images/plots/ctar"]
-    else:
-        (kept,) = [files for kind, files in told.artifacts.values() if kind == "adapter"]
-        assert set(kept) == {"adapter.safetensors", "config.json", "vocabulary.safetensors"}
-        assert told.summary["exit_layer"] == 2
-        media = ["table/tables/adapters", "images/plots/curves"]
-    for part in media:
-        assert [path for path in told.media if part in path]
+    (kept,) = (tmp_path / f"outputs/sweep/{name}-{SWEEP}/{RUN}").rglob("*.wandb")
+    assert f"-{RUN}" in kept.name
+    artifact, plot = {
+        "evaluate.py": (b"answers.jsonl", b"images/plots/speedup"),
+        "train.py": (b"adapter.safetensors", b"images/plots/curves"),
+    }[study["program"]]
+    metric, group = study["metric"]["name"].encode(), f"{name}-{SWEEP}".encode()
+    for part in (metric, group, artifact, plot, b"exit_layer"):
+        assert part in kept.read_bytes()
 
 
 @pytest.mark.slow
 def test_optuna_searches_for_what_a_command_returns(tmp_path):
     """The line of docs/training.md, on a tiny model."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
-    shown = re.findall(r"^python (.*search=optuna.*)$", SWEEPS, flags=re.M)
+    page = (ROOT / "docs/training.md").read_text()
+    shown = re.findall(r"^python (.*search=optuna.*)$", page, flags=re.M)
     words = [word for line in shown for word in shlex.split(line)]
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / words[0],
-            *words[1:],
-            *SHRUNK["evaluate.py"].split(),
-            *shrunk.split(),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    options = [*words[1:], *SHRUNK["evaluate.py"].split(), *shrunk.split()]
+    done = python(words[0], *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.rglob("optimization_results.yaml")
     best = yaml.safe_load(found.read_text())
@@ -286,23 +188,6 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
     assert best["best_params"] == {
         name: first["settings"][name] for name in ("drafter.threshold", "drafter.steps")
     }
-
-
-def test_the_page_lists_every_study_with_its_runs():
-    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (grid|Bayes), (\d+) runs", SWEEPS, flags=re.M)
-    told = {name: (program, method.lower(), int(runs)) for name, program, method, runs in rows}
-    assert told == {
-        name: (s["program"], s["method"], s.get("run_cap") or sum(1 for _ in every_choice(s)))
-        for name, s in STUDIES.items()
-    }
-
-
-def test_the_metrics_of_the_studies_are_those_that_commands_end_with():
-    """`test_a_choice_runs_as_the_agent_starts_it` sees them logged."""
-    evaluated = {metric.name for metric in METRICS}
-    for study in STUDIES.values():
-        known = evaluated if study["program"] == "evaluate.py" else {"compression_rate"}
-        assert study["metric"]["name"] in known
 
 
 class FakeWandb:
@@ -323,7 +208,6 @@ class FakeWandb:
         )
 
     Image = staticmethod(lambda path: f"image of {path}")
-    Table = staticmethod(lambda columns, data: (columns, data))
 
     @staticmethod
     def Artifact(name, kind, metadata):
@@ -348,71 +232,35 @@ def test_a_runs_step_is_the_number_of_answered_questions():
     assert evaluating._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
 
 
-def test_a_runs_config_is_flat(wandb, tmp_path):
-    nested = {"model": {"name": "tiny"}, "drafter": {"first": {"steps": 2}}, "seed": 3}
-    WandbConfig().start(nested | {"drafter.exit_layer": 2}, tmp_path)
-    assert wandb.told["config"] == {
-        "model.name": "tiny",
-        "drafter.first.steps": 2,
-        "seed": 3,
-        "drafter.exit_layer": 2,
-    }
-
-
-def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
-    WandbConfig(entity="me").start({}, tmp_path / "alone")
-    known = (tmp_path / "alone/wandb_id").read_text()
-    assert {k: wandb.told[k] for k in ("project", "entity", "id")} == {
-        "project": "kangaroo",
-        "entity": "me",
-        "id": known,
-    }
-    monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
-    WandbConfig(group="study").start({}, tmp_path / "swept")
-    assert not {"project", "entity", "id"} & set(wandb.told)
-    assert wandb.told["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
-
-
-def test_results_come_after_the_last_step_and_rows_may_lack_columns(wandb, tmp_path):
-    tracker = WandbConfig().start({}, tmp_path)
+def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_path):
+    nested = {"drafter": {"first": {"steps": 2}}, "seed": 3, "drafter.exit_layer": 2}
+    tracker = WandbConfig().start(nested, tmp_path)
+    flat = {"drafter.first.steps": 2, "seed": 3, "drafter.exit_layer": 2}
+    assert wandb.told["config"] == flat
     tracker.log({"speedup": 1.0}, 7)
-    rows = [{"task": "qa", "speedup": 1.1}, {"task": "math", "ctar1": 0.5}]
-    tracker.result({"speedup": 1.2}, {"tasks": rows, "none": []}, {"ctar": tmp_path / "ctar.png"})
-    table = (["task", "speedup", "ctar1"], [["qa", 1.1, None], ["math", None, 0.5]])
-    shown = {"plots/ctar": f"image of {tmp_path / 'ctar.png'}", "tables/tasks": table}
-    assert wandb.logged == [
-        (7, {"speedup": 1.0}),
-        (None, shown),
-        ("summary", {"speedup": 1.2}),
-    ]
-
-
-def test_files_are_kept_by_their_names_in_the_folder(wandb, tmp_path):
-    tracker = WandbConfig().start({}, tmp_path)
+    tracker.result({"speedup": 1.2}, [tmp_path / "ctar.png"])
+    shown = {"plots/ctar": f"image of {tmp_path / 'ctar.png'}"}
+    assert wandb.logged == [(7, {"speedup": 1.0}), (None, shown), ("summary", {"speedup": 1.2})]
     file = tmp_path / "kangaroo/summary.json"
     tracker.save(tmp_path, [file], "a=b", "evaluation", {"speedup": 1.2})
-    (kept,) = wandb.kept
+    (kept,) = wandb.kept  # by its name in the folder
     assert (kept.name, kept.kind) == ("a-b", "evaluation") and kept.metadata == {"speedup": 1.2}
     assert kept.files == {"kangaroo/summary.json": str(file)}
 
 
+def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
+    WandbConfig(entity="me").start({}, tmp_path / "alone")
+    place = {"project": "kangaroo", "entity": "me", "id": (tmp_path / "alone/wandb_id").read_text()}
+    assert place.items() <= wandb.told.items()
+    monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
+    WandbConfig(group="study").start({}, tmp_path / "swept")
+    assert not place.keys() & wandb.told.keys()
+    assert wandb.told["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
+
+
 def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
-    with finished(WandbConfig().start({}, tmp_path)):
+    with WandbConfig().start({}, tmp_path):
         pass
-    with pytest.raises(ConfigError), finished(WandbConfig().start({}, tmp_path)):
+    with pytest.raises(ConfigError), WandbConfig().start({}, tmp_path):
         raise ConfigError("no")
     assert wandb.exits == [0, 1]
-
-
-def test_a_search_without_its_extra_names_it(monkeypatch):
-    def compose_search():
-        with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-            return compose("evaluate", ["+search=optuna"], return_hydra_config=True)
-
-    monkeypatch.setitem(sys.modules, "hydra_plugins", None)  # as if none were installed
-    with pytest.raises(SystemExit, match=r'\+search=optuna needs its extra: pip .*\[optuna\]"'):
-        compose_search()
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
-    sweeper = {"_target_": "a.Sweeper", "direction": "", "n_trials": 0, "n_jobs": 0}
-    ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=sweeper)
-    assert compose_search().hydra.sweeper.n_trials == 30

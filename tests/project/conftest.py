@@ -41,6 +41,12 @@ def begun(tmp_path_factory):
     return here
 
 
+@pytest.fixture
+def here(begun, tmp_path):
+    """A copy of that, to be changed."""
+    return shutil.copytree(begun, tmp_path / "here")
+
+
 @pytest.fixture(scope="module")
 def made(begun, tmp_path_factory):
     """And what earlier commands left: data, a datastore, a subset of layers, an export."""

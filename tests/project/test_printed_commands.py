@@ -48,19 +48,8 @@ SMALLER = {
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
     """Scripts, with an action where they have several, and their options."""
-    found = [(script, shlex.split(words)) for script, words in COMMAND.findall(text)]
-    return [(script.rstrip("."), [word.rstrip(".") for word in words]) for script, words in found]
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-
-
-@pytest.fixture
-def other():
-    """A target that nothing here was made for."""
-    return TargetModel(random_model(num_hidden_layers=3, vocab_size=300))
+    matches = [(script, shlex.split(words)) for script, words in COMMAND.findall(text)]
+    return [(script.rstrip("."), [word.rstrip(".") for word in words]) for script, words in matches]
 
 
 def damaged(file: str, content: str) -> str:
@@ -74,13 +63,10 @@ def other_subset(lm):
     return layer_subset.read("subset.json", lm)
 
 
-def other_odds():
+def other_odds(content: str | None):
     acceptance.write(acceptance.assumed(), "abc", {}, Path("adapters/tiny"))
-    return hybrid.HybridConfig(adapter="adapters/tiny").counted()
-
-
-def unreadable_odds():
-    damaged(f"adapters/tiny/{acceptance.FILE}", "{")
+    if content is not None:
+        damaged(f"adapters/tiny/{acceptance.FILE}", content)
     return hybrid.HybridConfig(adapter="adapters/tiny").counted()
 
 
@@ -109,8 +95,8 @@ TEXTS = {
     "a datastore of another target": lambda lm, other: datastore.load(
         str(Path(damaged(f"store/{datastore.ABOUT}", "{}")).parent), lm
     ),
-    "odds that cannot be read": lambda lm, other: unreadable_odds(),
-    "odds of other weights": lambda lm, other: other_odds(),
+    "odds that cannot be read": lambda lm, other: other_odds("{"),
+    "odds of other weights": lambda lm, other: other_odds(None),
     "odds to count": lambda lm, other: hybrid.count_again("adapters/tiny"),
     "conversations as a bench": lambda lm, other: conversations(),
     "one process for many": lambda lm, other: backend.check(
@@ -119,10 +105,6 @@ TEXTS = {
     "slow training": lambda lm, other: SLOW_BFLOAT16,
     "a study not measured yet": lambda lm, other: report.section("table1", None),
     "a pulled adapter": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),
-    "what an export prints": lambda lm, other: (
-        "python scripts/convert.py export model=tiny to=draft_model source=adapters/tiny output=out"
-    ),
-    "what tuning prints": lambda lm, other: "python scripts/tune.py model=tiny",
     "that of a folder": lambda lm, other: card.measure("FOLDER", "kangaroo", "my adapters/tiny"),
 }
 
@@ -137,14 +119,8 @@ def targets():
     return lm, TargetModel(random_model(num_hidden_layers=3))
 
 
-@pytest.fixture
-def here(begun, tmp_path, monkeypatch):
-    shutil.copytree(begun, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
-
-
-def text_of(name, targets) -> str:
+def text_of(name, targets, here, monkeypatch) -> str:
+    monkeypatch.chdir(here)
     try:
         return str(TEXTS[name](*targets))
     except KangarooError as error:
@@ -152,10 +128,10 @@ def text_of(name, targets) -> str:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_printed_command_composes(name, targets, here):
-    found = commands(text_of(name, targets))
-    assert found
-    for script, words in found:
+def test_a_printed_command_composes(name, targets, here, monkeypatch):
+    printed = commands(text_of(name, targets, here, monkeypatch))
+    assert printed
+    for script, words in printed:
         with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
             file, *action = script.split()
             config = compose("_".join([Path(file).stem, *action]), words)
@@ -166,8 +142,8 @@ def test_a_printed_command_composes(name, targets, here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in ELSEWHERE])
-def test_a_printed_command_runs(name, targets, here, made):
-    text = text_of(name, targets)
+def test_a_printed_command_runs(name, targets, here, made, monkeypatch):
+    text = text_of(name, targets, here, monkeypatch)
     shutil.copytree(made, here, dirs_exist_ok=True)
     random_model().save_pretrained(here / "FOLDER")
     byte_tokenizer().save_pretrained(here / "FOLDER")

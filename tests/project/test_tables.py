@@ -41,12 +41,3 @@ def test_what_a_user_named_stays_within_its_cell_as_it_is():
     assert tables.markdown(rows).splitlines()[2] == r"| a\|b c | [/x] :smile: |"
     text = printed(tables.terminal(rows, "on [red]", "by [x]"), 80)
     assert all(part in text for part in ("[bold]", "[/x] :smile:", "on [red]", "by [x]", "a|b"))
-
-
-def test_a_value_that_does_not_apply_is_a_dash():
-    assert tables.number(None) == tables.share(None) == "-"
-    assert (tables.number(2.345, 1), tables.share(0.256), tables.span([1, 2.5])) == (
-        "2.3",
-        "26%",
-        "1.00 to 2.50",
-    )

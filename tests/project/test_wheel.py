@@ -96,12 +96,6 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
 
 
 @pytest.mark.slow
-def test_three_lines_run_on_a_random_model(installed):
-    answer = "print('answer:', kangaroo.load('tiny', adapter='untrained:2').generate('Why?', 8))"
-    assert "answer: " in installed.run("python", "-c", f"import kangaroo\n{answer}")
-
-
-@pytest.mark.slow
 def test_the_readmes_first_example_runs_with_the_shipped_adapter(installed, smollm2):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     code = code.replace("max_new_tokens=128", "max_new_tokens=16")
@@ -130,25 +124,16 @@ def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.kind() == "medusa_heads"
     assert datastore.read_about(f"{ADAPTER}-datastore")["tokens"]
     assert layer_subset.found(f"{ADAPTER}-draft_verify.json").skip
-
-
-def test_the_working_folders_own_adapter_comes_before_the_shipped_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ADAPTER).mkdir(parents=True)
+    (tmp_path / ADAPTER).mkdir(parents=True)  # one's own comes before it
     assert adapter_files.find(str(ADAPTER)) == ADAPTER
 
 
-def test_the_embedded_model_names_the_extra_that_it_needs_before_it_is_fetched(
-    tmp_path, monkeypatch
-):
+def test_what_needs_an_extra_names_it_before_anything_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    for package in ("gguf", "pydivsufsort"):  # as if they were not installed
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r'pip install .*\[embedded\]"'):
         embedded_checkpoint()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_making_a_datastore_names_the_extra_that_it_needs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
     with pytest.raises(MissingPackage, match=r'pip install .*\[datastore\]"'):
         datastore.index([[1, 2]], vocab_size=4)
+    assert list(tmp_path.iterdir()) == []

@@ -149,13 +149,6 @@ def test_a_server_that_asks_for_its_key_gets_it(driver):
         page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
 
 
-def test_a_server_that_is_gone_is_told(driver):
-    with serving() as address:
-        page = Page(driver, address)
-    page.ask("Why?")
-    assert page.texts(".error") == ["the server cannot be reached. Is it still running?"]
-
-
 # ---- with answers made for the test ------------------------------------------------------------
 
 
@@ -262,9 +255,7 @@ MARKDOWN = {  # and what of HTML it becomes
     "<code>c</code></td><td>d | e</td></tr></table><p>f</p>",
     "[*a*](https://b.c/d?e=f#g) [h](ftp://i)": '<p><a href="https://b.c/d?e=f#g" target="_blank" '
     'rel="noopener noreferrer"><em>a</em></a> [h](ftp://i)</p>',
-    "> " * 40 + "deep": None,
-    "- " * 40 + "deep": None,
-    "*_`[(" * 60: None,
+    "> " * 40 + "- " * 40 + "*_`[(" * 60: None,
 }
 
 
@@ -294,9 +285,8 @@ ALLOWED = {"href", "target", "rel", "start", "class"}
         "<a href='javascript:document.title=1'>a</a><svg onload=document.title=1><style>",
     ],
 )
-@pytest.mark.parametrize("drafted", [0, 1000])
-def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, stand_in, text, drafted):
-    stand_in.parts = [(text, drafted)]
+def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, stand_in, text):
+    stand_in.parts = [(text[:20], 20), (text[20:], 0)]
     page.ask("Why?")
     for element in page.all(".assistant *"):
         kind, names = page.driver.execute_script(
@@ -311,24 +301,6 @@ def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, stand
         page.driver.close()
     page.driver.switch_to.window(page.driver.window_handles[0])
     assert page.driver.title == "Kangaroo" and len(page.texts(".assistant")) == 1
-
-
-def test_what_was_drafted_is_green_inside_markdown(page, stand_in):
-    """Marks are no text; so they are of no colour."""
-    stand_in.parts = [("## A**b", 5), ("c** `d", 1), ("e`", 1), ("\n- f", 4)]
-    page.ask("Why?")
-    assert page.texts(".assistant h3 .drafted") == ["A", "c", "e"]
-    assert page.texts(".assistant h3 strong") == ["bc"] and page.texts("code") == ["de"]
-    assert page.texts(".assistant li .drafted") == ["f"]
-
-
-def test_a_second_turn_is_sent_with_the_first_as_it_was_written(page, stand_in):
-    stand_in.parts = [("**an** `answer`", 3)]
-    page.ask("**One**")
-    page.ask("Two")
-    talk = [("user", "**One**"), ("assistant", "**an** `answer`"), ("user", "Two")]
-    assert stand_in.turns(1) == talk
-    assert page.texts(".user") == ["**One**", "Two"]
 
 
 def test_what_was_drafted_is_green_to_the_character(page, stand_in):
@@ -352,29 +324,7 @@ def test_a_stop_keeps_what_was_said(page, stand_in):
     assert [content for _, content in stand_in.turns(1)] == ["One", "half of", "Two"]
 
 
-def test_the_end_of_a_long_answer_can_be_seen(page, stand_in):
-    stand_in.parts = [("line\n", 1)] * 100
-    page.ask("One")
-    seen = page.driver.execute_script(
-        "const at = document.querySelector('.counts').getBoundingClientRect();"
-        "return at.bottom <= document.getElementById('ask').getBoundingClientRect().top"
-    )
-    assert seen
-
-
 def test_an_answer_that_breaks_off_is_no_whole_one(page, stand_in):
     stand_in.parts, stand_in.ends = [("half of", 0)], False
     page.ask("One")
     assert page.texts(".error") == ["the answer has ended too early."]
-
-
-@pytest.mark.parametrize("width", [360, 1200])
-def test_nothing_is_wider_than_the_window(page, stand_in, width):
-    long = "a_very_long_word" * 40
-    stand_in.parts = [(f"{long}\n- {long}\n\n```\n{long}\n```\n|a|{long}|\n|-|-|\n|{long}|b|", 100)]
-    page.driver.set_window_size(width, 800)
-    page.ask("Another" * 60)
-    wide, room = page.driver.execute_script(
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
-    assert wide <= room
