@@ -21,7 +21,7 @@ def drafter(name, *options, command="evaluate"):
     return {key: value for key, value in asdict(config).items() if key not in PLACES}
 
 
-@pytest.mark.parametrize("name", CPU.keys() - {"paper"})
+@pytest.mark.parametrize("name", sorted(CPU.keys() - {"paper"}))
 def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(name, monkeypatch):
     papers = {k: v for k, v in asdict(CONFIGS[name]()).items() if k not in PLACES}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
