@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, Rule, Sampling, pick, warp
+from kangaroo.engine.sampling import AnySampling, Rule, Sampling, of_round, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.models.target import TargetModel
 
@@ -92,6 +92,8 @@ class Chain(ABC):
         choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
         if choice is not None:
             return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
+        if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
+            seeds_B = of_round(seeds_B, length_B)
         logits_BK = self.logits(x_B1D)
         draws = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1, seeds_B
         return DraftToken(self.pick(logits_BK, *draws), logits_BK, self.reading(logits_BK, *draws))
@@ -121,9 +123,9 @@ class Chain(ABC):
         min_chances = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
         if min_chances[0] >= 1:
             return Draft.nothing(batch.last(1))
-        # where each text has sampling of its own, none is accepted by rejection
+        # where each text has sampling of its own, all are accepted by matching
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
-        rejection = alike.rule is Rule.rejection and not alike.greedy
+        keeps_probs = alike.rule is not Rule.match and not alike.greedy
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         active, lengths = ~np.array(batch.done), np.zeros(batch.size, np.int64)
@@ -133,7 +135,7 @@ class Chain(ABC):
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
             lengths += active
-            if rejection:
+            if keeps_probs:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
             if limits.any() and len(ids) <= self.steps:  # Kangaroo's section 3.2

@@ -30,6 +30,7 @@ class Rule(Enum):
 
     match = "match"  # the target's own choice under shared noise
     rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
+    block = "block"  # block verification, arXiv 2403.10444, algorithm 2
 
 
 class NoiseStream(Enum):
@@ -49,7 +50,7 @@ class Sampling(Ranged):
         top_p: keep the smallest set of tokens, of one at least, whose probability reaches this.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
-        rule: how a sampled draft is accepted; greedy decoding is the same under both.
+        rule: how a sampled draft is accepted; greedy decoding is the same under all.
     """
 
     temperature: NotNegative = 0.0
@@ -135,7 +136,7 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
     sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
-    if rows[0].rule is Rule.rejection:  # then all are alike
+    if rows[0].rule is not Rule.match:  # then all are alike
         return replace(rows[0], seed=0)
     most_k = max(row.top_k for row in sampled)
     filters_p = any(row.top_p < 1 for row in sampled)
@@ -192,6 +193,11 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     bits_BNV = _mix(hashed_V ^ key_BN[..., None]).view(torch.uint32)
     # float32 keeps small values exact, and the smallest decide an exponential race
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
+    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
+    return seeds_B + ((length_B + 1) << 40)
 
 
 def perturb(

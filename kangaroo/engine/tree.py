@@ -67,7 +67,7 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
-        probs_BNV: the distribution each node's token was drawn from, for the rejection rule alone.
+        probs_BNV: the distribution each node's token was drawn from, for the rules that need it.
         meta: where the nodes lie; None leaves it to the engine.
     """
 

@@ -60,6 +60,39 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     return Verdict(choice_BN, best_B, count_B, path_BP)
 
 
+class Chances(NamedTuple):
+    """What a chain's tokens were drawn from, and what the target would draw from.
+
+    Args:
+        p_BNV, q_BNV: of the token after each node; q is 0 where no token was drafted.
+        child_BN: that token, where there is one.
+        has_child_BN: where there is.
+    """
+
+    p_BNV: Tensor
+    q_BNV: Tensor
+    child_BN: Tensor
+    has_child_BN: Tensor
+
+    def of_child(self, chances_BNV: Tensor) -> Tensor:
+        """The drafted token's, `[B, N]`."""
+        return chances_BNV.gather(-1, self.child_BN[..., None])[..., 0]
+
+
+def chances(draft: Draft, logits_BNV: Tensor, sampling: AnySampling) -> Chances:
+    """Errors: `ConfigError` for a draft that is no chain, or that did not keep them."""
+    if not draft.tree.is_chain or draft.probs_BNV is None:
+        raise ConfigError(
+            f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
+            "probabilities it drew from, such as kangaroo; this one does not. sampling.rule=match "
+            "takes any."
+        )
+    p_BNV = warp(logits_BNV, sampling).softmax(-1)
+    has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
+    q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1)) * has_child_BN[..., None]
+    return Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
+
+
 def rejection(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
@@ -69,23 +102,44 @@ def rejection(
     drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The draws use
     independent noise, none of it the draft's. Source: Leviathan et al. 2023, algorithm 1.
     """
-    if not draft.tree.is_chain or draft.probs_BNV is None:
-        raise ConfigError(
-            "sampling.rule=rejection needs a drafter of chains that keeps the probabilities it "
-            "drew from, such as kangaroo; this one does not. sampling.rule=match takes any."
-        )
-    p_BNV = warp(logits_BNV, sampling).softmax(-1)
-    q_BNV = torch.cat([draft.probs_BNV[:, 1:], torch.zeros_like(p_BNV[:, :1])], 1)
-    child_BN = draft.tokens_BN.roll(-1, 1)
-    has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
-    q_BNV = q_BNV * has_child_BN[..., None]
-    p_child_BN = p_BNV.gather(-1, child_BN[..., None])[..., 0]
-    q_child_BN = q_BNV.gather(-1, child_BN[..., None])[..., 0]
+    of = chances(draft, logits_BNV, sampling)
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
-    keep_BN = has_child_BN & (u_BN * q_child_BN < p_child_BN)
-    residual_BNV = (p_BNV - q_BNV).clamp(min=0)
+    keep_BN = of.has_child_BN & (u_BN * of.of_child(of.q_BNV) < of.of_child(of.p_BNV))
+    residual_BNV = (of.p_BNV - of.q_BNV).clamp(min=0)
     other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
-    return torch.where(keep_BN, child_BN, other_BN)
+    return torch.where(keep_BN, of.child_BN, other_BN)
+
+
+def block(
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """What the target writes after each node of a chain under block verification.
+
+    A node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own token x, the root's is
+    1. The last node that passes its own test, with chance s / (s + 1 - w) where s is the sum of the
+    residual max(w p - q, 0), ends the accepted part, and the next token is drawn from its residual.
+    Nodes after it draw from p: where the token is the drafted one by chance, the walk goes on.
+
+    What is accepted depends on tokens and tests further on, so a round's noise is its own: that of
+    the tests has the round's first position, that of the draft `sampling.of_round`.
+    Source: arXiv 2403.10444, algorithm 2.
+    """
+    of = chances(draft, logits_BNV, sampling)
+    ratios_BN = of.of_child(of.p_BNV) / of.of_child(of.q_BNV)
+    weights = [torch.ones_like(ratios_BN[:, 0])]
+    for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they are any
+        weights.append((weights[-1] * ratio_B).nan_to_num(0.0).clamp(max=1))
+    w_BN = torch.stack(weights, 1)
+    residual_BNV = (w_BN[..., None] * of.p_BNV - of.q_BNV).clamp(min=0)
+    sum_BN = residual_BNV.sum(-1)
+    # 0 / 0 is where p is q, so that the next token passes, or this is the last
+    passing_BN = (sum_BN / (sum_BN + 1 - w_BN)).nan_to_num(1.0)
+    u_BN = uniform(seeds_B, positions_BN[:, :1], NoiseStream.accept, w_BN.shape[1])[:, 0]
+    node_N = torch.arange(w_BN.shape[1], device=w_BN.device)
+    last_B1 = (node_N * (draft.valid_BN & (u_BN <= passing_BN))).amax(1, keepdim=True)
+    drawn_from_BNV = torch.where((node_N > last_B1)[..., None], of.p_BNV, residual_BNV)
+    other_BN = perturb(drawn_from_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
+    return torch.where(node_N < last_B1, of.child_BN, other_BN)
 
 
 def decide(
@@ -94,6 +148,7 @@ def decide(
     """Verify `draft` against the target's logits by the rule that `sampling` names; `positions` are
     those of the tokens after each node."""
     how = logits_BNV, positions_BN, sampling, seeds_B
-    matches = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
-    choice_BN = pick(*how) if matches else rejection(draft, *how)
-    return accept(draft, choice_BN)
+    if sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1:
+        return accept(draft, pick(*how))
+    write = rejection if sampling.rule is Rule.rejection else block
+    return accept(draft, write(draft, *how))
