@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kangaroo.engine.acceptance import Acceptance
 from kangaroo.evaluation.records import METHOD, MethodRun, Record
 from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.utils.errors import ConfigError
@@ -258,6 +259,17 @@ def rate(metric: str, name: str, records: Sequence[Record]) -> float | None:
     return float(over / under) if under else None
 
 
+def acceptance(records: Sequence[Record]) -> dict[str, Any]:
+    """What became of drafts, by vLLM's names."""
+    drafts = Acceptance()
+    for run in runs(records):
+        for accepted, drafted in zip(run.accepted, run.drafted, strict=True):
+            drafts.add(accepted, drafted)
+    rounds = max(drafts.rounds, 1)
+    rates = [count / rounds for count in drafts.by_position]
+    return drafts.as_json() | {"per_position_acceptance_rate": rates}
+
+
 def seconds_of(part: str, records: Sequence[Record]) -> float:
     """A part of the method's time: one of `PARTS`."""
     if part == "prefill":
@@ -327,6 +339,14 @@ METRICS = [
         meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
         "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
         "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
+    ),
+    Metric(
+        "speculative_decoding",
+        acceptance,
+        meaning="the same counts by the names of vLLM's statistics, over rounds that had a draft: "
+        "mean_acceptance_length is 1 + accepted tokens per such round, "
+        "per_position_acceptance_rate the share of these rounds whose first, second, ... draft "
+        "token was accepted.",
     ),
     Metric(
         "acceptance_rate",

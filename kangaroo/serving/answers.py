@@ -129,7 +129,11 @@ class Form:
     ) -> dict[str, Any]:
         kind = chat if self.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": choices} | ({"usage": usage.as_json()} if usage else {})
+        counts: dict[str, Any] = {}
+        if usage:
+            metrics = {"speculative_decoding": usage.drafts.as_json()}
+            counts = {"usage": usage.as_json(), "metrics": metrics}
+        return head | {"choices": choices} | counts
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """All choices."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kangaroo.engine.acceptance import Acceptance
 from kangaroo.serving.jobs import Event
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -17,23 +18,21 @@ class Usage:
     """Tokens of a request, all its choices together.
 
     Args:
-        accepted, drafted: draft tokens.
+        drafts: what became of them.
         rounds: forwards of the target, the prompts' included.
         cached: tokens of the prompt that were in a row already; of several choices, the first's.
     """
 
     prompt: int
     completion: int = 0
-    accepted: int = 0
-    drafted: int = 0
     rounds: int = 0
     cached: int = 0
+    drafts: Acceptance = field(default_factory=Acceptance)
 
     def add(self, index: int, event: Event) -> None:
         """Count a step of a choice."""
         self.completion += len(event.tokens)
-        self.accepted += event.accepted
-        self.drafted += event.drafted
+        self.drafts.add(event.accepted, event.drafted)
         self.rounds += bool(event.tokens)
         self.cached += 0 if index else event.reused
 
@@ -45,8 +44,8 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": self.drafted - self.accepted,
+                "accepted_prediction_tokens": self.drafts.accepted,
+                "rejected_prediction_tokens": self.drafts.drafted - self.drafts.accepted,
             },
             "rounds": self.rounds,
         }
@@ -58,6 +57,14 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         here: dict[str, Any] = {"registry": self.registry}
+        # by vLLM's names, which `vllm bench serve` reads
+        spec = "vllm:spec_decode_num_"
+        self.drafts = Counter(f"{spec}drafts", "Rounds that had a draft.", **here)
+        self.drafted = Counter(f"{spec}draft_tokens", "Draft tokens.", **here)
+        self.accepted = Counter(f"{spec}accepted_tokens", "Accepted draft tokens.", **here)
+        self.accepted_at = Counter(
+            f"{spec}accepted_tokens_per_pos", "The same by position.", ["position"], **here
+        )
         timed = here | {"buckets": SECONDS}
         self.requests = Counter("kangaroo_requests", "Answers by status.", ["status"], **here)
         self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], **here)
@@ -67,8 +74,13 @@ class Metrics:
 
     def ended(self, usage: Usage) -> None:
         """A request has ended, one way or another."""
-        for kind in ("prompt", "cached", "completion", "drafted", "accepted"):
+        for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind).inc(getattr(usage, kind))
+        self.drafts.inc(usage.drafts.rounds)
+        self.drafted.inc(usage.drafts.drafted)
+        self.accepted.inc(usage.drafts.accepted)
+        for position, count in enumerate(usage.drafts.by_position):
+            self.accepted_at.labels(str(position)).inc(count)
 
     def show(self, load: dict[str, int]) -> bytes:
         """All of it as text."""

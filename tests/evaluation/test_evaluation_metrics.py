@@ -48,6 +48,20 @@ def test_metrics_of_one_question_by_hand():
     assert parts == pytest.approx([1, 1.6, 1.6, 0.8])
 
 
+def test_what_became_of_drafts_by_vllms_names():
+    rounds = run([1, 3, 1, 4], [0, 2, 0, 3], [0, 3, 2, 3], [0.0, 1.0, 1.0, 2.0])
+    assert metrics([record(1, (rounds, vanilla_run(9)))])["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 5 / 3,
+        "draft_acceptance_rate": 5 / 8,
+        "acceptance_histogram": [1, 0, 1, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 8,
+        "num_spec_tokens": 3,
+        "per_position_acceptance_rate": [2 / 3, 2 / 3, 1 / 3],
+    }
+
+
 def test_what_a_metric_divides_adds_up_to_it():
     """A study's points are made from these."""
     some = [

@@ -350,10 +350,18 @@ def test_prometheus_sees_what_was_written(address):
         lines = httpx.get(f"{address}/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(name)))
 
-    before = metric('kangaroo_tokens_total{kind="completion"}')
-    ask(address, prompt="a", max_tokens=5, ignore_eos=True)
-    assert metric('kangaroo_tokens_total{kind="completion"}') == before + 5
-    assert metric('kangaroo_tokens_total{kind="drafted"}') > 0
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    spec = [f"vllm:spec_decode_num_{name}_total" for name in names]  # `vllm bench serve` reads them
+    before = metric('kangaroo_tokens_total{kind="completion"}'), *map(metric, spec)
+    answer = ask(address, prompt="a", max_tokens=40, ignore_eos=True).json()["metrics"]
+    drafts = answer["speculative_decoding"]
+    counted = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    wanted = 40, *(drafts[name] for name in counted)
+    after = metric('kangaroo_tokens_total{kind="completion"}'), *map(metric, spec)
+    assert tuple(b - a for a, b in zip(before, after, strict=True)) == wanted
+    assert min(wanted) > 0 and sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
+    assert drafts["mean_acceptance_length"] == 1 + wanted[3] / wanted[1]
+    assert metric('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}') > 0
     assert metric("kangaroo_first_token_seconds_count") > 0
 
 
