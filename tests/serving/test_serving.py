@@ -348,7 +348,7 @@ def test_a_client_that_goes_away_frees_its_row(address):
 def test_prometheus_sees_what_was_written(address):
     def metric(name: str) -> float:
         lines = httpx.get(f"{address}/metrics").text.splitlines()
-        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+        return float(next((line.split()[-1] for line in lines if line.startswith(name)), 0))
 
     names = ("drafts", "draft_tokens", "accepted_tokens")
     spec = [f"vllm:spec_decode_num_{name}_total" for name in names]  # `vllm bench serve` reads them
