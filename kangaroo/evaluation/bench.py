@@ -11,11 +11,14 @@ import json
 import logging
 import os
 import urllib.request
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from pyarrow import ArrowException, parquet
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.models.prompts import Message, prompt_ids, whole
@@ -30,19 +33,24 @@ SPLIT = "outputs/questions"  # where a message says to write a bench
 DEMO = "demo"
 OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
 CONVERSATION = {"conversations", "conversation", "messages"}  # where files for training have it
+# What SPEED-Bench's files hold where a source's licence keeps a question out of them.
+UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass
 class BenchConfig(Ranged):
-    """Where questions come from: `path` where it is given, else `url`, else the package itself.
+    """Where questions come from: `path` where it is given, else `url`, else `hub`, else the package
+    itself.
 
     Args:
         name: names the bench in results; without `path` and `url`, that of a shipped file. Empty:
             that of the file at `path`, else the demo.
-        path: a local file, one JSON object a line.
+        path: a local file, one JSON object a line, or a .parquet file with the same fields.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
+        hub: a dataset on the hub, whose split "test" has the questions.
+        subset: of that dataset.
         max_new_tokens: the longest answer to a turn, in tokens.
     """
 
@@ -50,6 +58,8 @@ class BenchConfig(Ranged):
     path: str | None = None
     url: str | None = None
     sha256: str | None = None
+    hub: str | None = None
+    subset: str | None = None
     max_new_tokens: Count = 1024
 
     def __post_init__(self) -> None:
@@ -67,7 +77,7 @@ class Question:
     """Turns of a user; the method under test answers each before it sees the next.
 
     Args:
-        question_id: of 64 bits.
+        question_id: of 64 bits; where a bench has words, 60 bits of their hash.
         reference: answers, one a turn, where the bench has them; nothing here reads them.
         task: what it is reported under; empty is its category.
     """
@@ -122,6 +132,8 @@ def load_questions(config: BenchConfig) -> list[Question]:
     if config.url is not None:
         file = cache_folder() / "benches" / name
         return parse(_downloaded(config, config.url, file), str(file), config.name)
+    if config.hub is not None:
+        return parse(_from_hub(config.hub, config.subset), config.hub, config.name)
     shipped = resources.files(__package__) / "benches"
     if not (shipped / name).is_file():
         names = sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".jsonl"))
@@ -142,11 +154,31 @@ def fingerprint(questions: list[Question]) -> str:
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"bench.path={path} cannot be read: {error.strerror}.") from error
+        if path.suffix == ".parquet":
+            content = _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
+    except (OSError, ArrowException) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
     return content
+
+
+def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def _from_hub(name: str, subset: str | None) -> bytes:
+    from datasets import load_dataset  # takes seconds, which other benches need not wait for
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return _as_lines(load_dataset(name, subset, split="test"))
+    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+        raise DataError(
+            f"{name} ({subset}) cannot be read from the hub: {error} Go online once (and where its "
+            "licence has to be accepted, do that at its page), or pass bench.path=."
+        ) from error
 
 
 def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
@@ -185,6 +217,7 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
     `name` is the bench's, and the category of questions without one.
     """
     questions: dict[int, Question] = {}
+    unfilled = 0
     listed = content.lstrip().startswith(b"[")  # one value of several lines
     for number, line in enumerate([content] if listed else content.splitlines(), start=1):
         if not line.strip():
@@ -195,11 +228,20 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
             question = _question(fields, {"question_id": number, "category": name})
         except (ValueError, RecursionError) as error:  # too many digits, too many brackets
             raise DataError(f"{where}, line {number}: {error}.") from error
+        if any(turn.startswith(UNFILLED) for turn in question.turns):
+            unfilled += 1
+            continue
         if question.question_id in questions:
             raise DataError(f"{where}, line {number}: question_id {question.question_id} again.")
         if name in OF_SPEC_BENCH:
             question.task = task_of(question.category)
         questions[question.question_id] = question
+    if unfilled:
+        log.warning(
+            "%d questions of %s are left out: their text has to be fetched from its sources, as "
+            "NVIDIA's script for SPEED-Bench does; pass what that writes as bench.path=.",
+            *(unfilled, where),
+        )
     if not questions:
         raise DataError(f"{where} holds no questions.")
     return list(questions.values())
@@ -220,6 +262,10 @@ def _question(fields: Any, defaults: dict[str, Any]) -> Question:
         raise ValueError("a question is a JSON object, one a line")
     whole(json.dumps(fields, ensure_ascii=False))
     fields = defaults | {name: value for name, value in fields.items() if value is not None}
+    if isinstance(fields["question_id"], str):
+        fields["question_id"] = int(
+            hashlib.sha256(fields["question_id"].encode()).hexdigest()[:15], 16
+        )
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):

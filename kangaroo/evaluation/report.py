@@ -96,7 +96,7 @@ def verdict(summary: dict[str, Any]) -> str:
     lossless, settings = summary["lossless"], summary["settings"]
     if lossless["identical"] is None:
         why = (
-            "the rejection rule keeps the distribution, not the text"
+            f"the {settings['sampling.rule']} rule keeps the distribution, not the text"
             if "vanilla" in settings["baselines"]
             else "vanilla did not run"
         )

@@ -78,7 +78,7 @@ def of_question(record: Record) -> dict[str, Any]:
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
     """How many turns are vanilla's token for token, and every fork.
 
-    `identical` is None where that is not to be expected (no vanilla, or rejection sampling),
+    `identical` is None where that is not to be expected (no vanilla, or another rule),
     `hf_identical` under sampling, where the noise of transformers is another.
     """
     greedy = settings["sampling.temperature"] == 0

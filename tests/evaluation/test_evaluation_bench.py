@@ -6,6 +6,7 @@ import json
 import pytest
 import yaml
 from commands import ROOT
+from datasets import Dataset
 
 from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, seed_of
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
@@ -35,6 +36,38 @@ def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
     assert {question.task for question in questions} == set(tasks.split())
     assert fingerprint(questions) == fingerprint(load_questions(BenchConfig("demo")))
     assert fingerprint(questions) != fingerprint(questions[1:])
+
+
+SPEED_BENCH = {  # of its schema, written by us
+    "question_id": ["coding-1", "qa-2", "qa-3"],
+    "category": ["coding", "qa", "qa"],
+    "sub_category": ["python", "short", "short"],
+    "turns": [["Write f.", "And g?"], ["Why?"], ["FULL BENCHMARK DATA SHOULD BE FETCHED ..."]],
+    "source": ["ours"] * 3,
+    "src_id": ["1", "2", "3"],
+    "difficulty": [None, "easy", None],
+    "multiturn": [True, False, False],
+}
+
+
+def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, monkeypatch, caplog):
+    table = Dataset.from_dict(SPEED_BENCH)
+    table.to_parquet(tmp_path / "test.parquet")
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: asked.append((a, k)) or table)
+    for place in ({"path": str(tmp_path / "test.parquet")}, {"hub": "nvidia/SPEED-Bench"}):
+        questions = load_questions(BenchConfig("speed_bench", **place, subset="qualitative"))
+        assert [question.task for question in questions] == ["coding", "qa"]
+        assert questions[0].turns == ["Write f.", "And g?"]
+        assert len({question.question_id for question in questions}) == 2
+        assert "1 questions of" in caplog.text and "bench.path=" in caplog.text
+        caplog.clear()
+    assert asked == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
+
+
+def test_a_bench_on_the_hub_needs_a_network_once():
+    with pytest.raises(DataError, match=r"nvidia/SPEED-Bench \(qualitative\) cannot be read from"):
+        load_questions(BenchConfig("b", hub="nvidia/SPEED-Bench", subset="qualitative"))
 
 
 def test_a_download_is_kept(tmp_path, cache):
@@ -87,7 +120,7 @@ def test_a_local_file_needs_no_network_and_warns_of_other_questions(tmp_path, ca
     [
         ("{", "Expecting"),
         ("[]", "JSON object"),
-        (json.dumps(GOOD | {"question_id": "1"}), "question_id must be an integer"),
+        (json.dumps(GOOD | {"question_id": 1.5}), "question_id must be an integer"),
         (json.dumps(GOOD | {"question_id": 2**63}), "question_id must be an integer of 64 bits"),
         (json.dumps(GOOD | {"category": 5}), "category must be a string"),
         ("[" * 100_000, "recursion"),
