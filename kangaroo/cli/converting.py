@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import ExportCommand, ImportCommand, Layout
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.heads import adapter_files, for_vllm, official
 from kangaroo.heads import export as export_model
 from kangaroo.hub import transfer
@@ -20,6 +19,8 @@ from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 
 log = logging.getLogger(__name__)
+
+VLLM_THRESHOLD = 0.6  # the paper's: vLLM does not learn when a draft pays
 
 
 @command("convert_import")
@@ -49,8 +50,7 @@ def export(config: ExportCommand) -> None:
         use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
-        threshold = KangarooConfig().threshold
-        for_vllm.write(source, meta_model(config.model), output, threshold)
+        for_vllm.write(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
     else:
         adapter = official.write(source, meta_model(config.model), output)

@@ -58,7 +58,7 @@ class CpuStepper:
             accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
             tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
-            batch.budget.observe(nodes, accepted)
+            batch.budget.observe(row, nodes, accepted)
             rows[row] = tokens, min(accepted, len(tokens)), nodes
         kept: topk_logits.Rows = [None] * batch.size
         if self.keep:

@@ -93,7 +93,7 @@ class TensorStepper:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
-            batch.budget.observe(drafted, accepted)
+            batch.budget.observe(row, drafted, accepted)
         between = clock.between
         return Step(rows, kept, between(started, proposed), between(proposed, verified))
 

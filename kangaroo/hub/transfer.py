@@ -30,7 +30,7 @@ from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, Hub
 
 CARD, SUMS, ORIGIN = "README.md", "SHA256SUMS", "hub.json"
 # what is sent of an adapter's folder, and fetched: the first two it must have
-FILES = (WEIGHTS, CONFIG, VOCABULARY, "calibration.json")
+FILES = (WEIGHTS, CONFIG, VOCABULARY)
 
 log = logging.getLogger(__name__)
 

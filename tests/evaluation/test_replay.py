@@ -12,7 +12,6 @@ from helpers import adapter_for, random_prompts, tiny, vanilla_texts
 from replayed import rounds, rounds_of
 
 from kangaroo.api import load_target, model_config
-from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.cascade import Cascade, CascadeConfig
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
@@ -81,8 +80,7 @@ class Case:
 
     def hybrid(self, name: str, threshold: float, steps: int) -> Hybrid:
         adapter, head = self.parts[name]
-        chosen = {"acceptance": assumed(), "costs": COSTS, "nodes": NODES}
-        return Hybrid(self.lm, adapter, steps, threshold, head, **chosen)
+        return Hybrid(self.lm, adapter, steps, threshold, head, costs=COSTS, nodes=NODES)
 
     def decoded(self, drafter, turn: Turn) -> Generation:
         engine = Engine(self.lm, drafter, prefill_chunk=CHUNK)

@@ -44,5 +44,5 @@ FAST = "train.py model=vicuna-7b"
 # Commands that one process does, with an action where it has several.
 ALONE = [
     *("chat", "speed", "convert import", "convert export"),
-    *("prepare datastore", "prepare layers", "prepare calibrate"),
+    *("prepare datastore", "prepare layers"),
 ]

@@ -46,6 +46,9 @@ APPENDED = {
     "evaluate.py drafter=kangaroo +variants.threshold=[0.4,0.6] +variants.steps=[2,6]": (
         f"model=tiny {FEW}"
     ),
+    "evaluate.py drafter=kangaroo +variants.threshold=[auto,0.3,0.4,0.6] noise_floor=true": (
+        f"model=tiny {FEW}"
+    ),
     "evaluate.py -m drafter=vanilla,kangaroo bench=demo": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8": f"model=tiny {FEW}",
     "evaluate.py -m drafter.threshold=0.4,0.6,0.8 logger=wandb": (
@@ -116,12 +119,6 @@ APPENDED = {
     "scripts/tune.py model=vicuna-7b bench=spec_bench": f"bench.path=questions.jsonl {TUNED}",
     "evaluate.py --config-dir=OUTPUT drafter=tuned": None,
     "evaluate.py --config-dir=OUTPUT drafter=kangaroo +drafter@more.tuned=tuned": None,
-    "scripts/prepare.py calibrate data=mix": f"model=tiny {MIXED}",
-    "scripts/prepare.py calibrate data=conversations data.source=outputs/questions/held_out.jsonl "
-    "calibrate.holdout=256": (
-        "model=tiny data.source=questions.jsonl data.max_answer_tokens=16 calibrate.holdout=4 "
-        "data.filters.max_repetition=1 data.filters.near_duplicate=1"
-    ),
     "train.py experiment=questions data.source=outputs/questions/training.jsonl": (
         "model=tiny data.source=ShareGPT.json trainer.epochs=1 trainer.holdout=4 "
         "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.stepper import runs_natively
-from kangaroo.drafters.acceptance import CHOICES
 from kangaroo.drafters.base import Stateless
+from kangaroo.drafters.hybrid import CHOICES
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, take
 from kangaroo.engine.batch import Batch

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.stepper import runs_natively
-from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.base import DrafterConfig, FromText, limit
 from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.expected_gain import Sources
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig, kept
@@ -76,10 +75,7 @@ class Player:
         self.lookups: dict[tuple[int, str], tuple[Turn, np.ndarray]] = {}
 
     def of(self, candidate: Candidate) -> Replayer:
-        """What gives the rounds of each turn.
-
-        Errors: those of `kangaroo.drafters.acceptance.read`.
-        """
+        """What gives the rounds of each turn."""
         config, name = candidate.config, candidate.source or ""
         if not isinstance(config, HybridConfig):
             return lambda turn: rounds(turn, self.drafted(config, name, turn))
@@ -100,9 +96,9 @@ class Player:
             first_P3, second_P3 = (self.drafted(part, source, turn) for part in parts)
             return np.where(first_P3[:, :1] > 0, first_P3, second_P3)
         if isinstance(config, KangarooConfig):
-            return chains(turn, turn.drafts[source], config.threshold, config.steps)
+            return chains(turn, turn.drafts[source], limit(config.threshold)[0], config.steps)
         if isinstance(config, KangarooTreeConfig):
-            limits = config.threshold, config.steps, config.nodes, config.min_confidence
+            limits = limit(config.threshold)[0], config.steps, config.nodes, config.min_confidence
             return trees(turn, turn.drafts[source + TREES], *limits)
         assert isinstance(config, PromptLookupConfig)
         key = id(turn), repr(config)
@@ -231,9 +227,7 @@ def hybrid(turn: Turn, source: str, drafter: Hybrid, ends: Collection[int]) -> R
     check_steps(drafts, drafter.steps)
     lookup = Lookup(text, drafter.reference)
     while (at := len(text) - len(turn.prompt)) < len(turn.text):
-        length, tokens = lookup.find(drafter.nodes)
-        end = next((i for i, token in enumerate(tokens, 1) if token in ends), None)
-        sources, grows = Sources(length, tokens[:end]), True
+        sources, grows = lookup.sources(drafter.nodes, ends), True
         while grows and len(sources.chain) < drafter.steps and drafter.pays(sources):
             step = at - 1, len(sources.chain)
             choices = drafts.tokens_PSC[step].tolist(), drafts.chances_PSC[step].tolist()
