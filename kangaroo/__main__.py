@@ -19,7 +19,6 @@ COMMANDS = {
     "convert pull": "fetch an adapter from the hub",
     "prepare datastore": "make documents searchable, for drafters that look things up",
     "prepare layers": "search the layers that a draft may skip",
-    "prepare calibrate": "count how often what the hybrid drafter drafts from is right",
     "prepare split": "split questions into some to learn from and some to measure on",
 }
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from helpers import (
@@ -27,7 +28,6 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo.drafters.acceptance import assumed
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
@@ -50,6 +50,7 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranges import AUTO
 
 NEW_TOKENS = 18
 
@@ -109,9 +110,13 @@ def hybrid(
         cost: of a node or a drafted token.
     """
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(
-        lm, adapter, steps, acceptance=assumed(), costs=costs, nodes=nodes, reference=store
-    )
+    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, reference=store)
+
+
+def cheap(drafter: Any) -> Any:
+    """With a cost that pays in a model this small, so that the budget lets it draft."""
+    drafter.draft_cost = 0.02
+    return drafter
 
 
 # A new drafter adds its line here.
@@ -119,6 +124,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
+    "kangaroo-auto": lambda case: cheap(Kangaroo(case.lm, case.adapter, 4, AUTO)),
     "kangaroo-vocabulary": lambda case: Kangaroo(
         case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
     ),
@@ -135,12 +141,16 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
     "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
+    "kangaroo-tree-auto": lambda case: cheap(
+        KangarooTree(case.lm, case.adapter, 4, AUTO, None, 3, 9)
+    ),
     "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
     "kangaroo-tree-fused": lambda case: KangarooTree(
         case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 3, 0, None, 3, 9
     ),
     "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
     "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
+    "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
     "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
     "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
     "cascade": lambda case: Cascade(

@@ -3,12 +3,7 @@
 from kangaroo.cli.converting import convert_export, convert_import, convert_pull, convert_push
 from kangaroo.cli.decoding import chat, serve, speed, tune
 from kangaroo.cli.evaluating import evaluate
-from kangaroo.cli.preparing import (
-    prepare_calibrate,
-    prepare_datastore,
-    prepare_layers,
-    prepare_split,
-)
+from kangaroo.cli.preparing import prepare_datastore, prepare_layers, prepare_split
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.cli.training import make_data, train
 
@@ -21,7 +16,6 @@ __all__ = [
     "convert_push",
     "evaluate",
     "make_data",
-    "prepare_calibrate",
     "prepare_datastore",
     "prepare_layers",
     "prepare_split",

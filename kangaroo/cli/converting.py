@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import ExportCommand, ImportCommand, Layout
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.card import measure
@@ -18,6 +17,8 @@ from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 
 log = logging.getLogger(__name__)
+
+VLLM_THRESHOLD = 0.6  # the paper's: vLLM does not learn when a draft pays
 
 
 @command()
@@ -46,8 +47,7 @@ def convert_export(config: ExportCommand) -> None:
         use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     elif config.to is Layout.vllm:
-        threshold = KangarooConfig().threshold
-        export.write_for_vllm(source, meta_model(config.model), output, threshold)
+        export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
     else:
         adapter = official.write(source, meta_model(config.model), output)

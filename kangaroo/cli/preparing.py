@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 from kangaroo.api import load_target
 from kangaroo.cli.command import command
-from kangaroo.cli.schema import CalibrateCommand, DatastoreCommand, LayersCommand, SplitCommand
+from kangaroo.cli.schema import DatastoreCommand, LayersCommand, SplitCommand
 from kangaroo.data import splitting, store
 from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source
-from kangaroo.drafters import acceptance, calibration, datastore, layer_search
-from kangaroo.drafters.hybrid import HybridConfig
-from kangaroo.heads import adapter_files
+from kangaroo.drafters import datastore, layer_search
 from kangaroo.models.loading import options_of
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 
@@ -50,29 +46,6 @@ def prepare_layers(config: LayersCommand) -> None:
     subset = layer_search.search(lm, samples, config.search, Path(config.output))
     agreement = 100 * subset.search["agreement"]
     log.info("skipping %s agrees in %.1f%%; it is in %s", subset.skip, agreement, config.output)
-
-
-@command()
-def prepare_calibrate(config: CalibrateCommand) -> None:
-    """Count on the data's held-out part, and write the result beside the adapter."""
-    drafter = config.drafter
-    if not isinstance(drafter, HybridConfig):
-        raise ConfigError(
-            f"drafter={drafter.name} has nothing to calibrate; pass drafter=hybrid and "
-            "drafter.adapter= the adapter to count for."
-        )
-    lm, tokenizer = load_target(config.model)
-    layer, heads = drafter.load(lm)
-    folder = adapter_files.find(drafter.adapter)
-    config.data.make(lm, tokenizer)
-    samples, data = store.load(Path(config.data.path))
-    held_out = samples[-config.calibrate.holdout :]
-    most = config.calibrate.max_length
-    tally = calibration.count(lm, layer, heads[0], held_out, drafter.steps, most)
-    about = {"rounds": tally.rounds, "settings": asdict(config.calibrate), "data": data}
-    weights = adapter_files.weights_hash(drafter.adapter)
-    file = acceptance.write(tally.acceptance(), weights, about | provenance(), folder)
-    log.info("%d rounds in %d conversations: %s", tally.rounds, len(held_out), file)
 
 
 @command()

@@ -20,7 +20,6 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.mix import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.calibration import CalibrateConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, bench_name
@@ -136,14 +135,6 @@ class LayersCommand:
     data: Any = MISSING
     search: SearchConfig = field(default_factory=SearchConfig)
     output: str = MISSING
-
-
-@dataclass
-class CalibrateCommand(DraftingCommand):
-    """`scripts/prepare.py calibrate`: how often what a hybrid drafts from is right."""
-
-    data: Any = MISSING
-    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
 
 
 @dataclass

@@ -120,43 +120,45 @@ class DraftBuffers:
         rows: Sequence[int],
         steps: int,
         threshold: float,
-        min_chances: Sequence[float] | None = None,
+        limits: np.ndarray | None = None,
     ) -> None:
         """The chains of these rows grow by up to so many tokens; see `rounds.h`.
 
         Args:
-            min_chances: a row's chain of n tokens grows if the product of their probabilities is
-                more than the n-th of these; None is 0 throughout.
+            limits: of `Budget.limits`; None is 0 throughout.
         """
         if not rows:
             return
         self._ask(rows)
-        limits = np.array(min_chances or [0.0] * steps, np.float32)
-        self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+        least = np.zeros((len(self.base), steps), np.float32)
+        least[list(rows)] = 0.0 if limits is None else limits
+        self._draft(*self.pointers, steps, threshold, least.ctypes.data)
 
     def draft_trees(
         self,
         rows: Sequence[int],
         width: int,
         threshold: float,
-        min_chances: Sequence[float],
+        limits: np.ndarray,
         worth: Sequence[float],
         halves_leaves: bool,
     ) -> None:
         """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
 
         Args:
-            min_chances: a tree of n levels grows if the likeliest node of the last one is likelier
-                than the n-th of these; there are as many levels at most.
+            limits: of `Budget.limits`: a row's tree of n levels grows if the likeliest node of the
+                last one is likelier than its n-th; there are as many levels at most.
             worth: of the nodes, the likeliest first, those are verified that make the sum of their
                 chances less these numbers largest; as many at most.
             halves_leaves: without the less likely half of the nodes that have no child.
         """
         self._ask(rows)
-        limits, worths = np.array(min_chances, np.float32), np.array(worth, np.float32)
+        steps, worths = limits.shape[1], np.array(worth, np.float32)
+        least = np.zeros((len(self.base), steps), np.float32)
+        least[list(rows)] = limits
         self._draft_trees(
             *self.pointers,
-            *(len(min_chances), width, threshold, limits.ctypes.data),
+            *(steps, width, threshold, least.ctypes.data),
             *(len(worth), worths.ctypes.data, halves_leaves),
         )
 

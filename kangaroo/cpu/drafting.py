@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Structure
 
+import numpy as np
 import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import Drafter, FromText
 from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.chain import Chain
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.hybrid import Hybrid
@@ -66,6 +68,12 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     return None
 
 
+def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> np.ndarray | None:
+    """`Budget.limits`; None where no row drafts, so that prompts need not be read yet."""
+    limits = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
+    return limits if (limits[:, 0] < 1).any() else None
+
+
 class TextDrafting(NativeDrafting):
     """Chains that are read from the text."""
 
@@ -116,16 +124,16 @@ class ChainDrafting(LayerDrafting):
     drafter: Kangaroo | KangarooTree
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter, budget = self.drafter, batch.budget
-        min_chances = budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if min_chances[0] >= 1:  # no row drafts, so prompts need not be read yet
+        drafter = self.drafter
+        if (limits := limits_of(drafter, batch, rows)) is None:
             return
         drafter.read_prompts()
         if isinstance(drafter, Kangaroo):
-            buffers.draft(rows, drafter.steps, drafter.threshold, min_chances)
+            buffers.draft(rows, drafter.steps, drafter.threshold, limits)
             return
-        worth, halves = drafter.min_node_chances(budget, len(rows)), drafter.min_confidence is None
-        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, min_chances, worth, halves)
+        worth = drafter.min_node_chances(batch.budget, len(rows))
+        halves = drafter.min_confidence is None
+        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
 
 
 class HybridDrafting(LayerDrafting):
@@ -186,8 +194,7 @@ class DraftModelDrafting(NativeDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.prompts.clear()  # the texts have them
-        min_chances = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
-        if min_chances[0] >= 1:
+        if (limits := limits_of(drafter, batch, rows)) is None:
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0
@@ -197,7 +204,7 @@ class DraftModelDrafting(NativeDrafting):
                 chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
-        chains.draft(rows, drafter.steps, drafter.threshold, min_chances)
+        chains.draft(rows, drafter.steps, drafter.threshold, limits)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()

@@ -51,7 +51,7 @@ class CpuStepper:
             accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
             tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
-            batch.budget.observe(nodes, accepted)
+            batch.budget.observe(row, nodes, accepted)
             records[row] = StepRecord(tokens, min(accepted, len(tokens)), nodes, *seconds)
         if self.keep:
             kept = buffers.kept, buffers.kept_chances, self.lm.config.vocab_size

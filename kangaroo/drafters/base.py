@@ -169,6 +169,11 @@ def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> Forwa
     )
 
 
+def limit(threshold: float | str) -> tuple[float, bool]:
+    """The confidence that stops a chain, 0 for none, and whether the budget stops it (`auto`)."""
+    return (0.0, True) if isinstance(threshold, str) else (threshold, False)
+
+
 # The chance of a token that was looked up, where those before it are right. The first may be wrong
 # more often, which the budget counts.
 LOOKED_UP = 0.8

@@ -61,7 +61,7 @@ class Cascade:
         self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
         self.supports_prefix_reuse = first.supports_prefix_reuse and second.supports_prefix_reuse
-        self.needs_costs = second.needs_costs
+        self.needs_costs = first.needs_costs or second.needs_costs
 
     def begin(self, batch: Batch) -> None:
         self.first.begin(batch)

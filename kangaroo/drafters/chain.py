@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import limit
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import AnySampling, Rule, Sampling, of_round, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.models.target import TargetModel
@@ -35,7 +37,8 @@ class DraftToken(NamedTuple):
 
 
 class Chain(ABC):
-    """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens.
+    """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
+    `threshold=auto` until one more would no longer pay (`Budget.limits`).
 
     The token whose confidence was low is still verified.
 
@@ -43,6 +46,7 @@ class Chain(ABC):
         lm: the model that drafts, or the target where its layers draft.
         steps: at most this many draft tokens a round.
         threshold: 0 never stops early.
+        auto: the budget alone says when a chain ends; the threshold is 0 then.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
@@ -51,6 +55,7 @@ class Chain(ABC):
     lm: TargetModel
     steps: int
     threshold: float
+    auto: bool
     draft_cost: float
     window: int
     reads_logits = False
@@ -120,17 +125,17 @@ class Chain(ABC):
 
     def propose(self, batch: Batch) -> Draft:
         """A chain below each row's pending token, as long as the budget of a batch allows."""
-        min_chances = batch.budget.min_chain_chances(batch.active, self.steps, self.draft_cost)
-        if min_chances[0] >= 1:
+        limits = limits_of(self, batch)
+        active = limits[:, 0] < 1
+        if not active.any():
             return Draft.nothing(batch.last(1))
+        may_stop = self.threshold > 0 or limits[active].any()
         # where each text has sampling of its own, all are accepted by matching
         alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
         keeps_probs = alike.rule is not Rule.match and not alike.greedy
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         # on the host, which reads one number a row and token where chains may stop
-        active, lengths = ~np.array(batch.done), np.zeros(batch.size, np.int64)
-        limits = np.array([self.threshold, *min_chances], np.float32)
-        chance = np.ones(batch.size, np.float32)
+        lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
@@ -138,10 +143,11 @@ class Chain(ABC):
             if keeps_probs:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, alike).softmax(-1))
-            if limits.any() and len(ids) <= self.steps:  # Kangaroo's section 3.2
+            if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
                 chance *= confidence
-                active &= (confidence > limits[0]) & (chance > limits[len(ids)])
+                active &= confidence > np.float32(self.threshold)
+                active &= chance > limits[:, len(ids) - 1]
                 if not active.any():
                     break
         padding = self.lm.acceleration.width(len(ids), self.steps + 1) - len(ids)
@@ -155,6 +161,56 @@ class Chain(ABC):
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
         return self.finish(draft, meta.narrow(self.window, len(ids)))
+
+
+class Autoregressive(Chain):
+    """Drafts with a whole model's head, as draft models and skipped layers do: each token is the
+    input of the next pass.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
+        self.lm, self.steps, self.window = lm, steps, window
+        self.threshold, self.auto = limit(threshold)
+        self.needs_costs = self.auto
+        self.max_nodes = steps
+
+    @abstractmethod
+    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
+        """The output of the last layer, `[B, N, D]`."""
+
+    @abstractmethod
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        """All that `run` reads or writes."""
+
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        return self.lm.logits(x_B1D)[:, 0]
+
+    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.lm.choose(x_B1D)
+
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
+        def work(input_BN: Tensor, meta: ForwardMeta, *draws: Tensor) -> DraftToken:
+            first = 0 if step == 1 else self.window + step - 1
+            x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
+            return self.draw(batch, step, x_BND[:, -1:], *draws)
+
+        input_BN = batch.last(self.window + 1)
+        for step in range(1, self.steps + 1):
+            # a graph a step, so that none overwrites what the round still reads of another
+            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, *batch.draws)
+            token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
+            input_BN = token.id_B1
+            yield token
+
+
+def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
+    rows = [row for row, done in enumerate(batch.done) if not done]
+    limits = np.ones((batch.size, drafter.steps), np.float32)
+    limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
+    return limits
 
 
 def chain_meta(

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_meta
+from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
@@ -26,7 +26,7 @@ from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import DraftSize, Threshold
+from kangaroo.utils.ranges import AUTO, AutoThreshold, DraftSize
 
 
 @dataclass
@@ -40,14 +40,14 @@ class DraftModelConfig(DrafterConfig):
             Not read where `model` is given.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
-            never stops early.
+            never stops early; `auto` once a further token would not pay.
     """
 
     name: str = "draft_model"
     model: str | None = None
     adapter: str | None = None
     steps: DraftSize = 4
-    threshold: Threshold = 0.0
+    threshold: AutoThreshold = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +122,7 @@ class DraftModel(Autoregressive):
     supports_prefix_reuse = True
 
     def __init__(
-        self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float = 0.0
+        self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
         # of a token of the chain, in vanilla steps: the share of the weights that is read for it

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kangaroo.drafters import layer_subset
-from kangaroo.drafters.autoregressive import Autoregressive
+from kangaroo.drafters import layer_search
 from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.ranges import CountOrZero, DraftSize, Threshold
+from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize
 
 
 @dataclass
@@ -31,14 +31,15 @@ class DraftVerifyConfig(DrafterConfig):
         subset: file that `scripts/prepare.py layers` wrote; it says which layers to skip.
         skip: these layers instead, counted from 0; then there is no `subset`.
         steps: at most this many draft tokens a round (the paper's K).
-        threshold: stop drafting once the top-1 probability falls to this (the paper's gamma).
+        threshold: stop drafting once the top-1 probability falls to this (the paper's gamma), or
+            with `auto` once a further token would not pay.
     """
 
     name: str = "draft_verify"
     subset: str | None = None
     skip: list[CountOrZero] | None = None
     steps: DraftSize = 6
-    threshold: Threshold = 0.6
+    threshold: AutoThreshold = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,7 +47,7 @@ class DraftVerifyConfig(DrafterConfig):
             self.subset = None
 
     def build(self, lm: TargetModel) -> DraftVerify:
-        """Errors: `ConfigError`, and what `layer_subset.read` raises."""
+        """Errors: `ConfigError`, and what `layer_search.read` raises."""
         return DraftVerify(lm, self._skipped(lm), self.steps, self.threshold)
 
     def _skipped(self, lm: TargetModel) -> list[int]:
@@ -57,16 +58,16 @@ class DraftVerifyConfig(DrafterConfig):
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
                 f"{command_line('prepare layers', **options_of(lm.name))} writes."
             )
-        return layer_subset.read(self.subset, lm).skip
+        return layer_search.read(self.subset, lm).skip
 
     def settings(self) -> dict[str, Any]:
-        skip = self.skip if self.subset is None else layer_subset.found(self.subset).skip
+        skip = self.skip if self.subset is None else layer_search.found(self.subset).skip
         return super().settings() | {"skip": skip}
 
     def made_by(self) -> dict[str, Any]:
         if self.subset is None:
             return {}
-        search = layer_subset.found(self.subset).search
+        search = layer_search.found(self.subset).search
         tried = search.get("settings", {}).get("budget")
         return {"subsets": tried, "seconds": round(search.get("seconds", 0))}
 
@@ -77,7 +78,7 @@ class DraftVerify(Stateless, Autoregressive):
     """
 
     def __init__(
-        self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float = 0.6
+        self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float | str = 0.6
     ):
         if not set(skip) < set(range(lm.n_layers)):
             raise ConfigError(
@@ -85,8 +86,8 @@ class DraftVerify(Stateless, Autoregressive):
                 f"to {lm.n_layers - 1}."
             )
         super().__init__(lm, steps, threshold, window=0)
-        self.runs = layer_subset.runs(skip, lm.n_layers)
-        self.draft_cost = layer_subset.draft_cost(lm, skip)
+        self.runs = layer_search.runs(skip, lm.n_layers)
+        self.draft_cost = layer_search.draft_cost(lm, skip)
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (batch.cache,)

@@ -12,7 +12,7 @@ from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
+from kangaroo.utils.ranges import Count, DraftSize, check_nodes
 
 
 @dataclass
@@ -24,13 +24,11 @@ class EagleConfig(EarlyExitConfig):
 
     Args:
         adapter: folder or hub id of a trained head (`python train.py adapter=eagle`).
-        threshold: 0, as in the paper, never stops early.
         top_k: candidates of a node and nodes of a level; 1 is a chain.
         nodes: of the tree that is verified, the pending token aside.
     """
 
     name: str = "eagle"
-    threshold: Threshold = 0.0
     top_k: Count = 1
     nodes: DraftSize = 32
 

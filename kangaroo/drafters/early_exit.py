@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig, TrainedConfig, path_meta
+from kangaroo.drafters.base import DrafterConfig, TrainedConfig, limit, path_meta
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
@@ -27,7 +27,7 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import Count, CountOrZero, DraftSize, Threshold
+from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize
 
 
 @dataclass
@@ -40,7 +40,8 @@ class EarlyExitConfig(TrainedConfig):
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
         steps: at most this many draft tokens in a row (the paper's gamma).
         threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
-            early.
+            early, `auto` once a further token would not pay, by what it costs on this device and
+            how often such tokens were right in this text.
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
@@ -48,7 +49,7 @@ class EarlyExitConfig(TrainedConfig):
 
     exit_layer: Count | None = None
     steps: DraftSize = 6
-    threshold: Threshold = 0.6
+    threshold: AutoThreshold = AUTO
     vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
@@ -100,19 +101,19 @@ class EarlyExit:
     it then passes over the accepted path once more (`follow`).
     """
 
-    needs_costs = False
-
     def __init__(
         self,
         lm: TargetModel,
         adapter: Layer,
         steps: int,
-        threshold: float,
+        threshold: float | str,
         head: DraftHead | None = None,
     ):
         self.lm, self.adapter = lm, adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.steps, self.threshold = steps, threshold
+        self.steps = steps
+        self.threshold, self.auto = limit(threshold)
+        self.needs_costs = self.auto
         self.exit_layer = adapter.exit_layer
         self.shallow = range(adapter.exit_layer)
         self.deep_tap = adapter.deep_tap

@@ -50,7 +50,7 @@ class Kangaroo(EarlyExit, Chain):
         lm: TargetModel,
         adapter: Layer,
         steps: int = 6,
-        threshold: float = 0.6,
+        threshold: float | str = 0.6,
         head: DraftHead | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.chain import chain_meta
+from kangaroo.drafters.chain import chain_meta, limits_of
 from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, take
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
@@ -40,11 +40,11 @@ class KangarooTreeConfig(EarlyExitConfig):
         nodes: of the tree that is verified, the pending token aside: of those that pruning leaves,
             so many of the most confident.
         min_confidence: of the drafted nodes, verify those whose confidence is higher; null is the
-            paper's pruning, all but the less confident half of the nodes without a child.
+            paper's pruning, all but the less confident half of the nodes without a child. Not read
+            with `threshold=auto`, which verifies the nodes that pay.
     """
 
     name: str = "kangaroo_tree"
-    threshold: Threshold = 0.4
     top_k: Count = 10
     nodes: DraftSize = 32
     min_confidence: Threshold | None = None
@@ -100,7 +100,7 @@ class KangarooTree(EarlyExit):
         lm: TargetModel,
         adapter: Layer,
         steps: int = 6,
-        threshold: float = 0.4,
+        threshold: float | str = 0.4,
         head: DraftHead | None = None,
         top_k: int = 10,
         nodes: int = 32,
@@ -111,27 +111,28 @@ class KangarooTree(EarlyExit):
             raise ConfigError(
                 f"drafter.top_k={top_k} is more than the {self.head.size} tokens to draft from."
             )
-        self.top_k, self.nodes, self.min_confidence = top_k, nodes, min_confidence
+        self.top_k, self.nodes = top_k, nodes
+        self.min_confidence = 0.0 if self.auto else min_confidence
         self.max_nodes = top_k * steps
 
     def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
         """What the n-th likeliest node has to exceed to be verified in so many rows."""
-        chances = budget.min_node_chances(rows, self.nodes)
+        chances = budget.min_node_chances(rows, self.nodes, self.auto)
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def propose(self, batch: Batch) -> Draft:
-        rows, budget = batch.active, batch.budget
-        min_chances = budget.min_chain_chances(rows, self.steps, self.draft_cost)
-        if min_chances[0] >= 1:
+        limits = limits_of(self, batch)
+        # on the host, which reads one number a row and level where there is a threshold
+        active = limits[:, 0] < 1
+        if not active.any():
             return Draft.nothing(batch.last(1))
+        limits = np.maximum(limits, np.float32(self.threshold))
         self.read_prompts()
         meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
         tensors = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, (f_BND, *deep), read = [Level(*tensors[:FIELDS])], tensors[FIELDS:], meta
-        # on the host, which reads one number a row and level where there is a threshold
-        active = ~np.array(batch.done)
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
@@ -143,13 +144,13 @@ class KangarooTree(EarlyExit):
             valid.append(active)
             if step == self.steps:
                 break
-            if (limit := max(self.threshold, min_chances[step])) > 0:
-                best = np.array(best_B.tolist(), np.float32)
-                active = active & (best > np.float32(limit))
+            if limits[active, step].any():
+                active = active & (np.array(best_B.tolist(), np.float32) > limits[:, step])
                 if not active.any():
                     break
             read, f_BND = meta.with_tensors(*level[LAYOUT]), level.f_BLD
-        worth = self.min_node_chances(budget, rows) if rows > 1 else []
+        limited = self.auto or batch.active > 1
+        worth = self.min_node_chances(batch.budget, batch.active) if limited else []
         return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
 
     def start_tree(

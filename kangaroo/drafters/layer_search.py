@@ -1,4 +1,4 @@
-"""Search which of a target's layers a draft may skip, by how often it then still agrees.
+"""Which of a target's layers a draft may skip: a search by how often it then agrees, and its file.
 
 Shapes: T tokens of a conversation, M assistant positions, D hidden size.
 """
@@ -8,21 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kangaroo.drafters.layer_subset import LayerSubset, draft_cost, runs, write
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
 from kangaroo.heads.adapter_files import target_hash
+from kangaroo.models.loading import options_of
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.utils.folders import command_line, located
+from kangaroo.utils.memory import weights
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
 
@@ -56,6 +60,76 @@ class JudgedText:
     top_M: Tensor
     cache: KVCache
     meta: ForwardMeta
+
+
+@dataclass
+class LayerSubset:
+    """What a search found.
+
+    Args:
+        skip: layers, counted from 0.
+        target, target_hash: as of an adapter's config.
+        search: budget, results, provenance.
+    """
+
+    skip: list[int]
+    target: str
+    target_hash: str
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+def runs(skip: Collection[int], n_layers: int) -> list[range]:
+    """The layers that are left, as ranges."""
+    kept = [layer for layer in range(n_layers) if layer not in set(skip)]
+    # layers in a row differ from their places by the same number
+    groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
+    blocks = [[layer for _, layer in group] for _, group in groups]
+    return [range(group[0], group[-1] + 1) for group in blocks]
+
+
+def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
+    """Weights that a draft token reads, as a share of a token's."""
+    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
+    return weights(*kept, lm.head) / weights(*lm.layers, lm.head)
+
+
+def write(subset: LayerSubset, file: Path) -> None:
+    """Write the file that `read` and `found` read."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(subset), indent=2) + "\n")
+
+
+def found(path: str) -> LayerSubset:
+    """Errors: `AdapterNotFound`, `CorruptFile`."""
+    try:
+        return LayerSubset(**json.loads(located(path).read_text()))
+    except FileNotFoundError as error:
+        raise AdapterNotFound(
+            f"no subset of layers at '{path}': search one ({_search(path)}), or pass "
+            "drafter.skip=[...]."
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CorruptFile(
+            f"'{path}' is no subset of layers ({error}); search one again: {_search(path)}"
+        ) from error
+
+
+def _search(path: str) -> str:
+    """The command that makes a file."""
+    model = Path(path).name.removesuffix("-draft_verify.json")
+    return command_line("prepare layers", **options_of(model), output=path)
+
+
+def read(path: str, lm: TargetModel) -> LayerSubset:
+    """Errors: those of `found`, and `AdapterMismatch` where it was searched for another target."""
+    subset = found(path)
+    if subset.target_hash != target_hash(lm):
+        raise AdapterMismatch(
+            f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
+            f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
+            f"{command_line('prepare layers', **options_of(lm.name))}"
+        )
+    return subset
 
 
 def search(
@@ -114,11 +188,11 @@ def search(
     return winner
 
 
-class Tried:
-    """What each subset was worth, a line of JSON each, on disk at once."""
+class Tried(dict[Subset, float]):
+    """The agreement of each subset, a line of JSON each, on disk at once."""
 
     def __init__(self, file: Path, identity: dict[str, str]):
-        self.file, self.agreement = file, dict[Subset, float]()
+        self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps(identity)
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
@@ -128,22 +202,19 @@ class Tried:
         for line in lines[1:]:
             if line.endswith("\n"):  # the last may have been cut short
                 entry = json.loads(line)
-                self.agreement[tuple(entry["skip"])] = entry["agreement"]
-        kept = [head, *(self._line(*item) for item in self.agreement.items())]
-        file.write_text("\n".join(kept) + "\n")
-
-    def get(self, subset: Subset) -> float | None:
-        """The subset's agreement if it is known."""
-        return self.agreement.get(subset)
+                self[tuple(entry["skip"])] = entry["agreement"]
+        file.write_text(head + "\n")
+        for item in self.items():
+            self._write(*item)
 
     def add(self, subset: Subset, agreement: float) -> None:
-        """Note a subset's agreement, on disk at once."""
-        with self.file.open("a") as stream:
-            stream.write(self._line(subset, agreement) + "\n")
+        """Note a subset's agreement."""
+        self[subset] = agreement
+        self._write(subset, agreement)
 
-    @staticmethod
-    def _line(subset: Subset, agreement: float) -> str:
-        return json.dumps({"skip": subset, "agreement": agreement})
+    def _write(self, subset: Subset, agreement: float) -> None:
+        with self.file.open("a") as stream:
+            stream.write(json.dumps({"skip": subset, "agreement": agreement}) + "\n")
 
 
 def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:

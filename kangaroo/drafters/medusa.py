@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import TrainedConfig
+from kangaroo.drafters.base import Stateless, TrainedConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree
@@ -89,16 +89,14 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     return sorted(chosen[1:], key=lambda path: (len(path), path))
 
 
-class Medusa:
-    """Reads the target's final state of the last token that is in the cache.
+class Medusa(Stateless):
+    """Reads the target's final state of the last token that is in the cache; of a prompt only that
+    one counts.
 
     Args:
         draft_heads: one for each head, or one for all.
         choices: the tree's nodes as paths of ranks, parents before children.
     """
-
-    supports_prefix_reuse = True  # of a prompt only the last state counts
-    needs_costs = False
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class Medusa:
     ):
         self.lm, self.heads = lm, heads
         self.draft_heads = [head.accelerate(lm) for head in draft_heads]
-        self.taps: tuple[int, ...] = (lm.n_layers,)
+        self.taps = (lm.n_layers,)
         self.max_nodes = len(choices)
         self.depth = max(map(len, choices))
         self.top_k = 1 + max(path[-1] for path in choices)
@@ -127,9 +125,6 @@ class Medusa:
         self.final_BD = torch.zeros(
             size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
         )
-
-    def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """What is kept comes with the rest of the prompt."""
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]

@@ -163,6 +163,7 @@ class Batch:
                 f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
                 "sampling of its own; matched noise (sampling.rule=match) can."
             )
+        self.budget.admit(row)
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()

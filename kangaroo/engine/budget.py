@@ -5,13 +5,19 @@ Every stepper asks the same rule, whatever it computes with, and tells it of eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
+PACE_ALONE = 1.5  # and where one text is decoded alone
 PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
+# As if a row had tried so many draft tokens after right ones, and so many had been right.
+ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Budget:
         self._costs, self._always, self.drafting = costs, always, drafting
         self._curves: dict[tuple[int, int], list[float]] = {}
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
+        # of each row's text: draft tokens before which all were right, and those that were, too
+        self.tried, self.right = Counter[int](), Counter[int]()
 
     def measure(self) -> None:
         """Measure now, so that no step has to."""
@@ -81,6 +89,35 @@ class Budget:
         if (rows, nodes) not in self._curves:  # asked for in every round
             self._curves[rows, nodes] = self._costs().curve(rows, nodes)
         return self._curves[rows, nodes]
+
+    def admit(self, row: int) -> None:
+        """Another text has taken a row: nothing is known of it yet."""
+        self.tried[row] = self.right[row] = 0
+
+    def limits(
+        self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """What the product of the confidences in the first n tokens of a row's chain has to exceed
+        so that one more is drafted, for n from 0 on, `[rows, nodes]`.
+
+        Args:
+            rows: that take part.
+            drafting: the time of a token of the chain, in vanilla steps.
+            auto: the chance that one more is right too is that product times the share of tokens
+                that were right in this text; what it gains has to pay for drafting and verifying
+                it. Otherwise this is left to the drafter's threshold, and to what a batch allows.
+        """
+        if not auto:
+            of_all = self.min_chain_chances(len(rows), nodes, drafting)
+            return np.tile(np.array(of_all, np.float32), (len(rows), 1))
+        verifying = np.array(self.min_node_chances(len(rows), nodes, auto))
+        shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
+        needed = verifying + self.pace(len(rows)) * drafting
+        return (needed / np.array(shares)[:, None]).astype(np.float32)
+
+    def pace(self, rows: int) -> float:
+        """Tokens that the time of a vanilla step of so many rows has to gain."""
+        return PACE_ALONE if rows <= 1 or self._always else PACE
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """The chance that the first n tokens of a chain are all right which one more needs to pay,
@@ -96,19 +133,21 @@ class Budget:
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
         return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
-    def min_node_chances(self, rows: int, nodes: int) -> list[float]:
+    def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """The chance to be right that the n-th node, which is drafted, needs to pay for its
-        verification. One text alone is left to the drafter's own rule.
+        verification. One text alone is left to the drafter's own rule, unless it is `auto`.
 
         Args:
             rows: that take part.
         """
-        if rows <= 1 or self._always:
+        if not auto and (rows <= 1 or self._always):
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
-        return [PACE * (costs[n + 1] - costs[n]) for n in range(nodes)]
+        return [self.pace(rows) * (costs[n + 1] - costs[n]) for n in range(nodes)]
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
         """A row's verdict."""
+        self.tried[row] += min(accepted + 1, drafted)
+        self.right[row] += accepted
         self.first_tried += drafted > 0
         self.first_right += accepted > 0

@@ -60,7 +60,7 @@ class TensorStepper:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
-            batch.budget.observe(drafted, accepted)
+            batch.budget.observe(row, drafted, accepted)
         seconds = between(started, proposed), between(proposed, verified), 0.0
         pairs = zip(rows, kept, strict=True)
         return [StepRecord(*row, *seconds, likeliest) for row, likeliest in pairs]

@@ -30,7 +30,7 @@ from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS, ORIGIN = "README.md", "SHA256SUMS", "hub.json"
 # what is sent of an adapter's folder, and fetched: the first two it must have
-FILES = (WEIGHTS, CONFIG, VOCABULARY, "calibration.json")
+FILES = (WEIGHTS, CONFIG, VOCABULARY)
 # what transformers' `generate(custom_generate=...)` looks for, taken from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
 

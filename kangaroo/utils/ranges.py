@@ -42,12 +42,20 @@ class Range:
 
 
 @dataclass(frozen=True)
+class OrAuto:
+    """A number in its range, or the word `auto`."""
+
+    range: Range
+
+
+@dataclass(frozen=True)
 class Length:
     """A list of so many values or more."""
 
     least: int
 
 
+AUTO = "auto"
 MOST = (1 << 31) - 1  # what native code counts with
 SEEDS = 1 << 63  # a text's seed lies in [-SEEDS, SEEDS), which tensors and native code hold
 
@@ -68,6 +76,7 @@ Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Chance = Annotated[float, Range(0, 1)]
 Threshold = Annotated[float, Range(0, below=1)]  # at 1 nothing would ever be sure enough
+AutoThreshold = Annotated[float | int | str, OrAuto(Range(0, below=1))]  # Hydra tells 0 from 0.0
 Share = Annotated[float, Range(above=0, most=1)]
 Filled = Annotated[list[T], Length(1)]
 
@@ -127,6 +136,9 @@ def _wanted(hint: Any, value: Any) -> str | None:
     if origin is not Annotated:
         return None
     kind, limit = parts
+    if isinstance(limit, OrAuto):
+        wanted = None if value == AUTO else _wanted(Annotated[float, limit.range], value)
+        return wanted and f"{wanted}, or {AUTO}"
     if isinstance(limit, Length):
         wanted = _wanted(kind, value)
         short = wanted is None and len(value) < limit.least

@@ -26,7 +26,6 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
-from kangaroo.drafters.layer_subset import runs
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
@@ -228,30 +227,29 @@ def loaded(path: str) -> TargetModel:
     return TargetModel(models.load(config)[0])
 
 
-def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tmp_path):
+@pytest.mark.parametrize(
+    "swapped, difference",
+    [
+        ((7, 9), "its token 7 is {}, the target's {}"),
+        ((256, 258), "its token 256 is {}, the target's {}"),  # special ones
+        (None, r"its token 258 is None, the target's '<\|pad\|>'"),  # no room for the last
+    ],
+    ids=str,
+)
+def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(
+    tmp_path, swapped, difference
+):
     lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
     DraftModelConfig(model=folder_of(tmp_path / "same", tokens)).build(lm)
-    tokens[7], tokens[9] = tokens[9], tokens[7]
-    permuted = folder_of(tmp_path / "permuted", tokens)
-    message = rf"permuted'.*target': its token 7 is {re.escape(repr(tokens[7]))}, the target's "
-    with pytest.raises(ConfigError, match=message + re.escape(repr(tokens[9]))):
-        DraftModelConfig(model=permuted).build(lm)
-
-
-def test_special_tokens_are_compared_too(tmp_path):
-    lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
-    tokens[256], tokens[258] = tokens[258], tokens[256]
-    permuted = folder_of(tmp_path / "permuted", tokens)
-    message = r"its token 256 is '<\|pad\|>', the target's '<\|im_start\|>'.*drafter\.model="
-    with pytest.raises(ConfigError, match=message):
-        DraftModelConfig(model=permuted).build(lm)
-
-
-def test_a_token_that_one_of_them_lacks_is_named(tmp_path):
-    lm = loaded(folder_of(tmp_path / "target"))
-    fewer = folder_of(tmp_path / "fewer", vocab_size=258)  # no room for the last
-    with pytest.raises(ConfigError, match=r"its token 258 is None, the target's '<\|pad\|>'"):
-        DraftModelConfig(model=fewer).build(lm)
+    if swapped is None:
+        other = folder_of(tmp_path / "other", vocab_size=258)
+    else:
+        low, high = swapped
+        tokens[low], tokens[high] = tokens[high], tokens[low]
+        difference = difference.format(*(re.escape(repr(tokens[at])) for at in swapped))
+        other = folder_of(tmp_path / "other", tokens)
+    with pytest.raises(ConfigError, match=rf"other'.*target': {difference}.*drafter\.model="):
+        DraftModelConfig(model=other).build(lm)
 
 
 @pytest.mark.parametrize("sizes", [(259, 272), (272, 259), (264, 272)], ids=str)
@@ -263,7 +261,7 @@ def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, 
     if rule == "native":  # where one row alone drafts by its own rule
         lm, rule, rows = lm.compile_for_decoding(), Rule.match, 1
     draft = folder_of(tmp_path / "draft", vocab_size=sizes[1])
-    drafter = DraftModelConfig(model=draft, steps=3).build(lm)
+    drafter = DraftModelConfig(model=draft, steps=3, threshold=0).build(lm)
     sampling = Sampling(temperature=1.5, seed=2, rule=rule)
     prompts = [[1, 5, 9], [7, sizes[0] - 1, 3]]
     done = Engine(lm, drafter).generate(prompts, 40, sampling, batch_size=rows)
@@ -295,30 +293,10 @@ def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
         DraftModelConfig(model=draft).build(lm)
 
 
-def test_any_model_of_the_same_vocabulary_drafts():
-    """By way of `model=`, as LLaMA-68M before Vicuna."""
-    hf, _ = models.load(ModelConfig("tiny", models.TINY, dtype=Dtype.float32, device="cpu"))
-    lm = TargetModel(hf)
-    prompts = [[1, 5, 9], [7]]
-    drafter = DraftModelConfig(model=models.TINY, steps=3).build(lm)
-    done = Engine(lm, drafter).generate(prompts, 13)
-    assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == vanilla_texts(
-        lm, prompts, 13
-    )
-    # the very same model: nothing is refused
-    assert [[step.accepted for step in g.steps] for g in done] == [[0, 3, 3, 3]] * 2
-
-
 def test_one_of_model_and_adapter_is_needed(case):
     with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
         DraftModelConfig().build(case.lm)
     assert DraftModelConfig(model="a", adapter="b") == DraftModelConfig(model="a")
-
-
-def test_layers_that_are_left_form_ranges():
-    assert runs([1, 4, 5], 8) == [range(0, 1), range(2, 4), range(6, 8)]
-    assert runs([0, 3], 4) == [range(1, 3)]
-    assert runs([], 3) == [range(0, 3)]
 
 
 def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):

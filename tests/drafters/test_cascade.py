@@ -79,15 +79,6 @@ def test_a_first_that_finds_nothing_changes_nothing(case, second):
     assert rounds(case, Cascade(case.lm, Vanilla(), build())) == rounds(case, build())
 
 
-def test_a_cascade_accepts_more_than_its_parts(case):
-    first, second = Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 2, 0)
-    counts = [
-        sum(map(len, rounds(case, drafter)))
-        for drafter in (Cascade(case.lm, first, second), first, second)
-    ]
-    assert counts[0] < min(counts[1:])
-
-
 def test_rows_of_two_drafts_keep_their_own_trees():
     pending_B1 = torch.tensor([[5], [6]])
     chain = Draft.listed(pending_B1, [[1, 2, 3], []])

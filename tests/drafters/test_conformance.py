@@ -148,7 +148,8 @@ NATIVE = {
     for name in (
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
-        *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
+        *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
+        *("kangaroo-tree-auto", "draft-model-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
     )
@@ -206,6 +207,8 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
     "name, slope",
     [
         ("kangaroo", 0.02),
+        ("kangaroo-auto", 0.02),
+        ("kangaroo-tree-auto", 0.02),
         ("kangaroo-tree", 0.02),
         ("draft-model", 0.02),
         ("prompt-lookup-reference", 0.1),
@@ -322,6 +325,7 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-vocabulary",
         "kangaroo-stops",
         "kangaroo-stops-early",
+        "kangaroo-auto",
         "kangaroo-layer",
         "kangaroo-own-head",
         "kangaroo-two-layers",
@@ -341,6 +345,7 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         assert 0.2 < accepted_share(steps[name]) < 0.9, name
     assert {step.drafted for step in steps["kangaroo-stops"]} == {1, 2, 3, 4}
     assert {step.drafted for step in steps["kangaroo-stops-early"]} > {1, 2, 3}
+    assert {step.drafted for step in steps["kangaroo-auto"]} >= {2, 3}
     tree = DRAFTERS["tree"](case)
     assert 0.05 < accepted_share(steps_of(tree, case)) < 0.9
     assert tree.moved > 10  # accepted on branches that are not the first

@@ -86,9 +86,9 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     config = adapter_files.read_config(str(folder))
     assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
     assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)
-    chain = EagleConfig(adapter=str(folder), steps=4).build(lm)
+    chain = EagleConfig(adapter=str(folder), steps=4, threshold=0).build(lm)
     assert isinstance(chain, Kangaroo)
-    tree = EagleConfig(adapter=str(folder), steps=3, top_k=3, nodes=8).build(lm)
+    tree = EagleConfig(adapter=str(folder), steps=3, threshold=0, top_k=3, nodes=8).build(lm)
     assert isinstance(tree, KangarooTree)
     for drafter in (chain, tree):
         done = Engine(lm, drafter).generate([text[:6] for text in texts], 40)

@@ -11,9 +11,9 @@ from syncs import Syncs
 
 from kangaroo.cpu.drafting import HybridDrafting
 from kangaroo.cpu.stepper import CpuStepper
-from kangaroo.drafters.acceptance import assumed
+from kangaroo.drafters import expected_gain
 from kangaroo.drafters.datastore import index, save
-from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
+from kangaroo.drafters.expected_gain import Chances, Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
 from kangaroo.engine.cache import BUCKET
 from kangaroo.engine.engine import Engine
@@ -22,8 +22,6 @@ from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.utils.errors import ConfigError, DataError
 
 NODES, STEPS = 6, 3
-ODDS = assumed()
-SURE = replace(ODDS, adds=[0.45, *[0.0] * 7])  # where the text matches, nothing is drafted
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
 SAMPLED = SAMPLINGS["sampled"]
 
@@ -33,11 +31,17 @@ def case() -> Case:
     return case_of("llama", "sampled")
 
 
-def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, seed) -> Sources:
+@pytest.fixture
+def sure(monkeypatch):
+    """Where the text matches, nothing is drafted."""
+    monkeypatch.setattr(expected_gain, "NEXT_BESIDE", 0.0)
+
+
+def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
     length, _ = longest_earlier_match(text)
     lookup = Lookup(text).automaton.continuation(NODES)
-    sources = Sources(length, lookup)
-    while len(sources.chain) < STEPS and drafting_pays(drafter.acceptance, COSTS, sources, NODES):
+    sources = Sources(drafter.lookups[row].chances, length, lookup)
+    while len(sources.chain) < STEPS and drafting_pays(COSTS, sources, NODES):
         best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
         sources.further.append(further)
         sources.chain.append(best[0])
@@ -47,17 +51,16 @@ def expected_sources(case: Case, drafter: Hybrid, text: list[int], sampling, see
     return sources
 
 
-@pytest.mark.parametrize("acceptance", [ODDS, SURE], ids=["drafts", "drafts where nothing matches"])
+@pytest.mark.parametrize("beside", [0.45, 0.0], ids=["drafts", "drafts where nothing matches"])
 @pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
-    monkeypatch, sampling, rows, threshold, acceptance
+    monkeypatch, sampling, rows, threshold, beside
 ):
     """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
+    monkeypatch.setattr(expected_gain, "NEXT_BESIDE", beside)
     case = case_of("llama", "sampled" if sampling is SAMPLED else "greedy")
-    drafter = Hybrid(
-        case.lm, case.adapter, STEPS, threshold, acceptance=acceptance, costs=COSTS, nodes=NODES
-    )
+    drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
     propose, drafted = drafter.propose, []
 
     def check(batch):
@@ -69,8 +72,8 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
                 assert valid_N.sum() == 1
                 continue
             seed = int(batch.seeds_B[row])
-            sources = expected_sources(case, drafter, batch.texts[row], sampling, seed)
-            tokens, parents = best_tree(acceptance, COSTS, sources, NODES)
+            sources = expected_sources(case, drafter, row, batch.texts[row], sampling, seed)
+            tokens, parents = best_tree(COSTS, sources, NODES)
             assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
             assert parents_BN[row, valid_N][1:].tolist() == parents
             drafted.append(len(sources.chain))
@@ -81,12 +84,12 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
     # rounds with and without drafting lie behind later drafts, and accepted paths of all lengths
-    assert len(set(drafted)) > 2 and (0 in drafted) == (acceptance is SURE)
+    assert len(set(drafted)) > 1 and (0 in drafted) == (beside == 0)
     assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
 
 
-def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
-    drafter = Hybrid(case.lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
+def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, sure, monkeypatch):
+    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
     engine = Engine(case.lm, drafter)
     batch = engine.open(1, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
@@ -102,7 +105,7 @@ def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, monkeypatch):
 def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pending_token():
     """So that a chain that says what the lookup says passes the shallow layers once."""
     lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), 1, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), 1, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     batch = engine.open(1, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
@@ -128,7 +131,7 @@ def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted
     monkeypatch, rows
 ):
     lm = tiny()
-    drafter = Hybrid(lm, adapter_for(lm), STEPS, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), STEPS, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     batch = engine.open(rows, 60, SAMPLED)
     for row in range(rows):
@@ -146,10 +149,10 @@ def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted
         assert syncs.total == 1
 
 
-def test_a_draft_ends_with_what_ends_the_text():
+def test_a_draft_ends_with_what_ends_the_text(sure):
     lm = tiny("llama", eos_token_id=5)
     case = Case(lm, case_of("llama", "greedy").adapter, [])
-    drafter = Hybrid(lm, case.adapter, acceptance=SURE, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, case.adapter, costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -157,13 +160,12 @@ def test_a_draft_ends_with_what_ends_the_text():
         assert drafter.looked_up(batch, 0).lookup == expected
 
 
-def test_a_chain_stays_a_chain():
+def test_a_chain_stays_a_chain(sure, monkeypatch):
     """Whose slots need no moving, and which is exact in bfloat16 too."""
     case = case_of("llama", "greedy")
-    sure = replace(ODDS, lookup=[0.9] * 7, adds=[0.0] * 8)
-    engine = Engine(
-        case.lm, Hybrid(case.lm, case.adapter, acceptance=sure, costs=COSTS, nodes=NODES)
-    )
+    monkeypatch.setattr(expected_gain, "NEXT", 0.0)
+    monkeypatch.setattr(Chances, "lookup", lambda self, length: 0.9)
+    engine = Engine(case.lm, Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES))
     batch = engine.open(2, 60, Sampling())
     admit_text(engine, batch, 0, [1, 2, 3, 1])
     admit_text(engine, batch, 1, [1, 2, 3, 4])
@@ -183,7 +185,7 @@ def test_a_reference_is_asked_for_longer_matches_alone():
 
 
 def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
-    drafter = Hybrid(case.lm, case.adapter, acceptance=ODDS, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
     sampling = Sampling(temperature=0.8, rule=Rule.rejection)
     with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
@@ -192,9 +194,6 @@ def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
 def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
     config = HybridConfig(adapter="untrained:2")
     assert config.build(case.lm).max_nodes == 15
-    assert config.settings()["odds"] is None
-    with pytest.raises(ConfigError, match=r"verify_costs=\[1.0\] must be a list of 2 or more"):
-        replace(config, verify_costs=[1.0])
     with pytest.raises(DataError, match="no datastore"):
         replace(config, reference=str(tmp_path)).build(case.lm)
 
@@ -214,7 +213,7 @@ def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting
 def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, steps):
     """Lookup, chain and further choices together take more of them than the tree has nodes."""
     lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), steps, acceptance=ODDS, nodes=nodes)
+    drafter = Hybrid(lm, adapter_for(lm), steps, nodes=nodes)
     engine = Engine(lm, drafter)
     longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
     batch = engine.open(2, longest, Sampling())
@@ -222,3 +221,15 @@ def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, step
     assert (
         longest - 2 + HybridDrafting(drafter).nodes < batch.n_slots
     )  # from the last pending token on
+
+
+def test_what_a_text_has_taught_is_forgotten_with_it(case):
+    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
+    engine = Engine(case.lm, drafter)
+    batch = engine.open(1, 80, Sampling())
+    for _ in range(2):
+        engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
+        assert drafter.looked_up(batch, 0).chances.shifts == expected_gain.START
+        while not batch.done[0]:
+            engine.step(batch)
+        assert drafter.lookups[0].chances.shifts != expected_gain.START

@@ -107,17 +107,6 @@ def test_with_one_candidate_the_tree_is_the_chain(case):
     assert steps[0] == steps[1]
 
 
-def test_the_tree_accepts_more_than_the_chain(case):
-    rounds = []
-    for drafter in (
-        Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
-        KangarooTree(case.lm, case.adapter, steps=4, threshold=0, top_k=4, nodes=16),
-    ):
-        done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
-        rounds.append(sum(len(generation.steps) for generation in done))
-    assert rounds[1] < rounds[0]
-
-
 def test_pruning_keeps_parents_and_the_most_confident():
     # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
     parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])

@@ -14,10 +14,10 @@ from kangaroo.drafters.layer_search import (
     agreement_of,
     draft_cost,
     expected_speedup,
+    found,
     look,
     search,
 )
-from kangaroo.drafters.layer_subset import found
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 
@@ -68,20 +68,6 @@ def mask_of(sample, start):
 
 def count(texts) -> int:
     return sum(len(text.top_M) for text in texts)
-
-
-def test_expected_speedup_is_leviathans():
-    assert expected_speedup(0.0, 0.5, 4) == pytest.approx(1 / 1.5)
-    assert expected_speedup(1.0, 0.5, 4) == pytest.approx(5 / 3)
-    alpha, cost = 0.8, 0.1
-    closed = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 7))
-    assert expected_speedup(alpha, cost, 6) == pytest.approx(closed)
-
-
-def test_a_draft_costs_what_it_reads(lm):
-    assert draft_cost(lm, ()) == 1
-    layer, head = (sum(p.numel() for p in m.parameters()) for m in (lm.layers[0], lm.head))
-    assert draft_cost(lm, (1, 2)) == pytest.approx((2 * layer + head) / (4 * layer + head))
 
 
 def test_a_search_that_was_stopped_goes_on_and_ends_alike(lm, samples, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from helpers import random_prompts, tiny
 
-from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig, remember, topology
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -126,16 +126,6 @@ def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampli
     assert rounds > 40 and guessed > 0
 
 
-def test_a_text_that_repeats_is_drafted_from_the_pool():
-    lm = tiny()
-    prompt = random_prompts(12)[0]
-    (plain,) = Engine(lm, Lookahead(LookaheadConfig(pool_from_prompt=False))).generate([prompt], 30)
-    again = [*prompt, *plain.tokens, *prompt]
-    drafter = Lookahead(LookaheadConfig())
-    (written,) = Engine(lm, drafter).generate([again], 60)
-    assert sum(step.accepted for step in written.steps) > 10
-
-
 def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     """Another drafter's was; the window's next levels are then unknown."""
     lm, drafter = tiny(), Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2))
@@ -148,19 +138,6 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     drafter.observe(batch, other, None, {})
     assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
     assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)
-
-
-def test_the_pool_keeps_the_newest_and_none_twice():
-    pool_BPN = torch.tensor([[[1, 1], [2, 2], [3, 3], [-1, -1]], [[1, 1], [4, 4], [5, 5], [6, 6]]])
-    new_BWN = torch.tensor([[[2, 2], [7, 7]], [[8, 8], [8, 8]]])
-    assert remember(pool_BPN, new_BWN).tolist() == [
-        [[7, 7], [2, 2], [1, 1], [3, 3]],
-        [[8, 8], [1, 1], [4, 4], [5, 5]],
-    ]
-
-
-def test_the_topology_is_made_once_a_device():
-    assert topology(4, 3, 2, torch.device("cpu")) is topology(4, 3, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name, value", [("pool", 14), ("window", 300)])

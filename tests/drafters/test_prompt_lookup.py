@@ -9,13 +9,11 @@ import torch
 from helpers import admit_text, random_prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from kangaroo.drafters import prompt_lookup as module
-from kangaroo.drafters.datastore import index, save
-from kangaroo.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from kangaroo.drafters.datastore import index
+from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
-from kangaroo.utils.errors import DataError
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
 
@@ -71,24 +69,6 @@ def test_another_drafters_tokens_are_looked_up_too_but_not_kept(ngram, count):
         text.append(token)
 
 
-def test_a_step_reads_only_what_was_added(monkeypatch):
-    reads = []
-
-    class Counting(module.Grams):
-        def grow(self):
-            before = self.read
-            super().grow()
-            reads.append(self.read - before)
-
-    monkeypatch.setattr(module, "Grams", Counting)
-    drafter = PromptLookup()
-    (text,) = begun(drafter, repeating(500, 20, seed=0)).texts
-    for _ in range(3):
-        drafter.continuation(0, text)
-        text += [1, 2]
-    assert reads == [499, 2, 2]
-
-
 def in_reference(documents: list[list[int]], gram: list[int], count: int) -> list[int] | None:
     """What follows the first place of a gram."""
     n = len(gram)
@@ -123,18 +103,6 @@ def test_a_reference_is_searched_where_the_text_has_no_match_of_that_length(ngra
     assert differs > 3
 
 
-def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(tmp_path):
-    lm = tiny()
-    save(index([[1, 2, 3, 4]], 64), lm, tmp_path / "a", {})
-    save(index([[1, 2, 3, 5]], 64), lm, tmp_path / "b", {})
-    configs = [PromptLookupConfig(reference=str(tmp_path / name)) for name in "ab"]
-    drafter = configs[0].build(lm)
-    (text,) = begun(drafter, [7, 2, 3]).texts
-    assert drafter.continuation(0, text) == [4]
-    first, second = (config.settings() for config in configs)
-    assert first["fingerprint"] != second["fingerprint"]
-
-
 @pytest.mark.parametrize("ngram", [2, 3])
 def test_as_many_rounds_as_transformers_generate_takes(ngram):
     """So tokens a forward are the same, round by round."""
@@ -152,12 +120,6 @@ def test_as_many_rounds_as_transformers_generate_takes(ngram):
         assert written == [count for count, _ in other.rounds]  # its first one is timed apart
         accepted += 59 - len(ours.rounds)
     assert accepted > 10
-
-
-def test_a_reference_that_is_not_there_is_named():
-    lm = tiny()
-    with pytest.raises(DataError, match="no datastore at 'nowhere'"):
-        PromptLookupConfig(reference="nowhere").build(lm)
 
 
 def test_a_prompt_of_one_token_in_a_used_row_starts_anew():

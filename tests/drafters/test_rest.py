@@ -94,16 +94,6 @@ def test_a_tree_of_rows_with_and_without_matches():
     assert draft.tree.parents_BN[0].tolist() == [0, 0, 0, 1]
 
 
-def test_text_that_is_in_the_datastore_is_accepted_whole():
-    lm = tiny()
-    (plain,) = Engine(lm, Rest(index([[0]], VOCABULARY), RestConfig())).generate([[3, 1, 4]], 34)
-    store = index([[3, 1, 4, *plain.tokens]], VOCABULARY)
-    rest = Rest(store, RestConfig(max_token_span=20))
-    (fast,) = Engine(lm, rest).generate([[3, 1, 4]], 34)
-    assert fast.tokens == plain.tokens
-    assert [len(step.tokens) for step in fast.steps] == [1, 11, 11, 11]  # the first by the prefill
-
-
 def test_settings_that_cannot_work_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"max_token_span=1 is below .*min_token_span=2"):
         RestConfig(max_token_span=1)

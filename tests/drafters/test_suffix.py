@@ -28,16 +28,6 @@ def test_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
     assert matched > 60
 
 
-def test_tokens_that_come_together_are_those_that_come_one_by_one():
-    text = random_text(200, 5, seed=1)
-    one_by_one, together = SuffixAutomaton(), SuffixAutomaton(text[:70])
-    for token in text:
-        one_by_one.extend([token])
-    together.extend(text[70:])
-    assert one_by_one.match == together.match
-    assert one_by_one.continuation(9) == together.continuation(9)
-
-
 @pytest.mark.parametrize("alphabet", [1, 2, 8])
 def test_a_continuation_is_what_followed_and_goes_on_with_itself(alphabet):
     text = random_text(60, alphabet, seed=3)
@@ -52,13 +42,3 @@ def test_a_continuation_is_what_followed_and_goes_on_with_itself(alphabet):
 
 def test_the_last_of_several_places_counts():
     assert SuffixAutomaton([1, 2, 7, 1, 2, 8, 1, 2]).continuation(3) == [8, 1, 2]
-
-
-def test_a_text_that_never_repeats_has_no_match():
-    automaton = SuffixAutomaton(range(50))
-    assert automaton.match == (0, 0) and automaton.continuation(4) == []
-    assert SuffixAutomaton().match == (0, 0)
-
-
-def test_a_loop_is_drafted_as_a_loop():
-    assert SuffixAutomaton([9, 1, 2, 3, 1, 2, 3, 1]).continuation(7) == [2, 3, 1, 2, 3, 1, 2]

@@ -27,6 +27,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranges import AUTO
 
 pytestmark = pytest.mark.usefixtures("measured_budget")
 
@@ -105,6 +106,45 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
     assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
     assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo_tree", "draft_model"])
+def test_auto_drafts_what_pays_alone_too_and_the_same_for_the_same_text(
+    monkeypatch, name, compiled, rows
+):
+    lm = tiny().compile_for_decoding() if compiled else tiny()
+    if name == "draft_model":
+        small = TargetModel(draft_model(lm, adapter_for(lm))).compile_for_decoding()
+        drafter = DraftModel(lm, small, 4, AUTO)
+    else:
+        options = (None, 3, 6) if name == "kangaroo_tree" else ()
+        kind = KangarooTree if name == "kangaroo_tree" else Kangaroo
+        drafter = kind(lm, adapter_for(lm), 4, AUTO, *options)
+    drafter.draft_cost = 0.02
+    assert not any(drafted(lm, drafter, STEEP, rows, monkeypatch))
+    counts = [drafted(lm, drafter, FLAT, rows, monkeypatch) for _ in range(2)]
+    assert any(counts[0]) and counts[0] == counts[1]
+    drafter.draft_cost = 0.2
+    assert sum(drafted(lm, drafter, FLAT, rows, monkeypatch)) < sum(counts[0])
+
+
+def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
+    budget = Budget(lambda: VerifyCosts([1, 2, 16], [1.0, 1.02, 1.3]))
+    first = budget.limits([0], 3, 0.05, auto=True)
+    assert (first < 1).all() and budget.limits([], 3, 0.05, auto=True).shape == (0, 3)
+    for _ in range(20):
+        budget.observe(0, 3, 0)
+    own, other = budget.limits([0, 1], 3, 0.05, auto=True)
+    assert (own > other).all() and own[0] > 2 * first[0, 0]
+    budget.admit(0)
+    assert (budget.limits([0], 3, 0.05, auto=True) == first).all()
+    # a number leaves it to the drafter alone, and to all rows' first tokens in a batch
+    assert not budget.limits([0], 3, 0.05, auto=False).any()
+    assert budget.limits([0, 1], 3, 0.05, auto=False)[0].tolist() == pytest.approx(
+        budget.min_chain_chances(2, 3, 0.05)
+    )
 
 
 def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):

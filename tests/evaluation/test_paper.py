@@ -65,6 +65,7 @@ def test_every_experiment_composes_for_every_model(name, model):
     ]
     chains = [each for each in drafters if isinstance(each, KangarooConfig)]
     assert all(chain.threshold == 0.6 for chain in chains)  # the paper's, whatever the hardware
+    assert all(getattr(each, "threshold", 0) != "auto" for each in drafters)
     for hardware, longest in {"cpu": 64, "gpu": 1024}.items():
         sized = composed(name, f"model={model}", f"hardware={hardware}")
         assert sized.max_new_tokens == longest

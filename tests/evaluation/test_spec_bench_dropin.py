@@ -76,7 +76,7 @@ def texts(found):
 
 
 # costs that do not depend on the machine
-HYBRID = ["drafter=hybrid", "drafter.verify_costs=[1,1]", "drafter.draft_cost=0"]
+HYBRID = ["drafter=hybrid"]
 CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree"]
 
 

@@ -136,7 +136,7 @@ def test_a_process_killed_in_writing_and_in_training_changes_no_byte(here):
         assert bytes_of(here, pattern) == bytes_of(alone, pattern) != {}
 
 
-@pytest.mark.parametrize("name", ["chat", "speed", "convert_import", "prepare_calibrate"])
+@pytest.mark.parametrize("name", ["chat", "speed", "convert_import", "prepare_layers"])
 def test_a_command_for_one_process_refuses_more(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])

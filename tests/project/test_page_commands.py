@@ -53,8 +53,6 @@ def stand_ins(line: str) -> str:
         parts = ["held=2"]
     elif "data=mix" in line:
         parts += [MIXED, BRIEF if script == "train.py" else ""]
-    elif " calibrate " in line:
-        parts += ["data.source=questions.jsonl calibrate.holdout=4", FILES]
     elif script == "scripts/prepare.py":
         parts += [SHORT]
     elif "experiment=questions" in line:

@@ -16,7 +16,7 @@ from stand_ins import BRIEF, FEW, ONE, SHORT, TUNED, typed
 
 from kangaroo import cli
 from kangaroo.cli.training import SLOW_BFLOAT16
-from kangaroo.drafters import acceptance, datastore, hybrid, layer_subset
+from kangaroo.drafters import datastore, layer_search
 from kangaroo.drafters.draft_verify import DraftVerifyConfig
 from kangaroo.evaluation import bench
 from kangaroo.evaluation.study import report
@@ -31,13 +31,12 @@ from kangaroo.utils.errors import KangarooError
 from kangaroo.utils.ranks import Ranks
 
 WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+))*"
-SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|calibrate|split)\b)?)"
+SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|split)\b)?)"
 COMMAND = re.compile(rf"(?:python|torchrun --nproc-per-node=N) {SCRIPT}({WORDS})")
 # What is appended, so that it takes seconds.
 SMALLER = {
     "train.py": f"{ONE} {BRIEF} {SHORT}",
     "evaluate.py": f"{FEW} model.dtype=float32",
-    "scripts/prepare.py calibrate": f"calibrate.holdout=4 {SHORT}",
     "scripts/prepare.py layers": f"search.budget=4 search.conversations=2 {SHORT}",
     "scripts/prepare.py datastore": SHORT,
     "scripts/tune.py": f"bench.path=questions.jsonl {TUNED}",
@@ -59,15 +58,8 @@ def damaged(file: str, content: str) -> str:
 
 
 def other_subset(lm):
-    layer_subset.write(layer_subset.LayerSubset([1], "x", "y"), Path("subset.json"))
-    return layer_subset.read("subset.json", lm)
-
-
-def other_odds(content: str | None):
-    acceptance.write(acceptance.assumed(), "abc", {}, Path("adapters/tiny"))
-    if content is not None:
-        damaged(f"adapters/tiny/{acceptance.FILE}", content)
-    return hybrid.HybridConfig(adapter="adapters/tiny").counted()
+    layer_search.write(layer_search.LayerSubset([1], "x", "y"), Path("subset.json"))
+    return layer_search.read("subset.json", lm)
 
 
 def conversations():
@@ -87,17 +79,14 @@ TEXTS = {
     "no adapter": lambda lm, other: adapter_files.find("adapters/vicuna-7b"),
     "no adapter of one's own target": lambda lm, other: adapter_files.find("adapters/mine"),
     "no heads": lambda lm, other: adapter_files.find("adapters/mine-medusa"),
-    "no subset": lambda lm, other: layer_subset.found("adapters/tiny-draft_verify.json"),
-    "a damaged subset": lambda lm, other: layer_subset.found(damaged("subset.json", "[]")),
+    "no subset": lambda lm, other: layer_search.found("adapters/tiny-draft_verify.json"),
+    "a damaged subset": lambda lm, other: layer_search.found(damaged("subset.json", "[]")),
     "a subset of another target": lambda lm, other: other_subset(lm),
     "no subset asked for": lambda lm, other: DraftVerifyConfig().build(lm),
     "no datastore": lambda lm, other: datastore.load("adapters/tiny-datastore", lm),
     "a datastore of another target": lambda lm, other: datastore.load(
         str(Path(damaged(f"store/{datastore.ABOUT}", "{}")).parent), lm
     ),
-    "odds that cannot be read": lambda lm, other: other_odds("{"),
-    "odds of other weights": lambda lm, other: other_odds(None),
-    "odds to count": lambda lm, other: hybrid.count_again("adapters/tiny"),
     "conversations as a bench": lambda lm, other: conversations(),
     "one process for many": lambda lm, other: backend.check(
         TrainerConfig(shard_target=True), Ranks()

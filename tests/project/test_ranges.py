@@ -25,6 +25,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import OrAuto
 
 COMMANDS = [name.replace(" ", "_") for name in __main__.COMMANDS]  # of configs, or sections
 DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla".split()
@@ -41,7 +42,7 @@ AT_THE_EDGE = {int: [0, -1, 2**31 - 1], float: [0.0, -1.0, 1e300]}  # of most
 @functools.cache
 def composed(command):
     options = BESIDES.get(command, [])
-    if command not in ("prepare_calibrate", "chat", "serve"):
+    if command not in ("chat", "serve"):
         options = [*options, "output=out"]
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
         return compose(command, options)
@@ -68,7 +69,9 @@ def listed(hint):
 
 def without_range(hint):
     if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
+        hint, limit = get_args(hint)
+        if isinstance(limit, OrAuto):
+            return False
         return hint not in (int, float) and without_range(hint)
     return hint in (int, float) or any(map(without_range, get_args(hint)))
 
@@ -128,9 +131,7 @@ def test_variants_and_what_is_no_number_are_refused():
         KangarooTreeConfig(
             adapter="untrained:2", steps=16, top_k=64, nodes=1024, min_confidence=0.0
         ),
-        HybridConfig(
-            adapter="untrained:2", steps=1024, nodes=1024, min_gain_per_step=1e300, draft_cost=0.0
-        ),
+        HybridConfig(adapter="untrained:2", steps=1024, nodes=1024, min_gain_per_step=1e300),
         LookaheadConfig(window=1, ngram=2, guesses=1, pool=1),
         PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from kangaroo.drafters import datastore, layer_subset
+from kangaroo.drafters import datastore, layer_search
 from kangaroo.heads import adapter_files
 from kangaroo.models.embedded import embedded_checkpoint
 from kangaroo.utils.errors import MissingPackage
@@ -123,7 +123,7 @@ def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     assert adapter_files.find(str(ADAPTER)) == ROOT / ADAPTER
     assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.kind() == "medusa_heads"
     assert datastore.read_about(f"{ADAPTER}-datastore")["tokens"]
-    assert layer_subset.found(f"{ADAPTER}-draft_verify.json").skip
+    assert layer_search.found(f"{ADAPTER}-draft_verify.json").skip
     (tmp_path / ADAPTER).mkdir(parents=True)  # one's own comes before it
     assert adapter_files.find(str(ADAPTER)) == ADAPTER
 

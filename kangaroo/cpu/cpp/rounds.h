@@ -19,13 +19,13 @@ template <class T> class Round {
       : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
 
   // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
-  // than the threshold, or the chance that the first n are all right no more than least[n]. A token that is
-  // a node already, of another source, is not a second one.
+  // than the threshold, or the product of those in the first n no more than the row's least[n]. A token that
+  // is a node already, of another source, is not a second one.
   void draft(i64 steps, float threshold, const float* least) {
     std::vector<i64> active;
     std::vector<float> gain(r.batch, 1.0f);
     for (i64 row = 0; row < r.batch; row++)
-      if (r.count[row] && r.asking[row] && gain[row] > least[0]) active.push_back(row);
+      if (r.count[row] && r.asking[row] && gain[row] > least[row * steps]) active.push_back(row);
     for (i64 step = 0; step < steps && !active.empty(); step++) {
       find_states();
       std::vector<RowNode> ends;
@@ -39,7 +39,7 @@ template <class T> class Round {
         i64 known = r.child(row, r.end[row], choices[i].tokens[0]);
         r.end[row] = known < 0 ? r.append(row, r.end[row], choices[i].tokens[0]) : known;
         gain[row] *= choices[i].chances[0];
-        bool pays = step + 1 < steps && gain[row] > least[step + 1];
+        bool pays = step + 1 < steps && gain[row] > least[row * steps + step + 1];
         if (choices[i].chances[0] > threshold && pays) going_on.push_back(row);
       }
       active = going_on;
@@ -47,12 +47,12 @@ template <class T> class Round {
   }
 
   // A tree below the pending token of each row that asks. Each level is the likeliest continuations of the one
-  // before, `width` of them, until the likeliest is no likelier than the threshold, or than least[levels].
+  // before, `width` of them, until the likeliest is no likelier than the threshold, or than the row's least[levels].
   void draft_trees(i64 steps, i64 width, float threshold, const float* least, const Pruning& pruning) {
     std::vector<RowNode> level;
     std::vector<float> chances(r.batch * r.capacity, 1.0f);  // that a node's whole path is right
     for (i64 row = 0; row < r.batch; row++)
-      if (r.count[row] && r.asking[row]) level.push_back({row, 0});
+      if (r.count[row] && r.asking[row] && least[row * steps] < 1) level.push_back({row, 0});
     const std::vector<RowNode> roots = level;
     for (i64 step = 1; step <= steps && !level.empty(); step++) {
       find_states();
@@ -63,7 +63,7 @@ template <class T> class Round {
         for (last = first; last < i64(level.size()) && level[last].row == row;) last++;
         grow(&level[first], &choices[first], last - first, width, &chances[r.at(row, 0)]);
         i64 best = r.count[row] - width;
-        if (step == steps || chances[r.at(row, best)] <= std::max(threshold, least[step])) continue;
+        if (step == steps || chances[r.at(row, best)] <= std::max(threshold, least[row * steps + step])) continue;
         for (i64 node = best; node < r.count[row]; node++) next.push_back({row, node});
       }
       level = next;

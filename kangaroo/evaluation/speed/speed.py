@@ -116,7 +116,8 @@ def measure(
         "device": lm.device.type,
         "drafter": (
             f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, threshold "
-            f"{drafter.threshold}, draft vocabulary {drafter.head.size or 'whole'}"
+            f"{'auto' if drafter.auto else drafter.threshold}, "
+            f"draft vocabulary {drafter.head.size or 'whole'}"
         ),
         "settings": asdict(config),
         "bandwidth": {"before": before, "after": after},
