@@ -5,7 +5,7 @@ Every stepper asks the same rule, whatever it computes with, and tells it of eve
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +18,7 @@ PACE_ALONE = 1.5  # and where one text is decoded alone
 PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
 # As if a row had tried so many draft tokens after right ones, and so many had been right.
 ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5
+FORGETTING = 0.95  # of both in a round without a draft, so that drafting is tried again
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Budget:
         self._curves: dict[tuple[int, int], list[float]] = {}
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         # of each row's text: draft tokens before which all were right, and those that were, too
-        self.tried, self.right = Counter[int](), Counter[int]()
+        self.tried, self.right = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def measure(self) -> None:
         """Measure now, so that no step has to."""
@@ -92,7 +93,7 @@ class Budget:
 
     def admit(self, row: int) -> None:
         """Another text has taken a row: nothing is known of it yet."""
-        self.tried[row] = self.right[row] = 0
+        self.tried[row] = self.right[row] = 0.0
 
     def limits(
         self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
@@ -147,7 +148,11 @@ class Budget:
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """A row's verdict."""
-        self.tried[row] += min(accepted + 1, drafted)
-        self.right[row] += accepted
+        if drafted:
+            self.tried[row] += min(accepted + 1, drafted)
+            self.right[row] += accepted
+        else:
+            self.tried[row] *= FORGETTING
+            self.right[row] *= FORGETTING
         self.first_tried += drafted > 0
         self.first_right += accepted > 0
