@@ -136,8 +136,12 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
     assert (first < 1).all() and budget.limits([], 3, 0.05, auto=True).shape == (0, 3)
     for _ in range(20):
         budget.observe(0, 3, 0)
-    own, other = budget.limits([0, 1], 3, 0.05, auto=True)
-    assert (own > other).all() and own[0] > 2 * first[0, 0]
+    wrong, other = budget.limits([0, 1], 3, 0.05, auto=True)
+    assert (wrong > other).all() and wrong[0] > 2 * first[0, 0]
+    for _ in range(60):
+        budget.observe(0, 0, 0)  # without a draft
+    again = budget.limits([0], 3, 0.05, auto=True)
+    assert (again < wrong).all() and again[0, 0] < 1.1 * first[0, 0]
     budget.admit(0)
     assert (budget.limits([0], 3, 0.05, auto=True) == first).all()
     # a number leaves it to the drafter alone, and to all rows' first tokens in a batch
