@@ -49,6 +49,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2-biased": ("qwen2", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),  # every second layer does not rotate
 }
 
 

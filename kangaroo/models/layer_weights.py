@@ -41,8 +41,11 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_plain(hf: PreTrainedModel) -> bool:
-    """Whether a model computes what its weights say: it has no hooks, and no weights, such as
-    LoRA's, but those that native code reads, all of one number format."""
+    """Whether a model computes what its weights say: it has no hooks, no layers without rotation
+    (SmolLM3's), and no weights, such as LoRA's, but those that native code reads, all of one number
+    format."""
+    if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):
+        return False
     for module in hf.modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return False

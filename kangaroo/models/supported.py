@@ -6,7 +6,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.utils.errors import UnsupportedModel
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 def check_supported(config: PretrainedConfig) -> None:
