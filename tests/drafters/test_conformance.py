@@ -151,6 +151,8 @@ NATIVE = {
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
+        *("suffix", "suffix-store", "token-recycling-tree", "token-recycling-tree-kept"),
+        "cascade-token-recycling-tree",
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"
