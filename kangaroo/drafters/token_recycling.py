@@ -13,8 +13,8 @@ from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import DraftSize
 
-# How often a successor is right, by its rank.
-RIGHT = (0.5, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
+# How often a successor is right, by its rank: counted with SmolLM2-135M on 17 questions of the demo.
+RIGHT = (0.43, 0.09, 0.07, 0.03, 0.017, 0.016, 0.013, 0.013)
 
 Successors = dict[int, list[int]]  # of each token, the likeliest first
 
@@ -60,7 +60,7 @@ class TokenRecycling(TreesFromText):
         pays = (n for n, chance in enumerate(chances) if chance < least[n])
         successors, text = self.successors(row), batch.texts[row]
         tokens, parents = [text[-1]], []
-        numbers = {(): 0}
+        numbers: dict[tuple[int, ...], int] = {(): 0}
         for path in static_tree(next(pays, self.max_nodes)):
             parent = numbers.get(path[:-1])
             if parent is None:
