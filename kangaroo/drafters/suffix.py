@@ -155,7 +155,7 @@ class SuffixConfig(DrafterConfig):
 
     name: str = "suffix"
     num_pred_tokens: DraftSize = 16
-    alpha: Positive = 1.0
+    alpha: Positive = 2.0
     store_tokens: CountOrZero = 0
 
     def build(self, lm: TargetModel) -> Suffix:
@@ -168,7 +168,7 @@ class Suffix(FromText):
     An answer is stored when another text takes its row, or another batch begins.
     """
 
-    def __init__(self, num_pred_tokens: int = 16, alpha: float = 1.0, store_tokens: int = 0):
+    def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
         self.max_nodes, self.alpha, self.store_tokens = num_pred_tokens, alpha, store_tokens
         self.store = SuffixAutomaton()
         self.rows: dict[int, SuffixRow] = {}
