@@ -56,7 +56,7 @@ def test_rows_of_a_batch_draft_what_pays():
 def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
     lm = tiny()
     lm = lm.compile_for_decoding() if compiled else lm
-    engine = Engine(lm, TokenRecycling(9))
+    engine = Engine(lm, TokenRecycling(9), always_drafts=True)
     batch = engine.open(2, 80, Sampling(temperature=1.0))
     for row, prompt in enumerate(PROMPTS[:2]):
         engine.admit(batch, row, Request(prompt * 2, 12))
@@ -74,7 +74,7 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
                 expected = forward_logits(lm, path)[-1].topk(len(RIGHT)).indices
                 assert likeliest == expected.tolist()
             nodes += len(tokens)
-    assert nodes > 20
+    assert nodes > 10
 
 
 def rounds(engine: Engine, batch_size: int) -> list[list[tuple[list[int], int]]]:
