@@ -43,7 +43,7 @@ def test_the_static_tree_begins_with_the_likeliest_tokens():
     assert tree_chances(3) == pytest.approx([RIGHT[0], RIGHT[0] ** 2, RIGHT[1]])
 
 
-def test_rows_of_a_batch_draft_what_pays():
+def test_rows_of_a_batch_draft_what_pays(measured_budget):
     texts, nodes = [[1, 2, 3, 1, 2, 3]] * 2, []
     for node in (0.0, 0.05, 1.0):
         drafter = TokenRecycling(nodes=3)
