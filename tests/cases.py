@@ -41,6 +41,8 @@ from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
+from kangaroo.drafters.suffix import Suffix
+from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.sampling import Sampling, candidates, pick
@@ -187,6 +189,13 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
     "lookahead-tree-small": lambda case: Lookahead(
         LookaheadConfig(window=1, ngram=2, guesses=1, pool=2, pool_from_prompt=False)
+    ),
+    "suffix": lambda case: Suffix(6),
+    "suffix-store": lambda case: Suffix(4, 0.5, store_tokens=40),
+    "token-recycling-tree": lambda case: TokenRecycling(9, vocab_size=case.lm.config.vocab_size),
+    "token-recycling-tree-kept": lambda case: TokenRecycling(5, keep_matrix=True),
+    "cascade-token-recycling-tree": lambda case: Cascade(
+        case.lm, Suffix(4, 0.5), TokenRecycling(7)
     ),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),

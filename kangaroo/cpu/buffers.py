@@ -29,12 +29,15 @@ class DraftBuffers:
         draw: how each row's tokens are drawn, `[B]`.
         choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
         chances: the probabilities of as many likeliest tokens, before temperature and noise.
+        written, path: the tokens that a verification writes, and after which nodes, `[B, N]`; of
+            each row, `accepted` and one.
+        kept, kept_chances: the likeliest tokens after each node, `[B, N, keep]`.
 
     Args:
         capacity: nodes that a row may have.
         exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
         drafting: `native.NativeDrafting`; None where nothing is drafted.
-        keep: that of `Engine.open`.
+        keep: so many likeliest tokens of the distribution after each node.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class DraftBuffers:
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, native.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
-        of_nodes = np.zeros((5, size, capacity), np.int64)
-        self.token, self.parent, self.place, self.has_state, self.written = of_nodes
+        of_nodes = np.zeros((6, size, capacity), np.int64)
+        self.token, self.parent, self.place, self.has_state = of_nodes[:4]
+        self.written, self.path = of_nodes[4:]
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.kept = np.zeros((size, capacity, keep), np.int32)
@@ -64,7 +68,7 @@ class DraftBuffers:
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
         arrays = """
             base count asking end draw token parent place has_state choices chances unread accepted
-            written kept kept_chances
+            written path kept kept_chances
         """
         rows = native.NativeRows(
             batch=size,

@@ -13,7 +13,7 @@ import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.drafters.base import Drafter, FromText
+from kangaroo.drafters.base import Drafter, FromText, TreesFromText
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
 from kangaroo.drafters.draft_model import DraftModel
@@ -21,7 +21,6 @@ from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.rest import Rest
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.heads.layer import weight
@@ -50,8 +49,8 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     match drafter:
         case Vanilla():
             return NativeDrafting()
-        case Rest():
-            return RestDrafting(drafter)
+        case TreesFromText():
+            return TextTreeDrafting(drafter)
         case FromText():
             return TextDrafting(drafter)
         case Hybrid():
@@ -86,15 +85,15 @@ class TextDrafting(NativeDrafting):
             buffers.add(row, self.drafter.continuation(row, batch.texts[row])[:length])
 
 
-class RestDrafting(NativeDrafting):
-    """Trees of a datastore."""
+class TextTreeDrafting(NativeDrafting):
+    """Trees that are made on the host."""
 
-    def __init__(self, drafter: Rest):
+    def __init__(self, drafter: TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         for row in rows:
-            buffers.add(row, *self.drafter.tree(batch.texts[row]))
+            buffers.add(row, *self.drafter.tree_of(batch, row))
 
 
 class LayerDrafting(NativeDrafting):

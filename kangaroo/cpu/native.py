@@ -115,7 +115,7 @@ NativeRows = struct(
     "NativeRows",
     """
     batch capacity hidden most_unread exit base count asking end draw token parent place has_state
-    choices chances states unread unread_states made accepted written keep kept kept_chances
+    choices chances states unread unread_states made accepted written path keep kept kept_chances
     """,
 )
 # Of each row, an array of it.

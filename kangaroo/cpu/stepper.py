@@ -6,6 +6,9 @@ What `TensorStepper` does with tensors is done here by `cpp/rounds.h`, for the d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 from torch import Tensor
 
 from kangaroo.cpu.buffers import DraftBuffers
@@ -34,7 +37,9 @@ class CpuStepper:
     def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
         sizes = 1 + drafting.nodes, drafting.exit_layer
-        self.buffers = DraftBuffers(lm, batch.cache, *sizes, drafting.layer(), keep)
+        self.buffers = DraftBuffers(
+            lm, batch.cache, *sizes, drafting.layer(), max(keep, batch.likeliest)
+        )
         self.texts: list[list[int] | None] = [None] * batch.size
 
     def step(self, drafts: bool) -> list[StepRecord]:
@@ -52,12 +57,22 @@ class CpuStepper:
             tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
             batch.budget.observe(row, nodes, accepted)
+            batch.verified[row] += self._likeliest(row)
             records[row] = StepRecord(tokens, min(accepted, len(tokens)), nodes, *seconds)
         if self.keep:
-            kept = buffers.kept, buffers.kept_chances, self.lm.config.vocab_size
+            of_path = np.arange(batch.size)[:, None], buffers.path, slice(self.keep)
+            kept = buffers.kept[of_path], buffers.kept_chances[of_path], self.lm.config.vocab_size
             for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
                 record.kept = likeliest
         return records
+
+    def _likeliest(self, row: int) -> Iterable[tuple[int, list[int]]]:
+        """Each verified node's token, and the likeliest after it that a drafter wants."""
+        if not (count := self.batch.likeliest):
+            return ()
+        nodes = slice(int(self.buffers.count[row]))
+        likeliest = self.buffers.kept[row, nodes, :count].tolist()
+        return zip(self.buffers.token[row, nodes].tolist(), likeliest, strict=True)
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""

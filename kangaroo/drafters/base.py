@@ -207,3 +207,17 @@ class FromText(Stateless, ABC):
         least = budget.min_chain_chances(rows, self.max_nodes)
         longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
         return next(longest, self.max_nodes)
+
+
+class TreesFromText(FromText, ABC):
+    """Drafts trees on the host."""
+
+    @abstractmethod
+    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents, as `Draft.listed` takes them, of a row that is not done."""
+
+    def propose(self, batch: Batch) -> Draft:
+        trees = [
+            ([], []) if done else self.tree_of(batch, row) for row, done in enumerate(batch.done)
+        ]
+        return Draft.listed(batch.last(1), [tree[0] for tree in trees], [tree[1] for tree in trees])

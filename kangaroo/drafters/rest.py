@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from kangaroo.drafters import datastore
-from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.base import DrafterConfig, TreesFromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.tree import Draft
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
@@ -62,7 +61,7 @@ class RestConfig(DrafterConfig):
         return datastore.made_by(self.datastore)
 
 
-class Rest(FromText):
+class Rest(TreesFromText):
     """Looks up the longest end of the text that the datastore has, and drafts what follows there.
 
     Args:
@@ -73,10 +72,8 @@ class Rest(FromText):
         self.store, self.options = store, options
         self.max_nodes = options.num_draft
 
-    def propose(self, batch: Batch) -> Draft:
-        trees = [self.tree(text) for text in batch.texts]
-        tokens, parents = [tree[0] for tree in trees], [tree[1] for tree in trees]
-        return Draft.listed(batch.last(1), tokens, parents)
+    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+        return self.tree(batch.texts[row])
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
         """The path of the tree that takes the most frequent child of every node."""

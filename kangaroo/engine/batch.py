@@ -74,6 +74,12 @@ class Batch:
         longest: tokens of the longest text, prompt included.
         sampling: of texts that have none of their own.
         budget: what may be drafted in a round.
+
+    Attributes:
+        likeliest: how many likeliest tokens after every verified node a drafter wants; it says so
+            in its `begin`.
+        verified: of each row, the tokens of these nodes and the likeliest after each, by the
+            target's logits. The drafter empties it.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class Batch:
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
         self.whole = [False] * size  # whether a row's prompt was read to its end
+        self.likeliest = 0
+        self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(sampling, seed=0)
         self.samplings, self.alike = [self.default] * size, True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
@@ -167,6 +175,7 @@ class Batch:
         self.tokens_BS[row, : len(prompt)] = prompt
         self.length_B[row] = len(prompt)
         self.texts[row] = prompt.tolist()
+        self.verified[row] = []
         limit = len(request.prompt) + request.max_new_tokens
         self.limit_B[row], self.limits[row] = limit, limit
         self.seeds_B[row], self.seeds[row] = request.seed, request.seed

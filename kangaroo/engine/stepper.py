@@ -58,6 +58,7 @@ class TensorStepper:
         kept: topk_logits.Rows = [None] * batch.size
         if logits_BNV is not None:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
+            self._add_likeliest(draft, logits_BNV)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(row, drafted, accepted)
@@ -82,7 +83,12 @@ class TensorStepper:
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
         """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
         where something of them is kept; the states that the drafter wants."""
-        lm, batch, keeps, sampling = self.lm, self.batch, self.keep > 0, self.batch.sampling
+        lm, batch, keeps, sampling = (
+            self.lm,
+            self.batch,
+            self.keep > 0 or self.batch.likeliest > 0,
+            self.batch.sampling,
+        )
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
         drafted, placed = draft.tensors(), meta.tensors()
 
@@ -111,6 +117,17 @@ class TensorStepper:
         written = Emitted(*islice(results, len(Emitted._fields)))
         logits_BNV = next(results) if keeps else None
         return verdict, written, logits_BNV, dict(zip(taps, results, strict=True))
+
+    def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
+        """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
+        batch = self.batch
+        if not batch.likeliest:
+            return
+        likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
+        nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
+        for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):
+            if not batch.done[row]:
+                batch.verified[row] += [(token, after) for valid, token, *after in nodes if valid]
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of an accepted path to where its tokens now stand."""

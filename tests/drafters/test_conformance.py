@@ -152,6 +152,8 @@ NATIVE = {
         *("kangaroo-tree-auto", "draft-model-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
+        *("suffix", "suffix-store", "token-recycling-tree", "token-recycling-tree-kept"),
+        "cascade-token-recycling-tree",
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"

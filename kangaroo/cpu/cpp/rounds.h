@@ -229,21 +229,13 @@ template <class T> class Round {
       if (reads_deep())
         rms_norm(deep + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
       written[depth] = choices[node].tokens[0];
-      keep(row, node, depth);
+      r.path[r.at(row, depth)] = node;
       node = r.child(row, node, choices[node].tokens[0]);
       if (node < 0) break;
       move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
     }
     r.accepted[row] = depth;
     if (r.exit) r.unread[row] += depth + 1;
-  }
-
-  // What was kept at a node belongs to the token that was written after it: no later place.
-  void keep(i64 row, i64 node, i64 depth) {
-    Kept from = r.kept_at(row, node), to = r.kept_at(row, depth);
-    if (node == depth) return;
-    std::copy_n(from.tokens, r.keep, to.tokens);
-    std::copy_n(from.chances, r.keep, to.chances);
   }
 
   void move(i64 row, i64 from, i64 to) {

@@ -70,9 +70,10 @@ template <class T> struct Rows {
   i64* unread;
   T* unread_states;
   T* made;  // what the drafting layer made at each node, as `states`, where it reads deep states
-  // what a verification gives: how many nodes were accepted, and with the bonus what was written
-  i64 *accepted, *written;
-  // and the likeliest tokens of the distribution behind each that was written, with their probabilities:
+  // what a verification gives: how many nodes were accepted, with the bonus what was written, and after which
+  // nodes
+  i64 *accepted, *written, *path;
+  // and the likeliest tokens of the distribution after each node, with their probabilities:
   // [batch, capacity, keep]
   i64 keep;  // 0 where they are not wanted
   std::int32_t* kept;
