@@ -85,6 +85,7 @@ class DraftBuffers:
         assert library is not None
         self._draft = native.function(library, "draft", lm.dtype, native.DRAFT)
         self._draft_trees = native.function(library, "draft_trees", lm.dtype, native.DRAFT_TREES)
+        self._draft_block = native.function(library, "draft_block", lm.dtype, native.DRAFT_BLOCK)
         self._verify = native.function(library, "verify", lm.dtype, native.VERIFY)
 
     def verify(self) -> None:
@@ -142,6 +143,23 @@ class DraftBuffers:
         self._ask(rows)
         limits = np.array(min_chances or [0.0] * steps, np.float32)
         self._draft(*self.pointers, steps, threshold, limits.ctypes.data)
+
+    def draft_block(
+        self,
+        rows: Sequence[int],
+        places: Structure,
+        steps: int,
+        threshold: float,
+        min_chances: Sequence[float],
+    ) -> None:
+        """The same for rows that have no chain, by one pass of the drafting layer.
+
+        Args:
+            places: `native.NativePlaces`.
+        """
+        self._ask(rows)
+        limits = np.array(min_chances, np.float32)
+        self._draft_block(*self.pointers, byref(places), steps, threshold, limits.ctypes.data)
 
     def draft_trees(
         self,

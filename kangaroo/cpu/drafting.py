@@ -15,6 +15,7 @@ import torch
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import FromText
+from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
@@ -72,6 +73,11 @@ def _(drafter: Rest) -> NativeDrafting:
 @native_drafting.register
 def _(drafter: Kangaroo) -> NativeDrafting | None:
     return ChainDrafting(drafter) if is_native(drafter) else None
+
+
+@native_drafting.register
+def _(drafter: Block) -> NativeDrafting | None:
+    return BlockDrafting(drafter) if is_native(drafter) else None
 
 
 @native_drafting.register
@@ -160,6 +166,27 @@ class ChainDrafting(LayerDrafting):
             return
         drafter.read_prompts()
         buffers.draft(rows, drafter.steps, drafter.threshold, min_chances)
+
+
+class BlockDrafting(LayerDrafting):
+    """Chains from one pass."""
+
+    drafter: Block
+
+    def __init__(self, drafter: Block):
+        super().__init__(drafter)
+        parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
+        rank = drafter.adapter.architecture.rank
+        self.places = native.NativePlaces(*map(native.pointer, parts), rank)
+
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+        drafter = self.drafter
+        min_chances = batch.budget.min_chain_chances(len(rows), drafter.steps, drafter.draft_cost)
+        if min_chances[0] >= 1:
+            return
+        drafter.read_prompts()
+        limits = drafter.steps, drafter.threshold, min_chances
+        buffers.draft_block(rows, self.places, *limits)
 
 
 class TreeDrafting(LayerDrafting):

@@ -130,6 +130,7 @@ NativeDrafting = struct(
     deep=ctypes.c_int64,
     deep_tap=ctypes.c_int64,
 )
+NativePlaces = struct("NativePlaces", "places neighbours table rank")
 NativeRows = struct(
     "NativeRows",
     """
@@ -307,6 +308,7 @@ RUN_BLOCK = [*2 * [POINTER], *4 * [INTEGER], *6 * [POINTER]]
 READ_OUT = [*3 * [POINTER], INTEGER, POINTER]
 FUSE = [*4 * [POINTER], INTEGER]
 DRAFT = [*3 * [POINTER], INTEGER, ctypes.c_float, POINTER]
+DRAFT_BLOCK = [*4 * [POINTER], INTEGER, ctypes.c_float, POINTER]
 TREE = [INTEGER, INTEGER, ctypes.c_float, POINTER, INTEGER, POINTER, ctypes.c_int]
 DRAFT_TREES = [*3 * [POINTER], *TREE]
 VERIFY = 3 * [POINTER]

@@ -150,6 +150,7 @@ NATIVE = {
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
+        *("block", "block-stops", "block-vocabulary"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
     )
 }
