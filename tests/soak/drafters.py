@@ -12,9 +12,10 @@ import torch
 from cases import Case, draft_lm
 from cases import hybrid as hybrid_of
 from cases import medusa as medusa_of
-from helpers import adapter_for, eagle_for
+from helpers import adapter_for, block_for, eagle_for
 
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
@@ -107,6 +108,11 @@ def eagle(setting: Setting, draw: Draw) -> Drafter:
     return Kangaroo(setting.lm, head, steps, threshold)
 
 
+def block(setting: Setting, draw: Draw) -> Drafter:
+    head = block_for(setting.lm, fused=draw.of("fused", True, False))
+    return Block(setting.lm, head, draw.of("steps", 1, 3, 5), draw.of("eta", *THRESHOLDS))
+
+
 def prompt_lookup(setting: Setting, draw: Draw) -> Drafter:
     reference = datastore(setting, draw) if draw.of("reference", True, False) else None
     return PromptLookup(draw.of("ngram", 1, 2, 3), draw.of("steps", 1, 5, 10), reference)
@@ -141,6 +147,6 @@ DRAFTERS: dict[str, Build] = {
     build.__name__: build
     for build in [
         *(vanilla, kangaroo, kangaroo_tree, hybrid, draft_model, draft_verify, medusa),
-        *(eagle, prompt_lookup, rest, lookahead, cascade),
+        *(block, eagle, prompt_lookup, rest, lookahead, cascade),
     ]
 }
