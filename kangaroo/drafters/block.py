@@ -103,23 +103,30 @@ class Block(EarlyExit, Chain):
         self, batch: Batch, logits_BNK: Tensor, meta: ForwardMeta, draws: Tensors
     ) -> Iterator[DraftToken]:
         """The draft's tokens, each by the one before it."""
-        token_B1: Tensor | None = None
+        before_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
-
-            def work(logits_BNK: Tensor, meta: ForwardMeta, *more: Tensor, step: int) -> Tensors:
-                *draws, before_B1 = more
-                logits_BK = logits_BNK[:, step - 1]
-                if step > 1:
-                    near_BR = self.neighbours_VR[before_B1[:, 0]]
-                    logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-                return tuple(self.draw(batch, step, logits_BK, *draws))
-
-            key = ("place", step, batch.sampling.kind)
-            before_B1 = batch.last(1) if token_B1 is None else token_B1
-            inputs = logits_BNK, meta, *draws, before_B1
-            token = DraftToken(*self.replay(batch, key, partial(work, step=step), *inputs))
-            token_B1 = token.id_B1
+            key, work = ("place", step, batch.sampling.kind), partial(self.place, batch, step)
+            token = DraftToken(*self.replay(batch, key, work, logits_BNK, meta, *draws, before_B1))
+            before_B1 = token.id_B1
             yield token
+
+    def place(
+        self,
+        batch: Batch,
+        step: int,
+        logits_BNK: Tensor,
+        meta: ForwardMeta,
+        length_B: Tensor,
+        seeds_B: Tensor,
+        settings_B3: Tensor,
+        before_B1: Tensor,
+    ) -> DraftToken:
+        """The token of one place; from the second on the one before it moves the logits."""
+        logits_BK = logits_BNK[:, step - 1]
+        if step > 1:
+            near_BR = self.neighbours_VR[before_B1[:, 0]]
+            logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
+        return self.draw(batch, step, logits_BK, length_B, seeds_B, settings_B3)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)
