@@ -208,6 +208,7 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
     [
         ("kangaroo", 0.02),
         ("kangaroo-tree", 0.02),
+        ("block", 0.02),
         ("draft-model", 0.02),
         ("prompt-lookup-reference", 0.1),
     ],

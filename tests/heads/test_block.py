@@ -5,10 +5,11 @@ Shapes: T tokens, P places, D hidden size, K draft vocabulary.
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, block_for, random_prompts, saved_adapter, tiny
+from helpers import EXIT, adapter_for, block_for, random_prompts, saved_adapter, tiny, vanilla_texts
 from torch import Tensor
 
 from kangaroo.drafters.block import Block, BlockConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.models.target import TargetModel
@@ -93,13 +94,17 @@ def test_a_draft_is_that_of_the_definition(trained, monkeypatch, batch_size):
     )  # some stopped at once, and some went on to the end
 
 
-def test_it_drafts_from_disk_no_further_than_it_has_places(tmp_path):
+def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
     lm = tiny()
     head = block_for(lm, torch.arange(0, 64, 2))
     folder = saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
+    (prompt,) = random_prompts(9)
+    chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
+    first = [Engine(lm, x).generate([prompt], 9)[0] for x in (drafter, chain)]
+    assert first[0].tokens == first[1].tokens == vanilla_texts(lm, [prompt], 9)[0][9:]
 
 
 def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
