@@ -20,6 +20,7 @@ from helpers import (
     Sometimes,
     adapter_for,
     adversary,
+    block_for,
     eagle_for,
     graphed,
     oracle,
@@ -29,6 +30,7 @@ from helpers import (
 )
 
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
@@ -91,6 +93,12 @@ def medusa(
     trained = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
     trained = trained.to(lm.device, lm.dtype).requires_grad_(False)
     return Medusa(lm, trained, trained.draft_heads(lm, vocabulary_K.to(lm.device)), choices)
+
+
+def block_of_few(case: Case) -> Block:
+    vocabulary_K = torch.arange(0, 64, 2)
+    head = block_for(case.lm, vocabulary_K, attention_layers=2)
+    return Block(case.lm, head, 5, 0.1, head.draft_heads(case.lm, vocabulary_K)[0])
 
 
 def datastore_of(case: Case) -> Datastore:
@@ -179,6 +187,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
+    "block": lambda case: Block(case.lm, block_for(case.lm), 4, threshold=0),
+    "block-stops": lambda case: Block(case.lm, block_for(case.lm, fused=True), 3, threshold=0.2),
+    "block-vocabulary": lambda case: block_of_few(case),
     "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
     "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
     "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),

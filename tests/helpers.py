@@ -25,6 +25,7 @@ from kangaroo.engine.verify import Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
+from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
 from kangaroo.models.target import TargetModel
@@ -132,6 +133,23 @@ def eagle_for(lm: TargetModel) -> EagleHead:
     for name in ("join", "attention.o_proj", "feed_forward.down_proj"):
         weight = head.get_parameter(f"{name}.weight").data
         weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    return head.to(lm.device, lm.dtype).requires_grad_(False)
+
+
+def block_for(lm: TargetModel, vocabulary_K: Tensor | None = None, **parts: int) -> BlockHead:
+    """Untrained: further places repeat the first, by their positions, places and neighbours."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        head = BlockHead(lm, EXIT, BlockHeadConfig(places=5, rank=8, **parts), vocabulary_K)
+        head.start_from(lm, vocabulary_K)
+        for weight in (
+            head.places,
+            head.table.weight,
+            *([head.fuse.weight] if head.deep_tap else ()),
+        ):
+            weight.data.normal_(std=0.1)
+    assert head.norm is not None
+    head.norm.load_state_dict(lm.hf.model.norm.state_dict())
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 

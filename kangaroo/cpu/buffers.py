@@ -88,6 +88,7 @@ class DraftBuffers:
         assert library is not None
         self._draft = native.function(library, "draft", lm.dtype)
         self._draft_trees = native.function(library, "draft_trees", lm.dtype)
+        self._draft_block = native.function(library, "draft_block", lm.dtype)
         self._verify = native.function(library, "verify", lm.dtype)
 
     def verify(self) -> None:
@@ -137,6 +138,24 @@ class DraftBuffers:
         least = np.zeros((len(self.base), steps), np.float32)
         least[list(rows)] = 0.0 if limits is None else limits
         self._draft(*self.pointers, steps, threshold, least.ctypes.data)
+
+    def draft_block(
+        self,
+        rows: Sequence[int],
+        places: Structure,
+        steps: int,
+        threshold: float,
+        limits: np.ndarray,
+    ) -> None:
+        """The same for rows that have no chain, by one pass of the drafting layer.
+
+        Args:
+            places: `native.NativePlaces`.
+        """
+        self._ask(rows)
+        least = np.zeros((len(self.base), steps), np.float32)
+        least[list(rows)] = limits
+        self._draft_block(*self.pointers, byref(places), steps, threshold, least.ctypes.data)
 
     def draft_trees(
         self,

@@ -14,6 +14,7 @@ import torch
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import Drafter, FromText, TreesFromText
+from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
 from kangaroo.drafters.draft_model import DraftModel
@@ -55,6 +56,8 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
+        case Block():
+            return BlockDrafting(drafter)
         case KangarooTree() if drafter.top_k > native.MOST_CHOICES:
             return None
         case Kangaroo() | KangarooTree():
@@ -133,6 +136,25 @@ class ChainDrafting(LayerDrafting):
         worth = drafter.min_node_chances(batch.budget, len(rows))
         halves = drafter.min_confidence is None
         buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
+
+
+class BlockDrafting(LayerDrafting):
+    """Chains from one pass."""
+
+    drafter: Block
+
+    def __init__(self, drafter: Block):
+        super().__init__(drafter)
+        parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
+        rank = drafter.adapter.architecture.rank
+        self.places = native.NativePlaces(*map(native.pointer, parts), rank)
+
+    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+        drafter = self.drafter
+        if (limits := limits_of(drafter, batch, rows)) is None:
+            return
+        drafter.read_prompts()
+        buffers.draft_block(rows, self.places, drafter.steps, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):

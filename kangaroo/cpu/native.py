@@ -111,6 +111,7 @@ NativeTarget = struct(
 NativeDrafting = struct(
     "NativeDrafting", "norm deep deep_tap", stack=NativeStack, head=NativeHead, fusing=NativeFusing
 )
+NativePlaces = struct("NativePlaces", "places neighbours table rank")
 NativeRows = struct(
     "NativeRows",
     """
@@ -271,6 +272,7 @@ TAKES = {
     "read_out": "pppip",
     "fuse": "ppppi",
     "draft": "pppifp",
+    "draft_block": "ppppifp",
     "draft_trees": "pppiifpipb",
     "verify": "ppp",
     "find_outcomes": "p",

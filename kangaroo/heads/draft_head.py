@@ -21,6 +21,9 @@ class DraftHead:
 
     Drafting from the frequent tokens alone, which are given in ascending order, reads that part of
     the head only (FR-Spec, arXiv 2502.14856).
+
+    Attributes:
+        table_KR: what the last r numbers of each state are multiplied with, where it has these.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class DraftHead:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone
             self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
+        self.table_KR: Tensor | None = None
         self.native: Any = None  # `native.Head`, or that of `kangaroo.cuda.layers`
         self.chooses = False
 
@@ -41,6 +45,12 @@ class DraftHead:
     def size(self) -> int:
         """Tokens to draft from."""
         return len(self.weight_KD)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The weights of it that are trained."""
+        weights = [x for x in (self.weight_KD, self.table_KR) if x is not None]
+        return [x for x in weights if x.requires_grad]
 
     def accelerate(self, lm: TargetModel) -> DraftHead:
         """Draft in native code, or in kernels, if the target decodes in it."""
@@ -52,8 +62,12 @@ class DraftHead:
         """`[M, K]` logits of adapted states; in float32 from native code."""
         if self.native and self.native.takes(adapted_MD):
             return self.native(adapted_MD)
-        weight_KD = self.weight_KD
-        return F.linear(adapted_MD.to(weight_KD), weight_KD).to(self.device)
+        weight_KD, size = self.weight_KD, self.weight_KD.shape[1]
+        logits_MK = F.linear(adapted_MD[:, :size].to(weight_KD), weight_KD)
+        if self.table_KR is not None:
+            near_MK = F.linear(adapted_MD[:, size:].to(self.table_KR), self.table_KR)
+            logits_MK = logits_MK + near_MK.to(logits_MK)
+        return logits_MK.to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
         """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""

@@ -39,6 +39,8 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
     the vocabulary by a head of its own."""
     if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
+    elif parts.drafter != "kangaroo":
+        reason = f"it is a trained {parts.kind()}, which drafts in one pass"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
     elif parts.own_head and vocabulary:

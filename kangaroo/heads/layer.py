@@ -140,12 +140,8 @@ class Layer(Trainable):
         f_BTD, past = taps[self.exit_layer], Unrolled()
         states: list[Tensor] = []
         for step in range(1, steps + 1):
-            deep_BTD, at = before(deep_BTD, meta.positions_RT), meta
-            if step > 1:
-                hidden_RTE = ~in_draft(sees(meta), step)
-                bias_RTE = f_BTD.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
-                at = replace(meta, bias_R1TE=bias_RTE[:, None])
-            deep_BTD = self(f_BTD, deep_BTD, at, past, read_BT)
+            deep_BTD = before(deep_BTD, meta.positions_RT)
+            deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past, read_BT)
             states.append(deep_BTD)
         return states
 
@@ -200,6 +196,15 @@ class Unrolled(PastKeys):
         keys.append(k_RKTC)
         values.append(v_RKTC)
         return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
+    """The block of a text at a draft step, whose keys come after those of all steps before."""
+    if step == 1:
+        return meta
+    hidden_RTE = ~in_draft(sees(meta), step)
+    bias_RTE = like.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
+    return replace(meta, bias_R1TE=bias_RTE[:, None])
 
 
 def sees(meta: ForwardMeta) -> Tensor:

@@ -24,6 +24,7 @@ TEMPLATE = Path(__file__).with_name("card.md")
 KINDS = {
     "kangaroo": "A Kangaroo adapter ([arXiv 2404.18911](https://arxiv.org/abs/2404.18911))",
     "medusa": "Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774))",
+    "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
     "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
 }
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"

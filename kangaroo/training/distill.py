@@ -157,8 +157,7 @@ def distill(
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)
-        own_head = student.head.weight_KD
-        leaves = [student.state_MD, *([own_head] if own_head.requires_grad else [])]
+        leaves = [student.state_MD, *student.head.trained]
         zeros = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves if backward]
         student.gradients = zeros
     for part in parts(len(target.state_MD), chunk_size):

@@ -12,6 +12,7 @@ from torch import Tensor
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
+from kangaroo.heads.block import BlockHead
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss
@@ -137,8 +138,12 @@ def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
     Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
     """
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
-    if isinstance(trained, Adapter) and isinstance(adapter, Adapter):
+    if isinstance(trained, Adapter) and type(adapter) is Adapter:
         trained = trained.grown(lm, adapter.architecture)
+    elif type(trained) is Adapter and isinstance(adapter, BlockHead):
+        trained = trained.grown(lm, adapter.architecture)
+        if trained.exit_layer == adapter.exit_layer:
+            trained = adapter.start_from(lm).go_on_from(trained)
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")

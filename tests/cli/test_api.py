@@ -252,9 +252,9 @@ REFUSED = [
         {"drafter": VanillaConfig(), "adapter": "x", "steps": 2},
         "adapter, steps given beside draf",
     ),
-    ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: cascade, .*hybrid"),
-    ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: cascade"),
-    ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: cascade"),
+    ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: block, cascade, .*hybrid"),
+    ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: block, cascade"),
+    ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: block, cascade"),
     (
         "tiny",
         {"drafter": "prompt_lookup", "steps": 2},

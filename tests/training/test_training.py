@@ -25,6 +25,7 @@ from kangaroo.cli.training import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import WEIGHTS, load, read_config
+from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend, muon
@@ -122,6 +123,7 @@ RUNS = {
     "stored": ({"use_stored_logits": True}, {}),
     "muon": ({"muon": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
+    "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
 }
 
 

@@ -46,6 +46,11 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
                                  i64 steps, float threshold, const float* least) {                       \
     Round<T>(*target, drafting, *rows).draft(steps, threshold, least);                                   \
   }                                                                                                      \
+  extern "C" void draft_block_##suffix(const Target<T>* target, const Drafting<T>* drafting,             \
+                                       Rows<T>* rows, const Places<T>* places, i64 steps,                \
+                                       float threshold, const float* least) {                            \
+    Round<T>(*target, drafting, *rows).draft_block(*places, steps, threshold, least);                    \
+  }                                                                                                      \
   extern "C" void draft_trees_##suffix(const Target<T>* target, const Drafting<T>* drafting,             \
                                        Rows<T>* rows, i64 steps, i64 width, float threshold,             \
                                        const float* least, i64 nodes, const float* worth,                \

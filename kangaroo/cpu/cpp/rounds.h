@@ -46,6 +46,53 @@ template <class T> class Round {
     }
   }
 
+  // The same of rows without a chain, by one pass of the drafting layer.
+  void draft_block(const Places<T>& p, i64 steps, float threshold, const float* least) {
+    std::vector<i64> active, firsts;
+    std::vector<T> before;
+    for (i64 row = 0; row < r.batch; row++)
+      if (r.count[row] && r.asking[row] && 1.0f > least[row * steps]) active.push_back(row);
+    if (active.empty()) return;
+    find_states();
+    clear();
+    for (i64 row : active) {
+      add_unread(row, r.base[row], before);
+      firsts.push_back(pass.rows.size());
+      for (i64 n = 0; n < steps; n++) {
+        pass.add_text(row, r.base[row] + n);
+        append(pass.x, r.state(row, 0), 1);
+        if (n) add(pass.x.data() + pass.x.size() - D, p.places + (n - 1) * D);
+        if (reads_deep()) append(before, d->deep_at(row, r.base[row] - 1, D), 1);
+      }
+    }
+    if (reads_deep()) d->fusing(t.sizes, pass.x.data(), before.data(), pass.rows.size());
+    pass.run(t.sizes, d->stack, t, d->norm);
+    i64 width = d->head.outputs, rows = active.size();
+    for (i64 i = 0; i < rows; i++)  // the places alone, side by side
+      std::copy_n(pass.x.data() + firsts[i] * D, steps * D, pass.x.data() + i * steps * D);
+    std::vector<float> logits(rows * steps * width), near(width);
+    read_out(t.sizes, d->head, pass.x.data(), rows * steps, logits.data());
+    Sizes narrow = t.sizes;
+    narrow.hidden = p.rank;
+    for (i64 i = 0; i < rows; i++) {
+      i64 row = active[i], drafted = 0;
+      float chance = 1.0f;
+      for (i64 n = 0; n < steps; n++) {
+        float* scores = logits.data() + (i * steps + n) * width;
+        if (n) {
+          const T* neighbour = p.neighbours + drafted * p.rank;
+          read_out(narrow, Head<T>{nullptr, p.table, width, nullptr}, neighbour, 1, near.data());
+          for (i64 k = 0; k < width; k++) scores[k] += near[k];
+        }
+        Choice choice = choose(d->head, scores, r.draw[row], r.base[row] + n + 1, 1, Kept{});
+        drafted = choice.tokens[0];
+        r.end[row] = r.append(row, r.end[row], drafted);
+        chance *= choice.chances[0];
+        if (choice.chances[0] <= threshold || n + 1 == steps || chance <= least[row * steps + n + 1]) break;
+      }
+    }
+  }
+
   // A tree below the pending token of each row that asks. Each level is the likeliest continuations of the one
   // before, `width` of them, until the likeliest is no likelier than the threshold, or than the row's least[levels].
   void draft_trees(i64 steps, i64 width, float threshold, const float* least, const Pruning& pruning) {
@@ -203,6 +250,10 @@ template <class T> class Round {
 
   const T* before_node(i64 row, i64 node) const {
     return node ? r.made_at(row, r.parent[r.at(row, node)]) : d->deep_at(row, r.base[row] - 1, D);
+  }
+
+  void add(T* to, const T* more) {
+    for (i64 i = 0; i < D; i += LANES) put(to + i, get(to + i, D - i) + get(more + i, D - i), D - i);
   }
 
   void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }

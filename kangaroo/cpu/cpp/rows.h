@@ -53,6 +53,13 @@ template <class T> struct Drafting {
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };
 
+// What makes a whole draft of one pass: the n-th place reads the pending token's state plus places[n - 1], and a
+// token moves the logits of the place after it by table * neighbours[token].
+template <class T> struct Places {
+  const T *places, *neighbours, *table;  // [N - 1, D], [V, rank], [outputs, rank]
+  i64 rank;
+};
+
 template <class T> struct Rows {
   i64 batch, capacity, hidden, most_unread;
   i64 exit;  // layers below this give the states; 0 where no drafter reads any

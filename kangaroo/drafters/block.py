@@ -1,0 +1,150 @@
+"""Block: one pass of shallow layers, adapter and head makes a whole draft.
+
+Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary,
+r rank of the table of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kangaroo.drafters.chain import Chain, DraftToken
+from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.engine.acceleration import Tensors
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.sampling import AnySampling
+from kangaroo.engine.tree import Draft
+from kangaroo.heads.block import BlockHead, BlockHeadConfig
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import TargetModel
+
+EMBEDDED = 4096  # tokens whose neighbours are computed at a time
+
+
+@dataclass
+class BlockConfig(EarlyExitConfig):
+    """A chain as long as the head has places, at most, from one pass.
+
+    Args:
+        adapter: folder or hub id of a trained head (`python train.py adapter=block`).
+    """
+
+    name: str = "block"
+
+    kind: ClassVar[type[BlockHead]] = BlockHead
+    parts: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
+
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Block:
+        steps = trained.architecture.longest(self.steps)
+        return Block(lm, trained, steps, self.threshold, heads[0])
+
+
+class Block(EarlyExit, Chain):
+    """The shallow layers run on the pending token alone, and on the draft when it is verified.
+
+    The adapter's keys of the places are scratch: once the draft is verified, the next pass writes
+    those of its tokens, which is why its window is as long as a draft.
+    """
+
+    adapter: BlockHead
+
+    def __init__(
+        self,
+        lm: TargetModel,
+        adapter: BlockHead,
+        steps: int = 6,
+        threshold: float = 0.6,
+        head: DraftHead | None = None,
+    ):
+        super().__init__(lm, adapter, steps, threshold, head)
+        self.window = steps
+        self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
+        self.pass_cost = self.draft_cost  # whatever the tokens
+        embedded_VD = lm.hf.model.embed_tokens.weight.to(adapter.home(lm))
+        parts = embedded_VD.split(EMBEDDED)
+        self.neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
+        self.neighbours_VR = self.neighbours_VR.detach().to(lm.device)
+        self.table_KR = adapter.table.weight.detach().to(lm.device)
+
+    def begin(self, batch: Batch) -> None:
+        self.draft_cost = self.pass_cost
+        super().begin(batch)
+        self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
+
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
+        self.read_prompts()
+        meta, draws = self.pin_round(batch, meta)
+        pending = batch.last(1), meta, self.shallow_BWD
+        (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
+        tokens = self.choices(batch, logits_BNK, meta, draws)
+        # on a GPU the host reads none before the last is chosen
+        yield from list(tokens) if self.lm.acceleration.graphs else tokens
+
+    def run_block(
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
+    ) -> Tensors:
+        """Logits of all places, which do not know yet what the token before them is."""
+        _, f_BND, *deep = self.start(batch, pending_B1, meta, window_BWD)
+        f_BND, deep_BND = self.adapter.add_places(f_BND, deep[0] if deep else None, self.steps - 1)
+        read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
+        states_BND = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, self.window :]
+        logits_MK = self.head(states_BND.flatten(0, 1))
+        return (logits_MK.unflatten(0, states_BND.shape[:2]),)
+
+    def choices(
+        self, batch: Batch, logits_BNK: Tensor, meta: ForwardMeta, draws: Tensors
+    ) -> Iterator[DraftToken]:
+        """The draft's tokens, each by the one before it."""
+        before_B1 = batch.last(1)
+        for step in range(1, self.steps + 1):
+            key, work = ("place", step, batch.sampling.kind), partial(self.place, batch, step)
+            token = DraftToken(*self.replay(batch, key, work, logits_BNK, meta, *draws, before_B1))
+            before_B1 = token.id_B1
+            yield token
+
+    def place(
+        self,
+        batch: Batch,
+        step: int,
+        logits_BNK: Tensor,
+        meta: ForwardMeta,
+        length_B: Tensor,
+        seeds_B: Tensor,
+        settings_B3: Tensor,
+        before_B1: Tensor,
+    ) -> DraftToken:
+        """The token of one place; from the second on the one before it moves the logits."""
+        logits_BK = logits_BNK[:, step - 1]
+        if step > 1:
+            near_BR = self.neighbours_VR[before_B1[:, 0]]
+            logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
+        return self.draw(batch, step, logits_BK, length_B, seeds_B, settings_B3)
+
+    def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
+        self.proposed = replace(draft, meta=meta)
+        return self.proposed
+
+    def choose(self, x_BK: Tensor) -> None:
+        """No kernel chooses: the neighbours come after the head."""
+        return None
+
+    def logits(self, x_BK: Tensor) -> Tensor:
+        return x_BK
+
+    def spread(self, logits_BK: Tensor) -> Tensor:
+        return self.head.spread(logits_BK)
+
+    def pick(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        if sampling.greedy:  # without spreading them
+            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
+        return super().pick(logits_BK, sampling, positions_B1, seeds_B)
