@@ -61,7 +61,7 @@ class Block(EarlyExit, Chain):
         lm: TargetModel,
         adapter: BlockHead,
         steps: int = 6,
-        threshold: float = 0.6,
+        threshold: float | str = 0.6,
         head: DraftHead | None = None,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
