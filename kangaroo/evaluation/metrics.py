@@ -340,14 +340,7 @@ METRICS = [
         "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
         "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
     ),
-    Metric(
-        "speculative_decoding",
-        acceptance,
-        meaning="the same counts by the names of vLLM's statistics, over rounds that had a draft: "
-        "mean_acceptance_length is 1 + accepted tokens per such round, "
-        "per_position_acceptance_rate the share of these rounds whose first, second, ... draft "
-        "token was accepted.",
-    ),
+    Metric("speculative_decoding", acceptance),
     Metric(
         "acceptance_rate",
         partial(rate, "acceptance_rate", METHOD),

@@ -122,7 +122,7 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers
     save(path, model, tmp_path / "draft")
     ours = []
     for option in ({"model": str(tmp_path / "draft")}, {"adapter": path}):
-        drafter = DraftModelConfig(**option, steps=3).build(lm)
+        drafter = DraftModelConfig(**option, steps=3, threshold=0).build(lm)
         (done,) = Engine(lm, drafter).generate(random_prompts(9), 24)
         ours.append([(step.tokens, step.accepted, step.drafted) for step in done.steps])
     assert ours[0] == ours[1] and sum(accepted for _, accepted, _ in ours[0]) > 6
