@@ -190,6 +190,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "block": lambda case: Block(case.lm, block_for(case.lm), 4, threshold=0),
     "block-stops": lambda case: Block(case.lm, block_for(case.lm, fused=True), 3, threshold=0.2),
     "block-vocabulary": lambda case: block_of_few(case),
+    "block-auto": lambda case: cheap(Block(case.lm, block_for(case.lm), 4, AUTO)),
     "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
     "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
     "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),

@@ -149,7 +149,7 @@ NATIVE = {
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
-        *("kangaroo-tree-auto", "draft-model-auto"),
+        *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("block", "block-stops", "block-vocabulary"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
@@ -211,6 +211,7 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
     [
         ("kangaroo", 0.02),
         ("kangaroo-auto", 0.02),
+        ("block-auto", 0.02),
         ("kangaroo-tree-auto", 0.02),
         ("kangaroo-tree", 0.02),
         ("block", 0.02),
