@@ -48,6 +48,13 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert slow_at_first.expected(2) == 1.9
 
 
+def test_costs_are_measured_where_no_file_can_keep_them(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "file"))
+    assert costs.measured(tiny()).seconds[0] > 0
+    assert "measured again in the next process" in caplog.text and "file/costs" in caplog.text
+
+
 def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     lm = tiny().compile_for_decoding()
