@@ -84,6 +84,11 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
             raise ConfigError(
                 f"{', '.join(settings)} given beside drafter=; set it in that config."
             )
+        if getattr(drafter, "adapter", None) == "???":
+            raise ConfigError(
+                f"{type(drafter).__name__} needs adapter=, a folder or a hub id; "
+                f"drafter='{drafter.name}' takes the model's own."
+            )
         return drafter
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
     if drafter not in names:

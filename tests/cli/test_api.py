@@ -260,6 +260,8 @@ REFUSED = [
         {"drafter": VanillaConfig(), "adapter": "x", "steps": 2},
         "adapter, steps given beside draf",
     ),
+    ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
+    ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),
     ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: cascade, .*hybrid"),
     ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: cascade"),
     ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: cascade"),
