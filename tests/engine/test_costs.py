@@ -151,6 +151,11 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
     assert (again < wrong).all() and again[0, 0] < 1.1 * first[0, 0]
     budget.admit(0)
     assert (budget.limits([0], 3, 0.05, auto=True) == first).all()
+    # a text of which nothing is known tries a token that is too dear by the prior
+    dear = [budget.limits(rows, 3, 0.5, auto=True)[0] for rows in ([0], [0, 1])]
+    assert dear[0][0] < 1 and (dear[0][1:] > 1).all() and (dear[1] > 1).all()
+    budget.observe(0, 1, 0)
+    assert budget.limits([0], 3, 0.5, auto=True)[0, 0] > 1
     # a number leaves it to the drafter alone, and to all rows' first tokens in a batch
     assert not budget.limits([0], 3, 0.05, auto=False).any()
     assert budget.limits([0, 1], 3, 0.05, auto=False)[0].tolist() == pytest.approx(
