@@ -117,7 +117,7 @@ class Budget:
         shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
         needed = verifying + self.pace(len(rows)) * drafting
         limits = (needed / np.array(shares)[:, None]).astype(np.float32)
-        if self.pace(len(rows)) == PACE_ALONE:
+        if self.pace(len(rows)) == PACE_ALONE and needed[0] < 1:  # were all tokens right, it paid
             untried = [self.tried[x] < UNTRIED for x in rows]
             limits[untried, 0] = limits[untried, 0].clip(max=TRY)
         return limits
