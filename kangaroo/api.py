@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import EnumMeta
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -83,6 +84,11 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
             raise ConfigError(
                 f"{', '.join(settings)} given beside drafter=; set it in that config."
             )
+        if getattr(drafter, "adapter", None) == "???":
+            raise ConfigError(
+                f"{type(drafter).__name__} needs adapter=, a folder or a hub id; "
+                f"drafter='{drafter.name}' takes the model's own."
+            )
         return drafter
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
     if drafter not in names:
@@ -121,6 +127,9 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
         hint = hints[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
+        if isinstance(hint, EnumMeta):  # by its name too, as on the command line
+            value = hint.__members__.get(value, value) if isinstance(value, str) else value
+            hint = f"one of: {', '.join(hint.__members__)}"
         # a `Ranged` dataclass looks at its numbers itself
         if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")

@@ -19,6 +19,8 @@ PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many be
 # As if a row had tried so many draft tokens after right ones, and so many had been right.
 ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5
 FORGETTING = 0.95  # of both in a round without a draft, so that drafting is tried again
+# A text alone of which less is known tries a token, dear as it may be: else nothing were learnt.
+UNTRIED, TRY = 0.1, 0.99
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,11 @@ class Budget:
         verifying = np.array(self.min_node_chances(len(rows), nodes, auto))
         shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
         needed = verifying + self.pace(len(rows)) * drafting
-        return (needed / np.array(shares)[:, None]).astype(np.float32)
+        limits = (needed / np.array(shares)[:, None]).astype(np.float32)
+        if self.pace(len(rows)) == PACE_ALONE and needed[0] < 1:  # were all tokens right, it paid
+            untried = [self.tried[x] < UNTRIED for x in rows]
+            limits[untried, 0] = limits[untried, 0].clip(max=TRY)
+        return limits
 
     def pace(self, rows: int) -> float:
         """Tokens that the time of a vanilla step of so many rows has to gain."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,6 +30,8 @@ from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import cache_folder
+
+log = logging.getLogger(__name__)
 
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
@@ -48,10 +51,13 @@ def measured(lm: TargetModel) -> VerifyCosts:
             _known[lm] = VerifyCosts(**json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):  # not there yet, or not whole
             _known[lm] = measure(lm)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
-            partial.write_text(json.dumps(asdict(_known[lm])))
-            os.replace(partial, file)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
+                partial.write_text(json.dumps(asdict(_known[lm])))
+                os.replace(partial, file)
+            except OSError as error:
+                log.warning("verification is measured again in the next process: %s", error)
     return _known[lm]
 
 

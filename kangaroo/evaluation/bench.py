@@ -157,7 +157,7 @@ def _local(config: BenchConfig, path: Path) -> bytes:
         if path.suffix == ".parquet":
             content = _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
     except (OSError, ArrowException) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
@@ -165,7 +165,8 @@ def _local(config: BenchConfig, path: Path) -> bytes:
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    return "\n".join(json.dumps(row) for row in rows).encode()
+    # of dates and bytes, which JSON has not, nothing here reads any
+    return "\n".join(json.dumps(row, default=str) for row in rows).encode()
 
 
 def _from_hub(name: str, subset: str | None) -> bytes:
@@ -175,9 +176,10 @@ def _from_hub(name: str, subset: str | None) -> bytes:
     try:
         return _as_lines(load_dataset(name, subset, split="test"))
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+        reason = str(error).rstrip(".")
         raise DataError(
-            f"{name} ({subset}) cannot be read from the hub: {error} Go online once (and where its "
-            "licence has to be accepted, do that at its page), or pass bench.path=."
+            f"{name} ({subset}) cannot be read from the hub: {reason}. Go online once (and where "
+            "its licence has to be accepted, do that at its page), or pass bench.path=."
         ) from error
 
 

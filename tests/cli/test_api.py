@@ -23,7 +23,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Token
-from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig
@@ -130,6 +130,14 @@ def test_no_seed_is_a_random_one(model, monkeypatch):
     expected = model.generate(["Why?"] * 2, 24, temperature=1.5, seed=7)
     assert model.generate(["Why?"] * 2, 24, temperature=1.5, seed=None) == expected
     assert "".join(model.stream("Why?", 24, temperature=1.5, seed=None)) == expected[0]
+
+
+def test_a_rule_goes_by_its_name():
+    chain = kangaroo.load("tiny", drafter="kangaroo", adapter=ADAPTER, steps=2)
+    by_name, by_rule = (
+        chain.generate("Why?", 24, temperature=1.5, rule=rule) for rule in ("block", Rule.block)
+    )
+    assert by_name == by_rule
 
 
 def test_no_limit_is_the_room_of_the_context(model, monkeypatch):
@@ -252,6 +260,8 @@ REFUSED = [
         {"drafter": VanillaConfig(), "adapter": "x", "steps": 2},
         "adapter, steps given beside draf",
     ),
+    ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
+    ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),
     ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: block, cascade, .*hybrid"),
     ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: block, cascade"),
     ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: block, cascade"),
@@ -302,7 +312,8 @@ def test_loading_refuses(name, settings, message):
         ("Why?", {"temperature": True}, "temperature=True must be a number"),
         ("Why?", {"top_k": 4.0}, "top_k=4.0 must be a whole number"),
         ("Why?", {"seed": "3"}, "seed='3' must be a whole number"),
-        ("Why?", {"rule": "rejection"}, "rule='rejection' is a str; it takes .*Rule"),
+        ("Why?", {"rule": "Block"}, "rule='Block' is a str; it takes one of: match, .*block"),
+        ("Why?", {"rule": 1}, "rule=1 is a int; it takes one of: match, rejection, block"),
         ("Why?", {"max_new_tokens": "12"}, "max_new_tokens='12' must be .*, or null"),
         ([], {"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
         ("Why?", {"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),

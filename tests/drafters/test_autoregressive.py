@@ -266,7 +266,7 @@ def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, 
     prompts = [[1, 5, 9], [7, sizes[0] - 1, 3]]
     done = Engine(lm, drafter).generate(prompts, 40, sampling, batch_size=rows)
     texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
-    assert rule is Rule.rejection or texts == vanilla_texts(lm, prompts, 40, sampling)
+    assert rule is not Rule.match or texts == vanilla_texts(lm, prompts, 40, sampling)
     assert max(map(max, texts)) < sizes[0]
     assert sum(step.accepted for one in done for step in one.steps)
 

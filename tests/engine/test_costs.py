@@ -48,6 +48,13 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert slow_at_first.expected(2) == 1.9
 
 
+def test_costs_are_measured_where_no_file_can_keep_them(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "file"))
+    assert costs.measured(tiny()).seconds[0] > 0
+    assert "measured again in the next process" in caplog.text and "file/costs" in caplog.text
+
+
 def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     lm = tiny().compile_for_decoding()
@@ -144,6 +151,12 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
     assert (again < wrong).all() and again[0, 0] < 1.1 * first[0, 0]
     budget.admit(0)
     assert (budget.limits([0], 3, 0.05, auto=True) == first).all()
+    # a text of which nothing is known tries a token that is too dear by the prior
+    dear = [budget.limits(rows, 3, 0.5, auto=True)[0] for rows in ([0], [0, 1])]
+    assert dear[0][0] < 1 and (dear[0][1:] > 1).all() and (dear[1] > 1).all()
+    assert (budget.limits([0], 3, 0.7, auto=True) > 1).all()  # even if each were right
+    budget.observe(0, 1, 0)
+    assert budget.limits([0], 3, 0.5, auto=True)[0, 0] > 1
     # a number leaves it to the drafter alone, and to all rows' first tokens in a batch
     assert not budget.limits([0], 3, 0.05, auto=False).any()
     assert budget.limits([0, 1], 3, 0.05, auto=False)[0].tolist() == pytest.approx(

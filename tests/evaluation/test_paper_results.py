@@ -14,6 +14,7 @@ from paper_cases import NAMES, composed, methods_of
 from kangaroo.evaluation import statistics
 from kangaroo.evaluation.metrics import pairs
 from kangaroo.evaluation.study import report
+from kangaroo.evaluation.study.plots import Scale, plot
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -118,6 +119,18 @@ def test_vanilla_decoded_again_is_a_level_with_its_name(tmp_path):
     assert [(p.curve, p.x) for p in found.points] == [("", 2), ("vanilla again", None)]
     assert [row["exit layer"] for row in report.table(found)] == ["2", "vanilla again"]
     report.write(found, tmp_path)
+
+
+def test_a_word_among_numbers_makes_all_of_them_words_along_the_plot(tmp_path):
+    for threshold in (0.4, "auto", 0.9):
+        finish(tmp_path / str(threshold), answered(1.0), **{"drafter.threshold": threshold})
+    study = StudyConfig("thresholds", "Thresholds", x="drafter.threshold", x_label="eta")
+    points = study_of(study, tmp_path).points
+    (panel, *_) = plot(study, points, [], "").axes
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["auto", "0.4", "0.9"]
+    left, right = panel.get_xlim()
+    scale = Scale(study, points)
+    assert [scale.at(point.x, "") for point in points] == [0, 1, 2] and left < 0 and right > 2
 
 
 def test_drafters_of_the_jobs_of_a_sweep_have_curves_of_their_own(tmp_path):

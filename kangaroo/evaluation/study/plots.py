@@ -61,14 +61,15 @@ class Scale:
         self.study = study
         along = in_order(point.x for point in points)
         self.places: list[float | str] = [x for x in along if x is not None]
-        self.words = [x for x in self.places if isinstance(x, str)]
+        # a number among words, such as 0.4 beside `auto`, is one too
+        self.by_name = any(isinstance(x, str) for x in self.places)
         self.curves = in_order(point.curve for point in points)
         models = dict.fromkeys([HERE, *(point.model for point in points)])
         self.markers = dict(zip(models, MARKERS, strict=False))
 
     def at(self, x: float | str, curve: Place) -> float:
         """Along the plot; words are one apart, and the curves beside each other there."""
-        if isinstance(x, float):
+        if isinstance(x, float) and not self.by_name:
             return x
         beside = self.curves.index(curve) - (len(self.curves) - 1) / 2
         return self.places.index(x) + 0.8 * beside / len(self.curves)
@@ -104,7 +105,7 @@ class Scale:
         if values:
             if model != HERE:
                 look |= dict(markerfacecolor="white")
-            if self.words:
+            if self.by_name:
                 look |= dict(linestyle="")
             x = [self.at(place, curve) for place in values if place is not None]
             ends = [v.ends or [v.value, v.value] for v in values.values()]
@@ -115,8 +116,8 @@ class Scale:
 
     def ticks(self, axes: Axes) -> None:
         """The places, and what they are of."""
-        if self.words:
-            names = [NAMES.get(x, x) for x in self.words]
+        if self.by_name:
+            names = [f"{x:g}" if isinstance(x, float) else NAMES.get(x, x) for x in self.places]
             turned: dict[str, Any] = dict(rotation=30, ha="right") if len(names) > 3 else {}
             axes.set_xticks(range(len(names)), names, **turned)
             axes.set_xlim(-0.5, len(names) - 0.5)
@@ -142,7 +143,7 @@ class Scale:
         ]
         for model, (marker, dashes) in self.markers.items():
             look: dict[str, Any] = dict(marker=marker, color=INK, linewidth=1, markersize=5)
-            look |= dict(linestyle="" if self.words else dashes)
+            look |= dict(linestyle="" if self.by_name else dashes)
             look |= dict(label=HERE, markerfacecolor=INK)
             if model != HERE:
                 look |= dict(label=f"paper: {model}", markerfacecolor="white")
