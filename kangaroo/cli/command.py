@@ -110,8 +110,7 @@ def sweep_folder() -> Path | None:
 
 def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
     """The jobs of a sweep (`-m`) lie in one group of W&B, if no other was asked for."""
-    sweep = sweep_folder()
-    if isinstance(logger, WandbConfig) and logger.group is None and sweep is not None:
+    if isinstance(logger, WandbConfig) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
 
 
