@@ -83,12 +83,8 @@ class TensorStepper:
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
         """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
         where something of them is kept; the states that the drafter wants."""
-        lm, batch, keeps, sampling = (
-            self.lm,
-            self.batch,
-            self.keep > 0 or self.batch.likeliest > 0,
-            self.batch.sampling,
-        )
+        lm, batch, sampling = self.lm, self.batch, self.batch.sampling
+        keeps = self.keep > 0 or batch.likeliest > 0
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
         drafted, placed = draft.tensors(), meta.tensors()
 
