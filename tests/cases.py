@@ -74,7 +74,8 @@ class Case:
 
 
 def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
-    return Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts)), 4, 0.3)
+    exit_layer = min(EXIT, lm.n_layers - 1)
+    return Kangaroo(lm, adapter_for(lm, exit_layer, AdapterHeadConfig(**parts)), 4, 0.3)
 
 
 def draft_lm(case: Case) -> TargetModel:

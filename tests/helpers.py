@@ -306,10 +306,12 @@ class RandomTree(Knowing):
                 depth = int(depth_BN[row, node])
                 if depth <= len(coming) and self._integer(3) > 0:
                     tokens_BN[row, node] = coming[depth - 1]
-        tokens_BN[:, :1] = batch.last(1)
+        tokens_BN[:, :1] = batch.last(1).cpu()
         valid_BN = torch.rand(batch.size, size, generator=self.generator) < 0.9
         valid_BN[:, 0] = True
-        draft = Draft(tokens_BN, tree, valid_BN, entry=self.entry)
+        device = self.lm.device
+        tokens_BN, tree = tokens_BN.to(device), Tree(parents_BN.to(device), tree.max_depth)
+        draft = Draft(tokens_BN, tree, valid_BN.to(device), entry=self.entry)
         if self.entry:
             meta = self.lm.forward_meta(tree, batch.base_B, batch.used + size, batch.n_slots)
             draft.hidden_BND, _ = self.lm.run(
@@ -318,7 +320,7 @@ class RandomTree(Knowing):
         return draft
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: object) -> None:
-        step_P = torch.arange(verdict.path_BP.shape[1])
+        step_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
         accepted_BP = step_P <= verdict.count_B[:, None]
         self.moved += int((accepted_BP & (verdict.path_BP != step_P)).sum())
 
