@@ -15,7 +15,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.models import attention
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
+from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, row_width
 from kangaroo.training.config import schedule
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
@@ -104,6 +104,11 @@ def test_wanted_positions_are_those_before_a_token_of_the_assistant():
         [False, True, True, False, False, True, False],
         [True, False, False, False, False, False, False],
     ]
+
+
+def test_rows_are_aligned_on_a_gpu_alone():
+    widths = [row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert widths == [24, 17] and row_width([16], torch.device("cuda")) == 16
 
 
 def test_a_sample_without_trainable_tokens_is_refused_and_shown():
