@@ -154,7 +154,7 @@ def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
 
 
 def row_width(lengths: Sequence[int], device: torch.device) -> int:
-    """Tokens of a row. On a GPU a multiple of 8: torch's fused attention wants rows of a mask aligned,
+    """Tokens of a row. On a GPU a multiple of 8: torch's fused attention wants a mask aligned,
     and without it a training of several draft steps took eight times as long on an H100.
     """
     return -(-max(lengths) // 8) * 8 if device.type == "cuda" else max(lengths)
