@@ -19,6 +19,7 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.expected_gain import best_tree
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
@@ -64,7 +65,7 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
             return ChainDrafting(drafter)
         case DraftModel() if drafter.lm.native_layers is not None:
             return DraftModelDrafting(drafter)
-        case Cascade() if isinstance(drafter.first, FromText) and not drafter.extend:
+        case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
             first, second = native_drafting(drafter.first), native_drafting(drafter.second)
             return CascadeDrafting(first, second) if first and second else None
     return None
@@ -181,9 +182,10 @@ class HybridDrafting(LayerDrafting):
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
                 sources[row].add(list(zip(*choices, strict=True))[: drafter.head.size])
-            growing = [row for row in growing if drafter.goes_on(sources[row])]
+            growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
-            buffers.replace_with_tree(row, *drafter.tree(source))
+            tree = best_tree(drafter.costs, source, drafter.nodes)
+            buffers.replace_with_tree(row, *tree)
 
 
 class CascadeDrafting(NativeDrafting):

@@ -16,10 +16,10 @@ from kangaroo.cpu.drafting import NativeDrafting, native_drafting
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.engine.stepper import Chunk
 from kangaroo.models.target import TargetModel
 
 

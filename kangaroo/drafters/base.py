@@ -1,6 +1,6 @@
 """What the engine asks of a drafter.
 
-Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
+Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -31,8 +30,8 @@ class Drafter(Protocol):
             for them, and as many for places before the start of a text (`TargetModel.forward_meta`,
             `below`).
         supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
-            row's text before it had as well, up to the last two tokens of that text, or that it has
-            adopted. In native code, all do.
+            row's text before it had as well, up to the last two tokens of that text, or that
+            `copy_prefix` named. In native code, all do.
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
@@ -51,12 +50,8 @@ class Drafter(Protocol):
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        """A chunk of a row's prompt has entered the target's cache.
-
-        Chunks of a prompt come in order, the whole of it unless the drafter
-        `supports_prefix_reuse`. The token that the target writes after it is pending, and in none
-        of them.
-        """
+        """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
+        that the target writes after the prompt is pending, and in none of them."""
 
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
@@ -87,7 +82,6 @@ class DrafterConfig(Ranged, ABC):
 
     def made_by(self) -> dict[str, Any]:
         """What it took to make the drafter for its target, by name; empty where it took nothing.
-
         Of training: `trained_positions` that entered the loss, all epochs together, and `epochs`.
         """
         return {}
@@ -105,10 +99,8 @@ class TrainedConfig(DrafterConfig):
 
     @abstractmethod
     def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
-        """What was trained, and the heads that it drafts with.
-
-        Errors: `AdapterMismatch` and whatever else `adapter_files.load` raises.
-        """
+        """What was trained, and the heads that it drafts with. Errors: `AdapterMismatch` and
+        whatever else `adapter_files.load` raises."""
 
     @abstractmethod
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
@@ -180,22 +172,14 @@ LOOKED_UP = 0.8
 
 
 class FromText(Stateless, ABC):
-    """Drafts chains by reading the text alone, on the host.
-
-    Attributes:
-        max_nodes: as of every drafter.
-    """
+    """Drafts chains by reading the text alone, on the host. It sets `max_nodes`."""
 
     max_nodes: int
 
     @abstractmethod
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        """Tokens that may follow; none where it finds none.
-
-        Args:
-            text: the row's committed tokens, `batch.texts[row]` itself, or these and a draft of
-                another drafter that is to go on.
-        """
+        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
+        none."""
 
     def propose(self, batch: Batch) -> Draft:
         length = self.chain_length(batch.budget, batch.active)
@@ -209,8 +193,10 @@ class FromText(Stateless, ABC):
         return next(longest, self.max_nodes)
 
 
-class TreesFromText(FromText, ABC):
-    """Drafts trees on the host."""
+class TreesFromText(Stateless, ABC):
+    """Drafts trees by reading the text alone, on the host. It sets `max_nodes`."""
+
+    max_nodes: int
 
     @abstractmethod
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:

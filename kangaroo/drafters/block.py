@@ -1,7 +1,7 @@
 """Block: one pass of shallow layers, adapter and head makes a whole draft.
 
-Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary,
-r rank of the table of neighbours.
+Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary, R
+rank of the table of neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -43,7 +42,7 @@ class BlockConfig(EarlyExitConfig):
     parts: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
 
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Block:
-        steps = trained.architecture.longest(self.steps)
+        steps = min(self.steps, trained.architecture.places)
         return Block(lm, trained, steps, self.threshold, heads[0])
 
 
@@ -68,10 +67,9 @@ class Block(EarlyExit, Chain):
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.pass_cost = self.draft_cost  # whatever the tokens
-        embedded_VD = lm.hf.model.embed_tokens.weight.to(adapter.home(lm))
-        parts = embedded_VD.split(EMBEDDED)
-        self.neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
-        self.neighbours_VR = self.neighbours_VR.detach().to(lm.device)
+        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(EMBEDDED)
+        neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
+        self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
 
     def begin(self, batch: Batch) -> None:
@@ -85,7 +83,7 @@ class Block(EarlyExit, Chain):
         pending = batch.last(1), meta, self.shallow_BWD
         (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
         tokens = self.choices(batch, logits_BNK, meta, draws)
-        # on a GPU the host reads none before the last is chosen
+        # with graphs the host reads none before the last is chosen
         yield from list(tokens) if self.lm.acceleration.graphs else tokens
 
     def run_block(
@@ -138,13 +136,3 @@ class Block(EarlyExit, Chain):
 
     def logits(self, x_BK: Tensor) -> Tensor:
         return x_BK
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return self.head.spread(logits_BK)
-
-    def pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        if sampling.greedy:  # without spreading them
-            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        return super().pick(logits_BK, sampling, positions_B1, seeds_B)

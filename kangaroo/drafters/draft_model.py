@@ -17,8 +17,7 @@ from kangaroo.drafters.base import DrafterConfig, path_meta
 from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
@@ -80,10 +79,9 @@ class DraftModelConfig(DrafterConfig):
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
-    """Raise `ConfigError` unless each token id stands for the same token in both models.
-
-    Vocabularies of the same tokens may be padded to different sizes. Where a model has no tokenizer
-    of its own, random weights for instance, the sizes alone are compared.
+    """Raise `ConfigError` unless each token id stands for the same token in both models, whose
+    vocabularies may be padded to different sizes. Where one has no tokenizer, random weights for
+    instance, the sizes alone are compared.
     """
     wanted, drafted, difference = _tokens(target), _tokens(draft), None
     if wanted is not None and drafted is not None:

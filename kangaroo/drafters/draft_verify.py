@@ -48,17 +48,13 @@ class DraftVerifyConfig(DrafterConfig):
 
     def build(self, lm: TargetModel) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_search.read` raises."""
-        return DraftVerify(lm, self._skipped(lm), self.steps, self.threshold)
-
-    def _skipped(self, lm: TargetModel) -> list[int]:
-        if self.skip is not None:
-            return self.skip
-        if self.subset is None:
+        if self.skip is None and self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
                 f"{command_line('prepare layers', **options_of(lm.name))} writes."
             )
-        return layer_search.read(self.subset, lm).skip
+        skip = layer_search.read(self.subset, lm).skip if self.subset else self.skip or []
+        return DraftVerify(lm, skip, self.steps, self.threshold)
 
     def settings(self) -> dict[str, Any]:
         skip = self.skip if self.subset is None else layer_search.found(self.subset).skip

@@ -1,7 +1,7 @@
 """What drafters with a layer of their own share: the target's layers below it, and its cache.
 
 Shapes: B rows, N draft nodes, P nodes of the accepted path (as long as the draft is deep), T tokens
-of a prefill chunk, W window, U = W + 1, D hidden size.
+of a prefill chunk, W window, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from kangaroo.drafters.base import DrafterConfig, TrainedConfig, limit, path_met
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter, adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize
+from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize
 
 
 @dataclass
@@ -37,7 +35,6 @@ class EarlyExitConfig(TrainedConfig):
     Args:
         adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
             nonsense in as much time as a trained one.
-        exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
         steps: at most this many draft tokens in a row (the paper's gamma).
         threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
             early, `auto` once a further token would not pay, by what it costs on this device and
@@ -47,7 +44,6 @@ class EarlyExitConfig(TrainedConfig):
             adapter was saved with.
     """
 
-    exit_layer: Count | None = None
     steps: DraftSize = 6
     threshold: AutoThreshold = AUTO
     vocabulary: CountOrZero | None = None
@@ -60,45 +56,34 @@ class EarlyExitConfig(TrainedConfig):
         return cls(steps=steps, threshold=0)
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
-        exit_layer = self._untrained()
-        if exit_layer is not None:
-            layer = self.parts().build(lm, exit_layer, None).start_from(lm)
-            assert isinstance(layer, self.kind)
-            layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
-            return layer, layer.draft_heads(lm, None)
-        config = adapter_files.read_config(self.adapter)
-        if self.exit_layer not in (None, config.exit_layer):
-            raise AdapterMismatch(
-                f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer} of "
-                f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
-                "it unset, or pass drafter.adapter= one of that exit layer."
-            )
-        return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+        if (exit_layer := self._untrained()) is None:
+            return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+        layer = self.parts().build(lm, exit_layer, None).start_from(lm)
+        assert isinstance(layer, self.kind)
+        layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
+        return layer, layer.draft_heads(lm, None)
 
     def _untrained(self) -> int | None:
         kind, _, layer = self.adapter.partition(":")
         return int(layer) if kind == "untrained" and layer.isdecimal() else None
 
     def settings(self) -> dict[str, Any]:
-        if self._untrained() is not None:
-            return DrafterConfig.settings(self)
-        return super().settings()
+        trained = self._untrained() is None
+        return super().settings() if trained else DrafterConfig.settings(self)
 
     def made_by(self) -> dict[str, Any]:
-        return {} if self._untrained() is not None else super().made_by()
+        return super().made_by() if self._untrained() is None else {}
 
 
 class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
-    The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
+    The layer's first pass of a round takes, beside the pending token, a *window* of the committed
     tokens before it: as many as may have changed. That is the one before, which it has not seen
     after a round that was accepted whole; and if it reads deep states, all that the last round may
     have drafted, since their deep states are known now. Writing the others again changes nothing,
-    and shapes are static.
-
-    Where the last draft was no chain of its own, the adapter's keys do not lie where the text is:
-    it then passes over the accepted path once more (`follow`).
+    and shapes are static. After another drafter's draft, or a tree, the layer's keys do not lie
+    where the text is: it then passes over the accepted path once more.
     """
 
     def __init__(
@@ -109,21 +94,16 @@ class EarlyExit:
         threshold: float | str,
         head: DraftHead | None = None,
     ):
-        self.lm, self.adapter = lm, adapter.accelerate(lm)
+        self.lm, self.adapter, self.steps = lm, adapter.accelerate(lm), steps
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.steps = steps
         self.threshold, self.auto = limit(threshold)
-        self.needs_costs = self.auto
-        self.exit_layer = adapter.exit_layer
-        self.shallow = range(adapter.exit_layer)
-        self.deep_tap = adapter.deep_tap
-        self.reads_deep = self.deep_tap is not None
+        self.needs_costs, self.max_nodes = self.auto, steps
+        self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
+        self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
         self.supports_prefix_reuse = not self.reads_deep
-        self.taps: tuple[int, ...] = (adapter.exit_layer,)
-        if self.deep_tap is not None:
-            self.taps += (self.deep_tap,)
-        self.max_nodes = steps
+        deep_taps = () if self.deep_tap is None else (self.deep_tap,)
+        self.taps: tuple[int, ...] = (adapter.exit_layer, *deep_taps)
         # of a token of the chain, in vanilla steps, where it is not measured: the share of the
         # target's weights that is read for it, by the layers below the exit and by all
         whole = weights(*lm.layers, lm.head)
@@ -144,18 +124,16 @@ class EarlyExit:
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
-        device, hidden_size = self.adapter.home(self.lm), self.lm.config.hidden_size
+        size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
-            devices = [device] * self.adapter.depth
-            self.cache = self.lm.cache_like(batch.size, batch.n_slots, devices)
+            self.cache = self.lm.cache_like(size, batch.n_slots, [device] * self.adapter.depth)
             self.made_for = batch.cache.serial
             if self.reads_deep:
-                self.deep_BSD = self.deep_BSD.new_zeros(batch.size, batch.n_slots, hidden_size)
-        size = batch.size
+                self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one
         self.shallow_BWD = torch.zeros(
-            size, self.window, hidden_size, dtype=self.lm.dtype, device=device
+            size, self.window, hidden, dtype=self.lm.dtype, device=device
         )
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
@@ -173,19 +151,11 @@ class EarlyExit:
         meta = meta.to(f_1TD.device)
         if self.deep_tap in taps:  # else they are there already
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
-        self._forget_from(meta)
+        # where nothing is drafted for long, what waits of the row's text before is dropped
+        first, others = int(meta.slots_RT[0, 0]), self.prompts
+        self.prompts = [x for x in others if x[2].rows != rows or int(x[2].slots_RT[0, 0]) < first]
         self.prompts.append((f_1TD, self.deep_before(meta), meta))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
-
-    def _forget_from(self, chunk: ForwardMeta) -> None:
-        """Drop what waits of the row's text before, from where this chunk begins: where nothing is
-        drafted for long, more and more would wait."""
-        first = int(chunk.slots_RT[0, 0])
-        self.prompts = [
-            waits
-            for waits in self.prompts
-            if waits[2].rows != chunk.rows or int(waits[2].slots_RT[0, 0]) < first
-        ]
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
@@ -201,8 +171,7 @@ class EarlyExit:
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
             path = path_meta(self.lm, batch, draft, self.window)
-        self.proposed = None
-        is_chain = draft.tree.is_chain
+        self.proposed, is_chain = None, draft.tree.is_chain
 
         def work(
             window_BWD: Tensor, path_BP: Tensor, count_B: Tensor, root_B1: Tensor, *others: Tensor
@@ -255,11 +224,7 @@ class EarlyExit:
     ) -> Tensors:
         """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
         the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
-        deep ones before those.
-
-        Args:
-            meta: from the window on.
-        """
+        deep ones before those. `meta` is from the window on."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         f_BND = torch.cat([window_BWD, f_B1D], 1)

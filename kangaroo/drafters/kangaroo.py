@@ -1,6 +1,6 @@
 """Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft until confidence falls.
 
-Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
+Shapes: B rows, N draft nodes, D hidden size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -88,8 +87,8 @@ class Kangaroo(EarlyExit, Chain):
             meta: of window, pending token and draft.
             deep: states that a fused adapter reads along with the shallow ones.
 
-        Returns a `DraftToken`, and what the next one starts from, `[B, 1, D]` each: the adapter's
-        state, and the token's shallow state.
+        Returns a `DraftToken`, and for the next one the adapter's state and the token's shallow
+        state, `[B, 1, D]` each.
         """
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
@@ -106,19 +105,3 @@ class Kangaroo(EarlyExit, Chain):
         hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
         self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)
         return self.proposed
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.head.choose(x_B1D[:, 0])
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.head(x_B1D[:, 0])
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return self.head.spread(logits_BK)
-
-    def pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        if sampling.greedy:  # without spreading them
-            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        return super().pick(logits_BK, sampling, positions_B1, seeds_B)

@@ -54,7 +54,6 @@ class KangarooTreeConfig(EarlyExitConfig):
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> KangarooTree:
-        """Errors: `ConfigError`."""
         options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
         return KangarooTree(lm, trained, *options)
 
@@ -161,11 +160,8 @@ class KangarooTree(EarlyExit):
         window_BWD: Tensor,
         length_B: Tensor,
     ) -> Tensors:
-        """The pending token as a `Level`, and what the layer's first pass reads (`start`).
-
-        Args:
-            meta: of the window and this token.
-        """
+        """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
+        is of the window and this token."""
         f_B1D, *first = self.start(batch, pending_B1, meta, window_BWD)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
@@ -233,7 +229,7 @@ class KangarooTree(EarlyExit):
         Args:
             meta: of the same rows and extent.
             valid: of each row and level.
-            worth: as of `best_count`; of one text alone the drafter's own rule decides.
+            worth: as of `best_count`; empty leaves it to `kept`.
         """
         count, device = len(levels), batch.length_B.device
         most = 1 + (count - 1) * self.top_k
@@ -315,11 +311,8 @@ def kept(
 
 
 def best_count(score_BN: Tensor, keep_BN: Tensor, worth_W: Tensor) -> Tensor:
-    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`.
-
-    Args:
-        worth_W: of the nodes that are kept, the likeliest first, what each has to exceed.
-    """
+    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`:
+    what each of those that are kept, the likeliest first, has to exceed."""
     gains_BN = torch.where(keep_BN, score_BN, -1.0).sort(descending=True).values[:, 1:]
     gains_BN = gains_BN[:, : len(worth_W)] - worth_W[: gains_BN.shape[1]]
     sums_BN = torch.nn.functional.pad(gains_BN.cumsum(1), (1, 0))

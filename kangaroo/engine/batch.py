@@ -1,6 +1,6 @@
 """The rows being decoded: their tokens, lengths and limits, and how a verdict is committed.
 
-Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth, R rows of a block.
+Shapes: B rows, S slots a row, P = 1 + the draft's largest depth, E tokens that end a text.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import AnySampling, Rule, Sampling, settings, together
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.utils.errors import ConfigError
 
 
 class RowTensors(NamedTuple):
-    """What the device knows of all rows.
-
-    Args:
-        length_B, limit_B: committed tokens, and the most that there may be.
-        heeds_eos_B, eos_ids_E: whether an EOS ends a text, and which tokens are one.
-        settings_B3: how tokens are chosen, as of `Mixed`.
-    """
+    """What the device knows of all rows: committed tokens, and the most that there may be; whether
+    an EOS ends a text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
 
     length_B: Tensor
     limit_B: Tensor
@@ -46,7 +40,7 @@ class Emitted(NamedTuple):
         tokens_BP, counts_B: the new tokens of each row, of which so many count; 0 for rows that
             were done before.
         accepted_B: how many of them were draft tokens.
-        drafted_B: valid draft tokens (for a tree: nodes).
+        drafted_B: valid draft nodes.
         done_B: whether a row's text has ended.
     """
 
@@ -73,7 +67,6 @@ class Batch:
     Args:
         longest: tokens of the longest text, prompt included.
         sampling: of texts that have none of their own.
-        budget: what may be drafted in a round.
 
     Attributes:
         likeliest: how many likeliest tokens after every verified node a drafter wants; it says so
@@ -115,8 +108,7 @@ class Batch:
 
     @property
     def rows(self) -> RowTensors:
-        row = self.length_B, self.limit_B, self.seeds_B, self.done_B
-        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E, self.settings_B3)
+        return RowTensors(*(getattr(self, name) for name in RowTensors._fields))
 
     @property
     def draws(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +142,7 @@ class Batch:
 
     def shared(self, row: int, prompt: Sequence[int]) -> int:
         """How many of a prompt's first tokens a row's text began with, but for the text's last two,
-        which not every drafter has read, and the prompt's last, which gives the first new token."""
+        which some drafters have not read, and the prompt's last, which gives the first new one."""
         if not self.whole[row]:
             return 0
         text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)

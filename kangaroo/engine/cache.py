@@ -97,6 +97,9 @@ class ForwardMeta:
         return self.with_tensors(slots_RT, positions_RT, bias, *(change(x, 1) for x in self.rope))
 
 
+Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+
+
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
 

@@ -16,7 +16,8 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.native import build_name
-from kangaroo.engine.budget import VerifyCosts
 from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
@@ -36,6 +36,38 @@ log = logging.getLogger(__name__)
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
+
+
+@dataclass(frozen=True)
+class VerifyCosts:
+    """Seconds of a pass of the whole target, by its tokens.
+
+    Args:
+        widths: ascending.
+        seconds: of each width; never fewer than of a smaller one.
+    """
+
+    widths: list[int]
+    seconds: list[float]
+
+    def at(self, tokens: int) -> float:
+        """By straight lines between the widths that were measured, and beyond the last two."""
+        parts = list(pairwise(zip(self.widths, self.seconds, strict=True)))
+        part = next((part for part in parts if tokens <= part[1][0]), parts[-1])
+        (low, below), (high, above) = part
+        return below + (above - below) * (tokens - low) / (high - low)
+
+    def expected(self, tokens: int) -> float:
+        """Halfway between what was measured and the same if memory hid no arithmetic."""
+        first, last = self.widths[-2:]
+        of_token = (self.at(last) - self.at(first)) / (last - first)
+        unhidden = self.at(1) + (tokens - 1) * of_token
+        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
+
+    def curve(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
+        none = self.expected(rows)
+        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
 
 
 _known: WeakKeyDictionary[TargetModel, VerifyCosts] = WeakKeyDictionary()
@@ -59,6 +91,11 @@ def measured(lm: TargetModel) -> VerifyCosts:
             except OSError as error:
                 log.warning("verification is measured again in the next process: %s", error)
     return _known[lm]
+
+
+def curve(lm: TargetModel, rows: int, nodes: int) -> list[float]:
+    """`VerifyCosts.curve` of what was measured."""
+    return measured(lm).curve(rows, nodes)
 
 
 def machine(lm: TargetModel) -> list[str | int]:

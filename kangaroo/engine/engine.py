@@ -1,114 +1,32 @@
-"""Decode: prefill a row, then step after step propose, verify, commit, observe.
+"""Decode whole requests: prefill a row, step until its text ends, take the next one.
 
-Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V vocabulary.
+Shapes: T tokens of a prefill chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from kangaroo.cpu.drafting import native_drafting
-from kangaroo.cpu.stepper import CpuStepper, runs_natively
-from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import BUCKET, KVCache
-from kangaroo.engine.clock import now, running
-from kangaroo.engine.costs import drafting, measured
+from kangaroo.engine.clock import now
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.engine.stepper import TensorStepper
-from kangaroo.models.target import TargetModel
+from kangaroo.engine.stepper import BatchDecoder
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
-class Engine:
-    """A target and a drafter.
-
-    Args:
-        tokenizer: needed for stop strings alone.
-        prefill_chunk: the most tokens of a prompt that enter in a pass; None is as many as are
-            quick.
-        prefix_cache: a prompt that begins like a row's text is read from where it differs. Off,
-            every prompt is read whole, as whoever measures wants it.
-        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
-            acceptance. Off, a batch drafts what pays there.
-    """
-
-    def __init__(
-        self,
-        lm: TargetModel,
-        drafter: Drafter,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        prefill_chunk: int | None = None,
-        prefix_cache: bool = False,
-        always_drafts: bool = False,
-    ):
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
-        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
-        self.always_drafts = always_drafts
-        self.eos_ids = frozenset(lm.eos_ids())
-        self.batch: Batch | None = None
-        self.stepper: TensorStepper | CpuStepper | None = None  # of the batch
-        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
-        self.keep = 0  # likeliest tokens that are kept of every distribution
-
-    @property
-    def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
-        drafting = native_drafting(self.drafter)
-        return max(2 * self.drafter.max_nodes, drafting.nodes if drafting else 0) + 2
-
-    @torch.no_grad()
-    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
-        """An empty batch for texts of at most `longest` tokens, prompts included.
-
-        Args:
-            keep: so many likeliest tokens of the distribution behind every token that is written
-                (`Generation.teacher`).
-        """
-        topk_logits.check(keep, "keep")
-        self.keep = min(keep, self.lm.config.vocab_size)
-        # rounded up, since attention kernels want the rows of a mask aligned
-        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
-        fits = self.cache is not None and self.cache.batch_size == batch_size
-        if self.cache is None or not fits or n_slots > self.cache.n_slots:
-            # their memory may be needed for the new ones
-            self.batch = self.cache = self.stepper = None
-            self.cache = self.lm.new_cache(batch_size, n_slots)
-        # native rounds draft otherwise than what would be measured
-        by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
-        of_drafts = partial(drafting, self.lm) if by_graphs else None
-        budget = Budget(partial(measured, self.lm), self.always_drafts, of_drafts)
-        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
-        self.drafter.begin(batch)
-        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
-        if self.drafter.needs_costs or drafts_less:
-            budget.measure()  # now, since it may take a second
-        native = native_drafting(self.drafter)
-        if native is not None and runs_natively(self.lm, self.drafter, sampling):
-            self.stepper = CpuStepper(self.lm, native, batch, self.keep)
-        else:
-            self.stepper = TensorStepper(self.lm, self.drafter, batch, self.keep)
-        self.batch = batch
-        return batch
+class Engine(BatchDecoder):
+    """Prompts in, texts out: of a batch whose rows `admit` fills and `step` advances, or whole."""
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
-        a step of its own in the record.
-
-        Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
-        for another batch than the one opened last.
-        """
+        a step of its own in the record. Errors: `PromptError` where it cannot be served, or not by
+        a batch this small; `ConfigError` for another batch than the one opened last."""
         parts = self.prefill_chunks(batch, row, request)
         while True:
             try:
@@ -173,28 +91,6 @@ class Engine:
         source = max(begins, key=begins.__getitem__)
         return source, begins[source]
 
-    @torch.inference_mode()
-    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """Propose, verify, commit, observe; one record a row. A short step has no drafts.
-
-        Errors: `ConfigError` for another batch than the one opened last.
-        """
-        self._check_is_current(batch is self.batch)
-        assert self.stepper is not None
-        entered = running()
-        records = self.stepper.step(drafts)
-        seconds = running() - entered
-        for record in records:
-            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
-        return records
-
-    def _check_is_current(self, current: bool) -> None:
-        if not current:
-            raise ConfigError(
-                "an engine decodes one batch, or one stream, at a time: finish this one before the "
-                "next, or make an Engine with a drafter of its own for each."
-            )
-
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
         if not request.prompt:
@@ -254,7 +150,6 @@ class Engine:
         that is done takes the next request at once.
 
         Args:
-            keep: that of `open`.
             after: what follows a request that has ended, in its row and under its index: the next
                 turn of a conversation.
             longest: tokens of the longest text; by default that of `requests`.
@@ -296,14 +191,9 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """Decode every prompt.
-
-        Args:
-            batch_size: rows decoded at a time; by default all prompts at once.
-            seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
-
-        Errors: `PromptError` as of `check`; `ConfigError` for a batch of no rows.
-        """
+        """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
+        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError` as of `check`; `ConfigError`
+        for a batch of no rows."""
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
@@ -321,15 +211,10 @@ class Engine:
         ignore_eos: bool = False,
         batch: Batch | None = None,
     ) -> Stream:
-        """Decode one prompt, token by token as steps write them.
-
-        Args:
-            batch: of one row, opened before with this sampling; by default one is opened. In a
-                conversation's own batch its next turn goes on from the last one (`prefix_cache`).
-
-        Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose place
-        another one has taken.
-        """
+        """Decode one prompt, token by token as steps write them, in a batch of one row that was
+        opened with this sampling, where a conversation's next turn goes on from the last one
+        (`prefix_cache`); by default one is opened. Errors: `PromptError` as of `check`;
+        `ConfigError` for a batch or a stream whose place another one has taken."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)

@@ -30,7 +30,6 @@ class Rule(Enum):
 
     match = "match"  # the target's own choice under shared noise
     rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
-    block = "block"  # block verification, arXiv 2403.10444, algorithm 2
 
 
 class NoiseStream(Enum):
@@ -113,8 +112,8 @@ class Mixed:
         return list(self.settings_B3[:, :, None, None].unbind(1))
 
     def kth(self, likeliest_BNK: Tensor) -> Tensor:
-        """The logit that no token which is kept may be below, `[B, N, 1]`, of the `most_k` largest
-        in their order, or all."""
+        """The logit that no token which is kept may be below, `[B, N, 1]`, of the largest ones in
+        their order."""
         _, _, top_k_B11 = self.columns
         index_B11 = (top_k_B11.long() - 1).clamp(0, likeliest_BNK.shape[-1] - 1)
         index_BN1 = index_B11.expand(len(likeliest_BNK), likeliest_BNK.shape[1], -1)
@@ -131,8 +130,7 @@ def settings(sampling: Sampling) -> list[float]:
 
 
 def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
-    """Settings of several texts, one at least, as one, whose seeds do not count; `settings_B3` may
-    have further texts."""
+    """Settings of several texts, one at least, as one; seeds do not count."""
     sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
@@ -144,10 +142,9 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
 
 
 def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
-    """Tempered and filtered logits in float32, -inf where a filter removed the token.
-
-    Temperature, then top-k, then top-p: the order of transformers' `generate`. Tokens tied with the
-    k-th stay. Needs `temperature > 0`: a row without is rubbish.
+    """Tempered and filtered logits in float32, -inf where a filter removed the token: temperature,
+    top-k, top-p, as transformers' `generate`. Tokens tied with the k-th stay. A row of temperature
+    0 is rubbish.
     """
     temperature: float | Tensor
     top_p: float | Tensor
@@ -195,11 +192,6 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
-    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
-    return seeds_B + ((length_B + 1) << 40)
-
-
 def perturb(
     log_weights_BNV: Tensor,
     seeds_B: Tensor,
@@ -214,7 +206,7 @@ def perturb(
 def scores(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """Numbers `[B, N, V]` in whose order a target with these logits would choose; see `pick`."""
+    """Numbers `[B, N, V]` in whose order a target with these logits would choose."""
     if sampling.greedy:
         return logits_BNV
     drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
@@ -233,6 +225,5 @@ def pick(
 def candidates(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick: the
-    token of `pick`, then those with the next best scores."""
+    """The `count` tokens `[B, N, count]` with the best scores: the token of `pick` first."""
     return scores(logits_BNV, positions_BN, sampling, seeds_B).topk(count).indices

@@ -24,7 +24,6 @@ ORDER = [
     {"models"},
     {"heads"},
     {"drafters"},
-    {"engine.stepper"},
     {"cpu"},
     {"engine"},
     {"data", "evaluation"},
