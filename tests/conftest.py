@@ -27,13 +27,13 @@ def steady_budget(request, monkeypatch):
     """
     if "measured_budget" in request.fixturenames:
         return
-    from kangaroo.engine import stepper
+    from kangaroo.engine import engine
     from kangaroo.engine.budget import Budget
     from kangaroo.engine.costs import VerifyCosts
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
-    monkeypatch.setattr(stepper, "curve", lambda lm, rows, nodes: costs.curve(rows, nodes))
-    monkeypatch.setattr(stepper, "drafting", lambda lm, drafter: drafter.draft_cost)
+    monkeypatch.setattr(engine, "curve", lambda lm, rows, nodes: costs.curve(rows, nodes))
+    monkeypatch.setattr(engine, "drafting", lambda lm, drafter: drafter.draft_cost)
 
     def no_limits(self, rows, nodes, drafting=0.0):
         """Whatever the batch."""

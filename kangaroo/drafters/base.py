@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -16,9 +16,12 @@ from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import Ranged
+from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize, Ranged
 
 
 class Drafter(Protocol):
@@ -119,6 +122,53 @@ class TrainedConfig(DrafterConfig):
 
     def made_by(self) -> dict[str, Any]:
         return adapter_files.made_by(self.adapter)
+
+
+@dataclass
+class EarlyExitConfig(TrainedConfig):
+    """A layer and how far it drafts.
+
+    Args:
+        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
+            nonsense in as much time as a trained one.
+        steps: at most this many draft tokens in a row (the paper's gamma).
+        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
+            early, `auto` once a further token would not pay, by what it costs on this device and
+            how often such tokens were right in this text.
+        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
+            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
+            adapter was saved with.
+    """
+
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
+    vocabulary: CountOrZero | None = None
+
+    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
+    parts: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained one
+
+    @classmethod
+    def chain(cls, steps: int) -> EarlyExitConfig:
+        return cls(steps=steps, threshold=0)
+
+    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
+        if (exit_layer := self._untrained()) is None:
+            return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+        layer = self.parts().build(lm, exit_layer, None).start_from(lm)
+        assert isinstance(layer, self.kind)
+        layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
+        return layer, layer.draft_heads(lm, None)
+
+    def _untrained(self) -> int | None:
+        kind, _, layer = self.adapter.partition(":")
+        return int(layer) if kind == "untrained" and layer.isdecimal() else None
+
+    def settings(self) -> dict[str, Any]:
+        trained = self._untrained() is None
+        return super().settings() if trained else DrafterConfig.settings(self)
+
+    def made_by(self) -> dict[str, Any]:
+        return super().made_by() if self._untrained() is None else {}
 
 
 class Stateless:

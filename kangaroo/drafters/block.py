@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
@@ -109,22 +110,15 @@ class Block(EarlyExit, Chain):
             yield token
 
     def place(
-        self,
-        batch: Batch,
-        step: int,
-        logits_BNK: Tensor,
-        meta: ForwardMeta,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-        before_B1: Tensor,
+        self, batch: Batch, step: int, logits_BNK: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> DraftToken:
         """The token of one place; from the second on the one before it moves the logits."""
+        *draws, before_B1 = others
         logits_BK = logits_BNK[:, step - 1]
         if step > 1:
             near_BR = self.neighbours_VR[before_B1[:, 0]]
             logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-        return self.draw(batch, step, logits_BK, length_B, seeds_B, settings_B3)
+        return self.draw(batch, step, logits_BK, *draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)

@@ -1,6 +1,6 @@
 """Drafting a chain token by token: what Kangaroo, EAGLE, draft models and skipped layers share.
 
-Shapes: B rows, N nodes, D hidden size, V vocabulary, K draft vocabulary.
+Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import limit
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.sampling import AnySampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.heads.draft_head import DraftHead
@@ -24,12 +23,8 @@ from kangaroo.models.target import TargetModel
 
 
 class DraftToken(NamedTuple):
-    """One more token of every row's chain.
-
-    Args:
-        logits_BK: what it was chosen by; no number where kernels chose it and write none.
-        reading: what the host reads of it (`Chain.reading`).
-    """
+    """One more token of every row's chain, the logits that it was chosen by, none where kernels
+    write none, and what the host reads of it."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -38,16 +33,12 @@ class DraftToken(NamedTuple):
 
 class Chain(ABC):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
-    `threshold=auto` until one more would no longer pay (`Budget.limits`).
-
-    The token whose confidence was low is still verified.
+    `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
+    confidence was low is still verified.
 
     Attributes:
         lm: the model that drafts, or the target where its layers draft.
-        head: what reads tokens from states.
-        steps: at most this many draft tokens a round.
-        threshold: 0 never stops early.
-        auto: the budget alone says when a chain ends; the threshold is 0 then.
+        threshold: 0 never stops early; `auto` leaves that to the budget alone.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
@@ -101,27 +92,15 @@ class Chain(ABC):
 
     @abstractmethod
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        """The chain, one token after another; the caller may stop before the last.
+        """The chain, one token after another; the caller may stop before the last. `meta` is of
+        the window, the pending token and `steps` draft tokens."""
 
-        Args:
-            meta: of the window, the pending token and `steps` draft tokens.
-        """
-
-    def draw(
-        self,
-        batch: Batch,
-        step: int,
-        x_B1D: Tensor,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-    ) -> DraftToken:
-        """The chain's token number `step`, from the state that the head reads; the last arguments
-        are `Batch.draws`."""
+    def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
+        """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
         choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
         if choice is not None:
             return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
-        logits_BK = self.logits(x_B1D)
+        logits_BK, (length_B, seeds_B, settings_B3) = self.logits(x_B1D), draws
         sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading them
             id_B1 = self.token_of(logits_BK.argmax(-1, keepdim=True))
@@ -152,8 +131,7 @@ class Chain(ABC):
         return confidence(logits_BK)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        """The draft as it is verified, with what was computed of its nodes already; `meta` is of
-        these nodes, for the model that drafts."""
+        """The draft as it is verified, with what was computed of its nodes already, and where."""
         return draft
 
 
@@ -181,51 +159,3 @@ def chain_meta(
 def confidence(logits_BK: Tensor) -> Tensor:
     """The top-1 probability `[B]`, read before temperature and filters."""
     return logits_BK.float().softmax(-1).amax(-1)
-
-
-class Autoregressive(Chain):
-    """Drafts with a whole model's head, as draft models and skipped layers do: each token is the
-    input of the next pass.
-    """
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
-        self.lm, self.steps, self.window = lm, steps, window
-        self.threshold, self.auto = limit(threshold)
-        self.needs_costs = self.auto
-        self.max_nodes = steps
-
-    @abstractmethod
-    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        """The output of the last layer, `[B, N, D]`."""
-
-    @abstractmethod
-    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        """All that `run` reads or writes."""
-
-    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(input_BN: Tensor, meta: ForwardMeta, *draws: Tensor) -> DraftToken:
-            first = 0 if step == 1 else self.window + step - 1
-            x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
-            return self.draw(batch, step, x_BND[:, -1:], *draws)
-
-        input_BN = batch.last(self.window + 1)
-        for step in range(1, self.steps + 1):
-            # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, *batch.draws)
-            token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
-            input_BN = token.id_B1
-            yield token
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.lm.choose(x_B1D)
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.lm.logits(x_B1D)[:, 0]
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return logits_BK
-
-    def token_of(self, index: Tensor) -> Tensor:
-        return index

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_meta
-from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft, Verdict

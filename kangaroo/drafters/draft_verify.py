@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from kangaroo.drafters import layer_search
+from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
-from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of

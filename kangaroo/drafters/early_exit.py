@@ -1,89 +1,35 @@
 """What drafters with a layer of their own share: the target's layers below it, and its cache.
 
-Shapes: B rows, N draft nodes, P nodes of the accepted path (as long as the draft is deep), T tokens
-of a prefill chunk, W window, D hidden size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a prefill chunk, W window, D hidden
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig, TrainedConfig, limit, path_meta
+from kangaroo.drafters.base import limit, path_meta
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft, Verdict
-from kangaroo.heads import adapter, adapter_files
-from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize
-
-
-@dataclass
-class EarlyExitConfig(TrainedConfig):
-    """A layer and how far it drafts.
-
-    Args:
-        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
-            nonsense in as much time as a trained one.
-        steps: at most this many draft tokens in a row (the paper's gamma).
-        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
-            early, `auto` once a further token would not pay, by what it costs on this device and
-            how often such tokens were right in this text.
-        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
-            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
-            adapter was saved with.
-    """
-
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
-    vocabulary: CountOrZero | None = None
-
-    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
-    parts: ClassVar[type[HeadConfig]] = adapter.AdapterHeadConfig  # of an untrained one
-
-    @classmethod
-    def chain(cls, steps: int) -> EarlyExitConfig:
-        return cls(steps=steps, threshold=0)
-
-    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
-        if (exit_layer := self._untrained()) is None:
-            return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
-        layer = self.parts().build(lm, exit_layer, None).start_from(lm)
-        assert isinstance(layer, self.kind)
-        layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
-        return layer, layer.draft_heads(lm, None)
-
-    def _untrained(self) -> int | None:
-        kind, _, layer = self.adapter.partition(":")
-        return int(layer) if kind == "untrained" and layer.isdecimal() else None
-
-    def settings(self) -> dict[str, Any]:
-        trained = self._untrained() is None
-        return super().settings() if trained else DrafterConfig.settings(self)
-
-    def made_by(self) -> dict[str, Any]:
-        return super().made_by() if self._untrained() is None else {}
 
 
 class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: as many as may have changed. That is the one before, which it has not seen
-    after a round that was accepted whole; and if it reads deep states, all that the last round may
-    have drafted, since their deep states are known now. Writing the others again changes nothing,
-    and shapes are static. After another drafter's draft, or a tree, the layer's keys do not lie
-    where the text is: it then passes over the accepted path once more.
+    tokens before it: the one before, which it has not seen after a round that was accepted whole;
+    and if it reads deep states, all that the last round may have drafted, since their deep states
+    are known now. Writing the others again changes nothing, and shapes are static. After another
+    drafter's draft, or a tree, it passes over the accepted path once more.
     """
 
     def __init__(
@@ -222,9 +168,9 @@ class EarlyExit:
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> Tensors:
-        """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
-        the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
-        deep ones before those. `meta` is from the window on."""
+        """Of the pending token the shallow state; what the round's first pass reads: the window's
+        and this one, `[B, W + 1, D]`, and if the layer reads them the deep ones before those.
+        `meta` is from the window on."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         f_BND = torch.cat([window_BWD, f_B1D], 1)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import chain_meta
-from kangaroo.drafters.early_exit import EarlyExitConfig
 from kangaroo.drafters.expected_gain import Chances, Costs, Sources, best_tree, drafting_pays
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import SuffixAutomaton

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
@@ -27,8 +28,7 @@ from kangaroo.models.target import TargetModel
 @dataclass
 class KangarooConfig(EarlyExitConfig):
     """Chain drafting with early stopping (arXiv 2404.18911, sections 3.1 and 3.2); confidence is
-    the top-1 probability.
-    """
+    the top-1 probability."""
 
     name: str = "kangaroo"
 
@@ -40,9 +40,7 @@ class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
     target's head. They draft until the confidence falls to the threshold (section 3.2), which
     `Chain.propose` watches; verification goes on from the shallow states of the whole draft.
-
-    EAGLE's chain is the same with a layer of its own kind.
-    """
+    EAGLE's chain is the same with a layer of its own kind."""
 
     def __init__(
         self,
@@ -70,22 +68,14 @@ class Kangaroo(EarlyExit, Chain):
             yield DraftToken(*token)
 
     def draft_token(
-        self,
-        batch: Batch,
-        step: int,
-        f_BND: Tensor,
-        meta: ForwardMeta,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-        *deep: Tensor,
+        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> Tensors:
         """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
 
         Args:
             f_BND: shallow states of the last token; in the first step of the window before it too.
             meta: of window, pending token and draft.
-            deep: states that a fused adapter reads along with the shallow ones.
+            others: `Batch.draws`, and the deep states that a fused adapter reads, too.
 
         Returns a `DraftToken`, and for the next one the adapter's state and the token's shallow
         state, `[B, 1, D]` each.
@@ -93,9 +83,10 @@ class Kangaroo(EarlyExit, Chain):
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)
+        draws, deep = others[:3], others[3:]
         deep_BND = deep[0] if deep else None
         adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
-        token = self.draw(batch, step, adapted_B1D, length_B, seeds_B, settings_B3)
+        token = self.draw(batch, step, adapted_B1D, *draws)
         f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
         return *token, adapted_B1D, f_B1D
 

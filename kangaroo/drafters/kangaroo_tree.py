@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import chain_meta, limits_of
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, take
+from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget

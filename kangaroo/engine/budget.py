@@ -53,14 +53,12 @@ class Budget:
         self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """What the product of the confidences in the first n tokens of a row's chain has to exceed
-        so that one more is drafted, for n from 0 on, `[rows, nodes]`.
+        so that one more, which takes `drafting` vanilla steps, is drafted, for n from 0 on,
+        `[rows, nodes]`, for these rows.
 
-        Args:
-            rows: that take part.
-            drafting: the time of a token of the chain, in vanilla steps.
-            auto: the chance that one more is right too is that product times the share of tokens
-                that were right in this text; what it gains has to pay for drafting and verifying
-                it. Otherwise this is left to the drafter's threshold, and to what a batch allows.
+        With `auto` the chance that one more is right too is that product times the share of tokens
+        that were right in this text; what it gains has to pay for drafting and verifying it.
+        Otherwise this is left to the drafter's threshold, and to what a batch allows.
         """
         if not auto:
             of_all = self.min_chain_chances(len(rows), nodes, drafting)
@@ -80,8 +78,7 @@ class Budget:
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """The chance that the first n tokens of a chain are all right which one more needs to pay,
-        for n from 0 on, where a token of it takes `drafting` vanilla steps. One text alone is
-        drafted by the drafter's own rule."""
+        for n from 0 on. One text alone is drafted by the drafter's own rule."""
         if rows <= 1 or self._always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)

@@ -7,21 +7,95 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from kangaroo.cpu.drafting import native_drafting
+from kangaroo.cpu.stepper import CpuStepper, runs_natively
+from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
+from kangaroo.engine.admission import fill, place, write_first
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now
+from kangaroo.engine.costs import curve, drafting
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.engine.stepper import BatchDecoder
+from kangaroo.engine.stepper import CurrentBatch, TensorStepper
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
-class Engine(BatchDecoder):
-    """Prompts in, texts out: of a batch whose rows `admit` fills and `step` advances, or whole."""
+class Engine(CurrentBatch):
+    """A target and a drafter.
+
+    Args:
+        tokenizer: needed for stop strings alone.
+        prefill_chunk: the most tokens of a prompt that enter in a pass; None is as many as are
+            quick.
+        prefix_cache: a prompt that begins like a row's text is read from where it differs. Off,
+            every prompt is read whole, as whoever measures wants it.
+        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
+            acceptance. Off, a batch drafts what pays there.
+    """
+
+    def __init__(
+        self,
+        lm: TargetModel,
+        drafter: Drafter,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill_chunk: int | None = None,
+        prefix_cache: bool = False,
+        always_drafts: bool = False,
+    ):
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
+        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
+        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
+        self.always_drafts = always_drafts
+        self.eos_ids = frozenset(lm.eos_ids())
+        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
+        self.keep = 0  # likeliest tokens that are kept of every distribution
+
+    @property
+    def spare_slots(self) -> int:
+        """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
+        native = native_drafting(self.drafter)
+        return max(2 * self.drafter.max_nodes, native.nodes if native else 0) + 2
+
+    @torch.no_grad()
+    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
+        """An empty batch for texts of at most `longest` tokens, prompts included. Of the
+        distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
+        topk_logits.check(keep, "keep")
+        self.keep = min(keep, self.lm.config.vocab_size)
+        # rounded up, since attention kernels want the rows of a mask aligned
+        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
+        fits = self.cache is not None and self.cache.batch_size == batch_size
+        if self.cache is None or not fits or n_slots > self.cache.n_slots:
+            # their memory may be needed for the new ones
+            self.batch = self.cache = self.stepper = None
+            self.cache = self.lm.new_cache(batch_size, n_slots)
+        # native rounds draft otherwise than what would be measured
+        by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
+        of_drafts = partial(drafting, self.lm) if by_graphs else None
+        budget = Budget(partial(curve, self.lm), self.always_drafts, of_drafts)
+        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
+        self.drafter.begin(batch)
+        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
+        if self.drafter.needs_costs or drafts_less:
+            budget.cost(batch_size, 1)  # measured now, since it may take a second
+        native = native_drafting(self.drafter)
+        if native is not None and runs_natively(self.lm, self.drafter, sampling):
+            self.stepper = CpuStepper(self.lm, native, batch, self.keep)
+        else:
+            self.stepper = TensorStepper(self.lm, self.drafter, batch, self.keep)
+        self.batch = batch
+        return batch
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
@@ -40,7 +114,7 @@ class Engine(BatchDecoder):
     ) -> Generator[None, None, Generation]:
         """The same chunk by chunk, so that other rows may step in between; `close` gives the prompt
         up, and leaves its row free."""
-        self._check_is_current(batch is self.batch)
+        self.check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
             raise PromptError(
@@ -60,21 +134,21 @@ class Engine(BatchDecoder):
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(reused, end, chunk):
             if first > reused:  # what steps leave behind in the row lies above what it has read
-                batch.fill(row, prompt_T[:first])
+                fill(batch, row, prompt_T[:first])
                 seconds += now(lm.device) - begun
                 yield
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
             last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
             read.append((tokens_1T, meta, taps))
-        batch.place(row, prompt_T, request)
+        place(batch, row, prompt_T, request)
         for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
             self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(last_11D)
         how = batch.sampling.reading(batch.settings_B3[row : row + 1])
         token = int(pick(logits_11V, at_11, how, seed_1))
-        batch.first(row, token)
+        write_first(batch, row, token)
         kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
@@ -233,7 +307,7 @@ class Engine(BatchDecoder):
     ) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
-            self._check_is_current(batch.texts[0] is text)  # no other stream's
+            self.check_is_current(batch.texts[0] is text)  # no other stream's
             (record,) = self.step(batch)
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):

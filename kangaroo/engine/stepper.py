@@ -1,119 +1,50 @@
-"""A batch step by step: propose, verify, commit, observe.
+"""A step of a batch: propose, verify, commit, observe.
 
-Steps by tensors are the definition. A backend (`kangaroo/cpu`) may make the same step faster.
+By tensors it is defined here. A backend (`kangaroo/cpu`) may make the same step faster.
 
-Shapes: B rows, N draft nodes, P nodes of a path, D hidden size, V vocabulary.
+Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from kangaroo.cpu.drafting import native_drafting
-from kangaroo.cpu.stepper import CpuStepper, runs_natively
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
-from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import BUCKET, Chunk, ForwardMeta, KVCache
+from kangaroo.engine.cache import Chunk, ForwardMeta
 from kangaroo.engine.clock import between, mark, running
-from kangaroo.engine.costs import curve, drafting
 from kangaroo.engine.requests import StepRecord
-from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.engine.sampling import Rule, pick
 from kangaroo.engine.tree import Draft, Verdict, accept
 from kangaroo.engine.verify import rejection
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
-class BatchDecoder:
-    """A target and a drafter, and the batch that they decode.
+class CurrentBatch:
+    """The batch that is decoded; there is one at a time."""
 
-    Args:
-        tokenizer: needed for stop strings alone.
-        prefill_chunk: the most tokens of a prompt that enter in a pass; None is as many as are
-            quick.
-        prefix_cache: a prompt that begins like a row's text is read from where it differs. Off,
-            every prompt is read whole, as whoever measures wants it.
-        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
-            acceptance. Off, a batch drafts what pays there.
-    """
-
-    def __init__(
-        self,
-        lm: TargetModel,
-        drafter: Drafter,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        prefill_chunk: int | None = None,
-        prefix_cache: bool = False,
-        always_drafts: bool = False,
-    ):
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
-        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
-        self.always_drafts = always_drafts
-        self.eos_ids = frozenset(lm.eos_ids())
-        self.batch: Batch | None = None
-        self.stepper: TensorStepper | CpuStepper | None = None  # of the batch
-        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
-        self.keep = 0  # likeliest tokens that are kept of every distribution
-
-    @property
-    def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
-        native = native_drafting(self.drafter)
-        return max(2 * self.drafter.max_nodes, native.nodes if native else 0) + 2
-
-    @torch.no_grad()
-    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
-        """An empty batch for texts of at most `longest` tokens, prompts included. Of the
-        distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
-        topk_logits.check(keep, "keep")
-        self.keep = min(keep, self.lm.config.vocab_size)
-        # rounded up, since attention kernels want the rows of a mask aligned
-        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
-        fits = self.cache is not None and self.cache.batch_size == batch_size
-        if self.cache is None or not fits or n_slots > self.cache.n_slots:
-            # their memory may be needed for the new ones
-            self.batch = self.cache = self.stepper = None
-            self.cache = self.lm.new_cache(batch_size, n_slots)
-        # native rounds draft otherwise than what would be measured
-        by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
-        of_drafts = partial(drafting, self.lm) if by_graphs else None
-        budget = Budget(partial(curve, self.lm), self.always_drafts, of_drafts)
-        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
-        self.drafter.begin(batch)
-        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
-        if self.drafter.needs_costs or drafts_less:
-            budget.cost(batch_size, 1)  # measured now, since it may take a second
-        native = native_drafting(self.drafter)
-        if native is not None and runs_natively(self.lm, self.drafter, sampling):
-            self.stepper = CpuStepper(self.lm, native, batch, self.keep)
-        else:
-            self.stepper = TensorStepper(self.lm, self.drafter, batch, self.keep)
-        self.batch = batch
-        return batch
+    batch: Batch | None = None
+    stepper: Any = None  # a `TensorStepper`, or a backend's
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
         """Propose, verify, commit, observe; one record a row. Without drafts it is a short one.
         Errors: `ConfigError` for another batch than the one opened last."""
-        self._check_is_current(batch is self.batch)
-        assert self.stepper is not None
+        self.check_is_current(batch is self.batch)
         entered = running()
-        records = self.stepper.step(drafts)
+        records: list[StepRecord] = self.stepper.step(drafts)
         seconds = running() - entered
         for record in records:
             record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
         return records
 
-    def _check_is_current(self, current: bool) -> None:
+    def check_is_current(self, current: bool) -> None:
         if not current:
             raise ConfigError(
                 "an engine decodes one batch, or one stream, at a time: finish this one before the "
@@ -122,19 +53,14 @@ class BatchDecoder:
 
 
 class TensorStepper:
-    """Makes the steps of one batch, of every drafter on every device.
-
-    `supports_prefix_reuse` tells whether a prompt that begins like a text in the cache is read from
-    where they differ; `keep` is that of `open`.
-    """
+    """Steps of every drafter on every device; `keep` is that of `Engine.open`."""
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Of the first tokens of a prompt, which a row takes over from `source`, those that the
-        drafter has yet to read, as chunks."""
+        """Of what a prompt takes over from another row, the chunks that the drafter has to read."""
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:

@@ -69,7 +69,7 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
-        probs_BNV: the distribution each node's token was drawn from, for the rules that need it.
+        probs_BNV: what each node's token was drawn from, for acceptance by rejection.
         meta: where the nodes lie; None leaves it to the engine.
     """
 
@@ -97,8 +97,7 @@ class Draft:
         return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
 
     def widen(self, size: int, depth: int) -> None:
-        """Add nodes, none of which ever matches, to a draft of tokens alone; the tree is taken for
-        one of this depth."""
+        """Add nodes that never match to a draft of tokens alone, as of a tree of this depth."""
         more = size - self.tree.size
         self.tokens_BN = F.pad(self.tokens_BN, (0, more))
         self.valid_BN = F.pad(self.valid_BN, (0, more))
@@ -119,9 +118,8 @@ class Draft:
         tokens: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
-        """A draft that was made on the host, as wide as the row with the most nodes: `tokens` below
-        the pending token of each row, and of each its parent, where 0 is the pending token and i
-        the row's i-th node; None makes chains."""
+        """A draft that was made on the host: of each row the tokens below its pending one, and
+        their parents, where 0 is the pending token and i the i-th node; None makes chains."""
         size, device = 1 + max(map(len, tokens)), pending_B1.device
         padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]
         counts_B1 = torch.tensor([[len(row)] for row in tokens])
@@ -142,14 +140,9 @@ class Draft:
 
 
 class Verdict(NamedTuple):
-    """What verification decided.
-
-    Args:
-        choice_BN: the token the target writes after each node.
-        best_B: the deepest node whose whole path matched.
-        count_B: accepted draft tokens, 0 up to the draft's depth.
-        path_BP: nodes from the root to `best`, then `best` repeated.
-    """
+    """What verification decided: the token that the target writes after each node; the deepest node
+    whose whole path matched; how many draft tokens that accepts, 0 up to the draft's depth; the
+    nodes from the root to the best, which is then repeated."""
 
     choice_BN: Tensor
     best_B: Tensor
@@ -158,10 +151,9 @@ class Verdict(NamedTuple):
 
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
-    """The longest path of `draft` that the target would have written itself, by its choice after
-    each node. Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the
-    matched-noise case walk a tree in the same way (arXiv 2408.07978).
-    """
+    """The longest path that the target would have written itself, by its choice after each node.
+    Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the matched-noise case
+    walk a tree in the same way (arXiv 2408.07978)."""
     tree = draft.tree
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # node and depth are one
