@@ -192,6 +192,27 @@ def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
         lm.hf.set_attn_implementation("kangaroo")
 
 
+def check_chains(
+    drafter: Any, expected: Callable[[list[int], int, int], list[int]]
+) -> dict[int, int]:
+    """From now on compare each chain of a drafter with what is expected after the row's text, by
+    (text, seed, its length). Texts are right whatever is drafted, so a gap in a cache would cost
+    acceptance unseen. How often each length was drafted, once it is."""
+    propose, lengths = drafter.propose, dict[int, int]()
+
+    def check(batch: Batch) -> Draft:
+        draft = propose(batch)
+        for row in (row for row in range(batch.size) if not batch.done_B[row]):
+            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
+            seed = int(batch.seeds_B[row])
+            assert drafted == expected(batch.texts[row], seed, len(drafted))
+            lengths[len(drafted)] = lengths.get(len(drafted), 0) + 1
+        return draft
+
+    drafter.propose = check
+    return lengths
+
+
 class Knowing(Stateless):
     """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will.
 

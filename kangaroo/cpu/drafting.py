@@ -1,5 +1,4 @@
 """How each drafter drafts in native code: here alone a drafter's class decides what the CPU runs.
-
 The drafter's `propose` is the definition.
 """
 
@@ -51,9 +50,7 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     match drafter:
         case Vanilla():
             return NativeDrafting()
-        case TreesFromText():
-            return TextTreeDrafting(drafter)
-        case FromText():
+        case FromText() | TreesFromText():
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
@@ -78,26 +75,20 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> 
 
 
 class TextDrafting(NativeDrafting):
-    """Chains that are read from the text."""
+    """Chains and trees that are read from the text."""
 
-    def __init__(self, drafter: FromText):
+    def __init__(self, drafter: FromText | TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        length = self.drafter.chain_length(batch.budget, len(rows))
+        drafter = self.drafter
+        if isinstance(drafter, TreesFromText):
+            for row in rows:
+                buffers.add(row, *drafter.tree_of(batch, row))
+            return
+        length = drafter.chain_length(batch.budget, len(rows))
         for row in rows:
-            buffers.add(row, self.drafter.continuation(row, batch.texts[row])[:length])
-
-
-class TextTreeDrafting(NativeDrafting):
-    """Trees that are made on the host."""
-
-    def __init__(self, drafter: TreesFromText):
-        self.drafter, self.nodes = drafter, drafter.max_nodes
-
-    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        for row in rows:
-            buffers.add(row, *self.drafter.tree_of(batch, row))
+            buffers.add(row, drafter.continuation(row, batch.texts[row])[:length])
 
 
 class LayerDrafting(NativeDrafting):

@@ -1,5 +1,4 @@
-"""What makes decoding faster than PyTorch's modules: native code on a CPU, and on a GPU Triton's
-kernels in CUDA graphs.
+"""What makes decoding faster than PyTorch: native code, or Triton kernels and CUDA graphs.
 
 Shapes: B rows, N tokens of a block, D hidden size.
 """
@@ -22,14 +21,8 @@ Tensors = tuple[Tensor, ...]
 
 
 class Acceleration:
-    """Of one target and of all that drafts for it; by default there is none.
-
-    Args:
-        library: native code.
-        sizes: of the target's layers; needed with `library` or `kernels`.
-        graphs: recorded work.
-        kernels: `kangaroo.cuda.layers`.
-    """
+    """Of one target and of all that drafts for it: native code, or recorded work and
+    `kangaroo.cuda.layers`, with the sizes of the target's layers; by default there is none."""
 
     def __init__(
         self,
@@ -66,11 +59,8 @@ class Acceleration:
         tokens: int,
         rehearsal: Tensors | None = None,
     ) -> Tensors:
-        """`work(*inputs)`, a part of a step of decoding; the arguments are those of `Graphs`.
-
-        Args:
-            tokens: of all rows that it computes.
-        """
+        """`work(*inputs)`, a part of a step of decoding over so many tokens of all rows; the other
+        arguments are those of `Graphs`."""
         if self.graphs is None or not self.graphs.take(tokens):
             return work(*inputs)
         return self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
@@ -86,11 +76,7 @@ class Acceleration:
         keep: bool = False,
     ) -> Tensors:
         """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
-
-        Args:
-            keep: the results outlive the next call with this key, which otherwise may overwrite
-                them.
-        """
+        With `keep` the results outlive the next call with this key."""
         if (graphs := self._recording(x_BND, meta)) is None:
             return work(x_BND, meta, *more)
         layout = meta.tensors()

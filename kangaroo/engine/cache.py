@@ -37,7 +37,7 @@ class ForwardMeta:
             the causal fast path, for a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
-        recordable: a step of decoding, whose shape comes again and may be recorded as a graph.
+        recordable: a step of decoding, which may be recorded as a graph.
     """
 
     slots_RT: Tensor
@@ -49,8 +49,7 @@ class ForwardMeta:
     recordable: bool = False
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
-        builds one block a step."""
+        """The `width` tokens from `start` on, or as many as there are: views."""
         width = min(width, self.slots_RT.shape[1] - start)
         return self._each(lambda x, axis: x.narrow(axis, start, width))
 
@@ -104,8 +103,8 @@ class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
 
     The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
-    attention reads the rows as strided views: nothing is copied or concatenated. Its `serial` no
-    other cache of this process has or had.
+    attention reads the rows as strided views. Its `serial` no other cache of this process has or
+    had.
     """
 
     serials = itertools.count()
@@ -192,8 +191,7 @@ class BlockCache:
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
     """The number of slots to read so that `used` are covered: where each number is recorded as a
-    graph a power of two, of which a text that grows meets few.
-    """
+    graph a power of two, of which a text that grows meets few."""
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)

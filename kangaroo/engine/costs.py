@@ -1,10 +1,9 @@
 """What a verification takes by its number of tokens, measured once on the machine that decodes; and
 on a GPU what drafting takes beside it.
 
-A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free;
-from some width on arithmetic takes the time. Where that is depends on the processor, and on a
-virtual machine on its neighbours: memory may be half again as fast a minute later, and hides less
-arithmetic then. Decisions are made as if half of what is hidden showed (docs/methods.md).
+A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free,
+up to where arithmetic takes the time. On a virtual machine that depends on its neighbours, so
+decisions are made as if half of the arithmetic that memory hides showed (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """
@@ -40,12 +39,8 @@ REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 @dataclass(frozen=True)
 class VerifyCosts:
-    """Seconds of a pass of the whole target, by its tokens.
-
-    Args:
-        widths: ascending.
-        seconds: of each width; never fewer than of a smaller one.
-    """
+    """Seconds of a pass of the whole target, by its tokens, ascending: never fewer than of a
+    smaller width."""
 
     widths: list[int]
     seconds: list[float]
@@ -71,6 +66,7 @@ class VerifyCosts:
 
 
 _known: WeakKeyDictionary[TargetModel, VerifyCosts] = WeakKeyDictionary()
+_drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def measured(lm: TargetModel) -> VerifyCosts:
@@ -123,9 +119,6 @@ def measure(lm: TargetModel) -> VerifyCosts:
     return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])
 
 
-_drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-
-
 @torch.inference_mode()
 def drafting(lm: TargetModel, drafter: Any) -> float:
     """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
@@ -159,8 +152,7 @@ def fastest(
     caches: tuple[KVCache, ...],
     work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
 ) -> dict[int, float]:
-    """Seconds of the fastest `work(x, block)` of each width, the widths in turn; a graph each where
-    steps are recorded."""
+    """Seconds of the fastest `work(x, block)` of each width, the widths in turn."""
     best = dict.fromkeys(widths, float("inf"))
     spent = dict.fromkeys(widths, 0.0)
     for _ in range(REPEATS):

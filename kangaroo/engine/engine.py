@@ -71,8 +71,7 @@ class Engine(CurrentBatch):
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included. Of the
         distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
-        topk_logits.check(keep, "keep")
-        self.keep = min(keep, self.lm.config.vocab_size)
+        self.keep = min(keep, topk_logits.MOST, self.lm.config.vocab_size)
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         fits = self.cache is not None and self.cache.batch_size == batch_size
@@ -121,7 +120,6 @@ class Engine(CurrentBatch):
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        assert self.stepper is not None
         lm, text = self.lm, request.text
         begun, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
@@ -157,7 +155,7 @@ class Engine(CurrentBatch):
         return generation
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, rather the free row itself, and how many of its
+        """The row whose text a prompt begins like, rather the free one itself, and how many of its
         tokens need not be read therefore."""
         if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0

@@ -104,13 +104,6 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     return _model(lm, last + 1, state, own_head=head is not None)
 
 
-def truncated(lm: TargetModel, layers: int) -> PreTrainedModel:
-    """The target's first layers with its own norm and head: a draft that nobody trained."""
-    state = _shallow_state(lm, layers)
-    state["model.norm.weight"] = lm.hf.state_dict()["model.norm.weight"]
-    return _model(lm, layers, state)
-
-
 def _shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
     """Embeddings, head and the first layers, by the names that transformers gives them."""
     wanted = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(layers)))

@@ -66,7 +66,7 @@ def test_a_loaded_datastore_is_the_one_that_was_saved_and_lies_on_the_disk(tmp_p
     assert np.array_equal(loaded.suffixes_L, store.suffixes_L)
     assert isinstance(loaded.tokens_L.base, np.memmap)
     assert loaded.about["texts"] == ["x"] and loaded.about["tokens"] == 120
-    assert datastore.fingerprint(str(folder)) == store.about["fingerprint"]
+    assert datastore.read_about(str(folder))["fingerprint"] == store.about["fingerprint"]
     again = save(index([[1, 2]], 64), lm, folder, {})  # replaces it
     assert load(str(again), lm).tokens_L.tolist() == [1, 2, 64]
     assert [path.name for path in folder.parent.iterdir()] == ["store"]

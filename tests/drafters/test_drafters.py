@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, drafted_without_cache
-from helpers import adapter_for
+from helpers import adapter_for, check_chains
 
 from kangaroo.drafters import chain as chain_file
 from kangaroo.drafters.chain import confidence
@@ -32,34 +32,21 @@ def case() -> Case:
 @pytest.mark.parametrize("threshold", [0, 0.4])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
-    case, monkeypatch, sampling, threshold, layers
+    case, sampling, threshold, layers
 ):
-    """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
     parts = AdapterHeadConfig(attention_layers=layers)
     case = replace(case, adapter=adapter_for(case.lm, architecture=parts))
     drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
-    propose, checked = drafter.propose, []
-
-    def check(batch):
-        draft = propose(batch)
-        for row in range(batch.size):
-            if batch.done_B[row]:
-                continue
-            text = batch.tokens_BS[row, : batch.lengths[row]].tolist()
-            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
-            seed = int(batch.seeds_B[row])
-            expected = drafted_without_cache(case, text, len(drafted), sampling, seed)
-            assert drafted == expected
-            checked.append(len(drafted))
-        return draft
-
-    monkeypatch.setattr(drafter, "propose", check)
+    lengths = check_chains(
+        drafter,
+        lambda text, seed, count: drafted_without_cache(case, text, count, sampling, seed),
+    )
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     # rounds that were accepted whole and rounds that were not both lie behind later drafts
     whole = [s.accepted == s.drafted for generation in done for s in generation.steps]
     assert set(whole) == {False, True}
-    assert set(checked) == ({3} if threshold == 0 else {1, 2, 3})
+    assert set(lengths) == ({3} if threshold == 0 else {1, 2, 3})
 
 
 def test_low_confidence_token_is_still_verified(case):

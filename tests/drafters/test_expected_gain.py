@@ -121,13 +121,6 @@ def test_further_choices_share_what_the_better_ones_of_their_place_leave():
     assert nodes.gains == pytest.approx([*of_place, *(right * gain for gain in of_place)])
 
 
-def test_alone_a_source_is_judged_by_itself():
-    gains = candidates(Sources(START, 3, [1, 2])).gains
-    assert gains == [START.lookup(3), START.lookup(3) * START.lookup(4)]
-    gains = candidates(Sources(START, 0, [], [1, 2], [0.6, 0.2], [[], []])).gains
-    assert gains == pytest.approx([START.chain(0.6), START.chain(0.6) * START.chain(0.2)])
-
-
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     chances = Chances()
     sources = Sources(chances, 2, [5, 6, 7], [5, 9], [0.6, 0.6])
@@ -166,15 +159,6 @@ def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
     assert drafting_pays(costs, sources, 15) == pays
     assert drafting_pays(CHEAP, sources, 15)
     assert not drafting_pays(replace(costs, draft=0.5), sources, 15)
-
-
-def test_what_the_first_node_costs_is_paid_once_for_all_that_are_verified(monkeypatch):
-    monkeypatch.setattr(expected_gain, "NEXT", 0.25)
-    costs = Costs([1.0, *[1.2] * 15], 0.05, 1.5)  # any nodes cost 0.3 tokens together
-    assert not drafting_pays(costs, Sources(START, 0, []), 15)
-    lookup = Sources(START, 2, [5, 6])  # whose tokens are verified anyway
-    assert drafting_pays(costs, lookup, 15)
-    assert not drafting_pays(costs, lookup, 2)  # there is no place for it
 
 
 def test_a_token_that_the_lookup_says_too_costs_less_to_draft(monkeypatch):

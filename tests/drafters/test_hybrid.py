@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_without_cache
 from helpers import adapter_for, admit_text, longest_earlier_match, tiny
@@ -12,14 +10,13 @@ from syncs import Syncs
 from kangaroo.cpu.drafting import HybridDrafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.datastore import index, save
-from kangaroo.drafters.expected_gain import Chances, Costs, Sources, best_tree, drafting_pays
-from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays
+from kangaroo.drafters.hybrid import Hybrid, Lookup
 from kangaroo.engine.cache import BUCKET
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.errors import ConfigError
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
@@ -160,53 +157,11 @@ def test_a_draft_ends_with_what_ends_the_text(sure):
         assert drafter.looked_up(batch, 0).lookup == expected
 
 
-def test_a_chain_stays_a_chain(sure, monkeypatch):
-    """Whose slots need no moving, and which is exact in bfloat16 too."""
-    case = case_of("llama", "greedy")
-    monkeypatch.setattr(expected_gain, "NEXT", 0.0)
-    monkeypatch.setattr(Chances, "lookup", lambda self, length: 0.9)
-    engine = Engine(case.lm, Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES))
-    batch = engine.open(2, 60, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 1])
-    admit_text(engine, batch, 1, [1, 2, 3, 4])
-    draft = engine.drafter.propose(batch)
-    assert draft.tree.is_chain and draft.valid_BN.sum(1).tolist() == [1 + NODES, 1]
-
-
-def test_a_reference_is_asked_for_longer_matches_alone():
-    store = index([[7, 1, 2, 3, 50, 51], [9, 3, 60], [8, 1, 2, 3, 50, 52]], 64)
-    text = [3, 40, 1, 2, 3]
-    lookup = Lookup(text, store)
-    length, tokens = lookup.find(3)
-    assert length == 3 and tokens[0] == 50 and len(tokens) == 2  # to the end of the document
-    text += [40, 1, 2, 3]
-    assert lookup.find(3) == (5, [40, 1, 2])  # the text itself has a longer one
-    assert Lookup([3, 40, 1, 2, 3]).find(3) == (1, [40, 1, 2])
-
-
 def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
     drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
     sampling = Sampling(temperature=0.8, rule=Rule.rejection)
     with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
         Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
-
-
-def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
-    config = HybridConfig(adapter="untrained:2")
-    assert config.build(case.lm).max_nodes == 15
-    with pytest.raises(DataError, match="no datastore"):
-        replace(config, reference=str(tmp_path)).build(case.lm)
-
-
-def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(case, tmp_path):
-    configs = []
-    for name, token in ("a", 4), ("b", 5):
-        save(index([[1, 2, 3, token]], 64), case.lm, tmp_path / name, {})
-        configs.append(HybridConfig(adapter="untrained:2", reference=str(tmp_path / name)))
-    drafter = configs[0].build(case.lm)
-    assert Lookup([7, 2, 3], drafter.reference).find(2) == (2, [4])
-    first, second = (config.settings()["fingerprint"] for config in configs)
-    assert first != second
 
 
 @pytest.mark.parametrize("nodes, steps", [(15, 6), (2, 6)])

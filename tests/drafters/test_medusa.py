@@ -134,7 +134,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
     with pytest.raises(ConfigError, match="train them again"):
         MedusaConfig(adapter=saved(lm, tmp_path, guesses=())).build(lm)
-    with pytest.raises(ConfigError, match=r"draft_steps=3 is not for Medusa's heads"):
+    with pytest.raises(ConfigError, match=r"draft_steps=3 is not for a medusa_heads"):
         _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps
 
 

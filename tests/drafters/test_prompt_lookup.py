@@ -1,4 +1,4 @@
-"""What prompt lookup drafts: transformers' candidates, token for token, and LLMA's references."""
+"""What prompt lookup drafts: transformers' candidates, token for token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from helpers import admit_text, random_prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from kangaroo.drafters.datastore import index
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -55,52 +54,6 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
             drafted += len(found)
             text.append(token)
     assert drafted > 10
-
-
-@pytest.mark.parametrize("ngram, count", SIZES)
-def test_another_drafters_tokens_are_looked_up_too_but_not_kept(ngram, count):
-    drafter = PromptLookup(ngram, count)
-    coming = repeating(60, 12, seed=3)
-    (text,) = begun(drafter, coming[:1]).texts
-    for i, token in enumerate(coming[1:]):
-        longer = text + repeating(1 + i % 5, 13, seed=100 + i)
-        assert drafter.continuation(0, longer) == by_transformers(longer, ngram, count, ())
-        assert drafter.continuation(0, text) == by_transformers(text, ngram, count, ())
-        text.append(token)
-
-
-def in_reference(documents: list[list[int]], gram: list[int], count: int) -> list[int] | None:
-    """What follows the first place of a gram."""
-    n = len(gram)
-    for document in documents:
-        for end in range(n, len(document)):
-            if document[end - n : end] == gram:
-                return document[end : end + count]
-    return None
-
-
-def with_reference(text: list[int], documents: list[list[int]], ngram: int, count: int):
-    for n in range(min(ngram, len(text) - 1), 0, -1):
-        for searched in ([text], documents):
-            found = in_reference(searched, text[-n:], count)
-            if found is not None:
-                return found
-    return []
-
-
-@pytest.mark.parametrize("ngram, count", SIZES)
-def test_a_reference_is_searched_where_the_text_has_no_match_of_that_length(ngram, count):
-    documents = [repeating(length, 20, seed=50 + length) for length in (1, 9, 40, 30)]
-    drafter = PromptLookup(ngram, count, index(documents, vocab_size=64))
-    coming = repeating(50, 22, seed=4)
-    (text,) = begun(drafter, coming[:1]).texts
-    differs = 0
-    for token in coming[1:]:
-        expected = with_reference(text, documents, ngram, count)
-        assert drafter.continuation(0, text) == expected
-        differs += expected != with_reference(text, [], ngram, count)
-        text.append(token)
-    assert differs > 3
 
 
 @pytest.mark.parametrize("ngram", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from kangaroo.drafters.datastore import index
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.utils.errors import ConfigError, DataError
 
 VOCABULARY = 64
 
@@ -25,7 +25,9 @@ def documents_of(count: int, alphabet: int, seed: int) -> list[list[int]]:
 
 def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig):
     """Tokens and parents, by the definition; all occurrences are read."""
-    for span in range(min(options.max_token_span, len(text)), options.min_token_span - 1, -1):
+    for span in range(
+        min(options.max_token_span, len(text)), min(2, options.max_token_span) - 1, -1
+    ):
         gram, following = tuple(text[-span:]), []
         for document in documents:
             for end in range(span, len(document)):
@@ -44,11 +46,15 @@ def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig)
     return [prefix[-1] for prefix in chosen], [number[prefix[:-1]] for prefix in chosen]
 
 
+def tree_after(rest: Rest, text: list[int]):
+    return rest.tree_of(SimpleNamespace(texts=[text]), 0)
+
+
 OPTIONS = [
     RestConfig(),
     RestConfig(max_token_span=4, steps=3, num_draft=7),
-    RestConfig(max_token_span=1, min_token_span=1, steps=4, num_draft=20),
-    RestConfig(max_token_span=3, min_token_span=3, steps=1, num_draft=2),
+    RestConfig(max_token_span=1, steps=4, num_draft=20),
+    RestConfig(max_token_span=3, steps=1, num_draft=2),
 ]
 
 
@@ -61,7 +67,7 @@ def test_the_tree_is_that_of_the_most_frequent_prefixes(options, alphabet):
     begun = [document[: 1 + len(document) // 2] for document in documents]
     for text in documents_of(30, alphabet + 1, seed=99) + begun:
         expected = brute_tree(documents, text, options)
-        assert rest.tree(text) == expected
+        assert tree_after(rest, text) == expected
         nodes += len(expected[0])
     assert nodes > 10
 
@@ -69,15 +75,7 @@ def test_the_tree_is_that_of_the_most_frequent_prefixes(options, alphabet):
 def test_of_many_occurrences_those_read_keep_the_distribution():
     documents = [[1, 2, follower] for follower in [3] * 60 + [4] * 30 + [5] * 10]
     options = RestConfig(max_matches=10, num_draft=2)
-    assert Rest(index(documents, VOCABULARY), options).tree([1, 2]) == ([3, 4], [0, 0])
-
-
-def test_a_chain_takes_the_most_frequent_child_of_every_node():
-    documents = [[1, 2, 7, 8, 9]] * 2 + [[1, 2, 7, 3, 4]] + [[1, 2, 5, 5, 5]] * 2
-    rest = Rest(index(documents, VOCABULARY), RestConfig())
-    assert rest.continuation(0, [0, 1, 2]) == [7, 8, 9]
-    assert rest.continuation(0, [0, 1, 2, 7]) == [8, 9]
-    assert rest.continuation(0, [1, 9]) == []
+    assert tree_after(Rest(index(documents, VOCABULARY), options), [1, 2]) == ([3, 4], [0, 0])
 
 
 def test_a_tree_of_rows_with_and_without_matches():
@@ -92,10 +90,3 @@ def test_a_tree_of_rows_with_and_without_matches():
     assert draft.valid_BN.tolist() == [[True] * 4, [True, *[False] * 3], [True, True, *[False] * 2]]
     assert draft.tokens_BN[0].tolist() == [2, 3, 5, 4]
     assert draft.tree.parents_BN[0].tolist() == [0, 0, 0, 1]
-
-
-def test_settings_that_cannot_work_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"max_token_span=1 is below .*min_token_span=2"):
-        RestConfig(max_token_span=1)
-    with pytest.raises(DataError, match="no datastore at 'nowhere'"):
-        RestConfig(datastore="nowhere").build(tiny())

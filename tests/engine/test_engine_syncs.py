@@ -100,7 +100,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
 @pytest.mark.parametrize(
     "name, asked",
     [
-        *((name, 0) for name in ("prompt-lookup-reference", "rest-tree", "suffix")),
+        *((name, 0) for name in ("prompt-lookup", "rest-tree", "suffix")),
         *((name, 0) for name in ("lookahead-tree", "lookahead-tree-small")),
         ("token-recycling-tree", 1),  # what is likeliest
     ],

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, of_round, perturb, warp
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import accept, decide, rejection
+from kangaroo.engine.sampling import Rule, Sampling, perturb, warp
+from kangaroo.engine.tree import Draft, Tree, accept
+from kangaroo.engine.verify import rejection
 
 CPU = torch.device("cpu")
 
@@ -123,12 +123,11 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
     assert all(map(torch.equal, *verdicts))
 
 
-# ---- rejection and block verification ------------------------------------------------------------
+# ---- rejection ---------------------------------------------------------------------------------
 
 SIZE, ROWS = 5, 20_000
 SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
 FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
-BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 class Markov:
@@ -158,16 +157,14 @@ class Markov:
         for step in range(steps):
             probs.append(self.q_VV[tokens[-1]])
             position_B1 = torch.full_like(pending_B1, start + step)
-            drafting_B = seeds_B
-            if sampling.rule is Rule.block:
-                drafting_B = of_round(seeds_B, torch.full_like(seeds_B, start))
-            scores = perturb(probs[-1].log(), drafting_B, position_B1, NoiseStream.choice)
+            scores = perturb(probs[-1].log(), seeds_B, position_B1)
             tokens.append(scores.argmax(-1))
         tokens_BN = torch.cat(tokens, 1)
         tree, probs_BNV = Tree.chain(steps + 1, CPU), torch.cat(probs, 1)
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        verdict = decide(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        how = self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B
+        verdict = accept(draft, rejection(draft, *how))
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
 
@@ -175,8 +172,8 @@ def all_valid(steps: int) -> Tensor:
     return torch.ones(ROWS, steps + 1, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED, BLOCK], ids=["all", "top-k", "block"])
-def test_a_rule_writes_the_first_token_from_the_targets_distribution(sampling):
+@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["all", "top-k"])
+def test_rejection_writes_the_first_token_from_the_targets_distribution(sampling):
     model = Markov(1)
     p_V, q_V = model.p_VV(sampling)[1], model.q_VV[1]
     pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
@@ -186,12 +183,10 @@ def test_a_rule_writes_the_first_token_from_the_targets_distribution(sampling):
     assert binomtest(int(count_B.sum()), ROWS, rate).pvalue > SMALL and 0.1 < rate < 0.9
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, BLOCK], ids=["rejection", "block"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_rule_writes_token_pairs_from_the_targets_joint_distribution(steps, sampling):
+def test_rejection_writes_token_pairs_from_the_targets_joint_distribution(steps):
     """Over two rounds where need be, though the second draws the first one's noise again."""
-    model = Markov(2)
-    valid_BN = all_valid(steps)
+    model, sampling, valid_BN = Markov(2), SAMPLED, all_valid(steps)
     valid_BN[::3, 2:] = False  # some rows have stopped drafting
     pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
     first_BP, count_B = model.round(pending_B1, 10, steps, sampling, valid_BN)
@@ -201,40 +196,6 @@ def test_a_rule_writes_token_pairs_from_the_targets_joint_distribution(steps, sa
     p_VV = model.p_VV(sampling)
     assert_distributed(pairs_B2[:, 0] * SIZE + pairs_B2[:, 1], p_VV[1][:, None] * p_VV)
     assert {0, 1} <= set(count_B.tolist())
-
-
-def test_block_verification_writes_triples_over_as_many_rounds_as_it_takes():
-    """A round's noise is its own: here each round drafts from the same distribution as the last."""
-    model, length_B = Markov(3), torch.zeros(ROWS, dtype=torch.long)
-    model.logits_VV[:], model.q_VV[:] = model.logits_VV[1], model.q_VV[1]
-    text_BT = torch.ones(ROWS, 8, dtype=torch.long)
-    for start in range(3):
-        new_BP, count_B = model.round(text_BT[:, start, None], 10 + start, 3, BLOCK, all_valid(3))
-        rows = length_B == start
-        text_BT[rows, start + 1 : start + 5] = new_BP[rows]
-        length_B[rows] += count_B[rows] + 1
-    p_VV = model.p_VV(BLOCK)
-    joint_VVV = p_VV[1][:, None, None] * p_VV[..., None] * p_VV
-    triples_B = (text_BT[:, 1] * SIZE + text_BT[:, 2]) * SIZE + text_BT[:, 3]
-    assert_distributed(triples_B, joint_VVV)
-
-
-def test_block_verification_accepts_more_than_rejection():
-    counts = [
-        Markov(2).round(torch.ones(ROWS, 1, dtype=torch.long), 0, 3, how, all_valid(3))[1]
-        for how in (SAMPLED, BLOCK)
-    ]
-    rejection_mean, block_mean = (float(count_B.float().mean()) for count_B in counts)
-    error = float(counts[0].float().std()) / ROWS**0.5
-    assert block_mean > rejection_mean + 3 * error
-
-
-@pytest.mark.parametrize("sampling", [SAMPLED, BLOCK], ids=["rejection", "block"])
-def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
-    model = Markov()
-    model.q_VV = model.p_VV(sampling)
-    _, count_B = model.round(torch.ones(ROWS, 1, dtype=torch.long), 0, 2, sampling, all_valid(2))
-    assert (count_B == 2).all()
 
 
 def test_a_token_that_the_target_excludes_is_never_accepted():

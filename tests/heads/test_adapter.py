@@ -297,13 +297,6 @@ def test_a_fingerprint_leaves_the_weights_alone_and_needs_some():
         assert TargetModel(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))).fingerprint is None
 
 
-def test_an_exit_layer_other_than_the_adapters_is_refused(lm, saved):
-    with pytest.raises(AdapterMismatch, match=f"exit layer {EXIT} of 4.*exit_layer=3"):
-        KangarooConfig(adapter=str(saved), exit_layer=3).build(lm)
-    assert KangarooConfig(adapter=str(saved), exit_layer=EXIT).build(lm).exit_layer == EXIT
-    assert KangarooConfig(adapter=str(saved)).build(lm).exit_layer == EXIT
-
-
 @pytest.mark.parametrize("exit_layer", [0, 4, -1])
 def test_an_exit_layer_outside_the_target_is_refused(lm, saved, exit_layer):
     written = json.loads((saved / CONFIG).read_text()) | {"exit_layer": exit_layer}

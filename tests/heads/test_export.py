@@ -20,7 +20,7 @@ from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads import export
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.export import draft_model, save, truncated, write_for_vllm
+from kangaroo.heads.export import draft_model, save, write_for_vllm
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load, meta_model
 from kangaroo.models.target import TargetModel
@@ -51,15 +51,6 @@ def test_it_shares_the_targets_weights(tied):
     state, own = draft_model(lm, adapter_for(lm)).state_dict(), lm.hf.state_dict()
     for name in ("model.embed_tokens", "lm_head", "model.layers.0.mlp.up_proj"):
         assert state[f"{name}.weight"].data_ptr() == own[f"{name}.weight"].data_ptr()
-
-
-def test_a_truncated_target_is_its_first_layers():
-    lm, tokens_1T = tiny(), torch.tensor(random_prompts(9))
-    with torch.no_grad():
-        x_1TD, _ = lm.run(lm.embed(tokens_1T), None, lm.chunk(0, 9, 0, 9), range(EXIT))
-        expected = lm.logits(x_1TD)
-        found = truncated(lm, EXIT)(tokens_1T).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def target(folder, family="llama", **overrides):

@@ -14,7 +14,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"utils", "cpu.huge_pages", "cpu.compiling", "engine.acceptance"},
+    {"utils", "cpu.huge_pages", "cpu.compiling"},
     {"engine.cache", "engine.sampling", "models.attention", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "cpu.native", "cuda"},
