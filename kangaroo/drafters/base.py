@@ -102,8 +102,7 @@ class TrainedConfig(DrafterConfig):
 
     @abstractmethod
     def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
-        """What was trained, and the heads that it drafts with. Errors: `AdapterMismatch` and
-        whatever else `adapter_files.load` raises."""
+        """What was trained, and the heads that it drafts with. Errors: as `adapter_files.load`."""
 
     @abstractmethod
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
@@ -198,8 +197,6 @@ class Stateless:
 def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
     """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
     and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
-
-    The one before the root is in no such cache if it ended a draft of its own, accepted whole.
     """
     assert draft.meta is not None
     length = draft.tree.max_depth + 1

@@ -31,11 +31,8 @@ EMBEDDED = 4096  # tokens whose neighbours are computed at a time
 
 @dataclass
 class BlockConfig(EarlyExitConfig):
-    """A chain as long as the head has places, at most, from one pass.
-
-    Args:
-        adapter: folder or hub id of a trained head (`python train.py adapter=block`).
-    """
+    """A chain from one pass, at most as long as the head has places; the adapter is a trained head
+    (`python train.py adapter=block`)."""
 
     name: str = "block"
 
@@ -48,11 +45,9 @@ class BlockConfig(EarlyExitConfig):
 
 
 class Block(EarlyExit, Chain):
-    """The shallow layers run on the pending token alone, and on the draft when it is verified.
-
-    The adapter's keys of the places are scratch: once the draft is verified, the next pass writes
-    those of its tokens, which is why its window is as long as a draft.
-    """
+    """The shallow layers run on the pending token alone, and on the draft when it is verified. The
+    adapter's keys of the places are scratch: the next pass writes those of the draft's tokens,
+    which is why its window is as long as a draft."""
 
     adapter: BlockHead
 

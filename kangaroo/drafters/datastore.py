@@ -30,14 +30,8 @@ TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
 @dataclass
 class Datastore:
-    """Tokens of documents, and where every gram of theirs stands.
-
-    Args:
-        tokens_L: all documents, each followed by the separator.
-        suffixes_L: where the suffixes of `tokens_L` start, in their order.
-        separator: the size of the vocabulary, so above every token.
-        about: counts, the fingerprint, and what the folder says of the documents' origin.
-    """
+    """Tokens of documents, each followed by the separator, which is above every token; where their
+    suffixes start, in their order; and counts, the fingerprint, and the documents' origin."""
 
     tokens_L: np.ndarray
     suffixes_L: np.ndarray

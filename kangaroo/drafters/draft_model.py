@@ -35,8 +35,7 @@ class DraftModelConfig(DrafterConfig):
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
-        adapter: an adapter of the target; exported with the layers below it, it is such a model.
-            Not read where `model` is given.
+        adapter: of the target; exported with the layers below it, it is such a model.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
             never stops early; `auto` once a further token would not pay.
@@ -101,9 +100,8 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     """Those that a model can write, by their ids, special ones too; None where nothing tells."""
-    if not config.name_or_path:  # made in memory
-        return None
-    tokenizer = own_tokenizer(config.name_or_path, getattr(config, "_commit_hash", None))
+    path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
+    tokenizer = own_tokenizer(path, revision) if path else None  # without one it is in memory
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
@@ -112,9 +110,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
-    whatever it has not read, which may be much where drafting did not pay for a while.
-
-    Its vocabulary has the target's tokens, but may be padded to another size.
+    whatever it has not read. Its vocabulary may be padded to another size than the target's.
     """
 
     supports_prefix_reuse = True

@@ -67,12 +67,10 @@ class Sources:
     """What a round has to choose from.
 
     Args:
-        chances: of the row's text.
         length: tokens at the end of the text that the lookup found elsewhere; 0 is no match.
         lookup: what followed there.
-        chain: what was drafted, as far as it goes.
-        confidence: the top-1 probability at each token of the chain.
-        further: the next best choices for each of these, and their probabilities.
+        chain: what was drafted, with the top-1 probability at each token, and `further` choices
+            for it, the next best, and their probabilities.
     """
 
     chances: Chances
@@ -111,13 +109,8 @@ class Sources:
 
 @dataclass
 class CandidateNodes:
-    """All nodes that the sources offer, a parent before its children.
-
-    Args:
-        parents: 0 is the root, i the i-th node.
-        gains: the chance that a node's whole path is right.
-        of_chain: that of the chain's last token; 1 where there is none.
-    """
+    """All nodes that the sources offer, a parent before its children: parents, where 0 is the root
+    and i the i-th node; the chance that a node's whole path is right, and that the chain is."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

@@ -63,13 +63,8 @@ class JudgedText:
 
 @dataclass
 class LayerSubset:
-    """What a search found.
-
-    Args:
-        skip: layers, counted from 0.
-        target, target_hash: as of an adapter's config.
-        search: budget, results, provenance.
-    """
+    """What a search found: layers to skip, counted from 0; the target, as of an adapter's config;
+    and the search's settings, results and provenance."""
 
     skip: list[int]
     target: str

@@ -34,8 +34,7 @@ class MedusaConfig(TrainedConfig):
     Args:
         adapter: folder or hub id of trained heads (`python train.py adapter=medusa`).
         nodes: size of the tree, the pending token aside; the paper's has 63.
-        top_k: guesses of each head that the tree may hold; 1 is a chain, as long as there are
-            heads.
+        top_k: guesses of each head that the tree may hold; 1 is a chain.
     """
 
     name: str = "medusa"

@@ -113,7 +113,7 @@ class Engine(CurrentBatch):
     ) -> Generator[None, None, Generation]:
         """The same chunk by chunk, so that other rows may step in between; `close` gives the prompt
         up, and leaves its row free."""
-        self.check_is_current(batch is self.batch)
+        self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
             raise PromptError(
@@ -305,7 +305,7 @@ class Engine(CurrentBatch):
     ) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
-            self.check_is_current(batch.texts[0] is text)  # no other stream's
+            self._check_is_current(batch.texts[0] is text)  # no other stream's
             (record,) = self.step(batch)
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):

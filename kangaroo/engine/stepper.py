@@ -36,7 +36,7 @@ class CurrentBatch:
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
         """Propose, verify, commit, observe; one record a row. Without drafts it is a short one.
         Errors: `ConfigError` for another batch than the one opened last."""
-        self.check_is_current(batch is self.batch)
+        self._check_is_current(batch is self.batch)
         entered = running()
         records: list[StepRecord] = self.stepper.step(drafts)
         seconds = running() - entered
@@ -44,7 +44,7 @@ class CurrentBatch:
             record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
         return records
 
-    def check_is_current(self, current: bool) -> None:
+    def _check_is_current(self, current: bool) -> None:
         if not current:
             raise ConfigError(
                 "an engine decodes one batch, or one stream, at a time: finish this one before the "

@@ -1,7 +1,5 @@
-"""What a draft model and a target with skipped layers draft.
-
-Shapes: B rows, N draft nodes.
-"""
+"""What a draft model and a target with skipped layers draft, and two drafters in one: each follows
+what the other drafted."""
 
 from __future__ import annotations
 
@@ -14,25 +12,37 @@ from pathlib import Path
 import pytest
 import torch
 from assistant import assistant
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
-from helpers import VOCABULARY, Sometimes, check_chains, tiny, tiny_model, vanilla_texts
+from cases import (
+    CHUNK,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    case_of,
+    draft_lm,
+    drafted_without_cache,
+)
+from helpers import Sometimes, check_chains, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.cascade import Cascade, either
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.speed.trials import timed_generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
-from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import (
@@ -232,20 +242,6 @@ def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, 
     assert sum(step.accepted for one in done for step in one.steps)
 
 
-def test_without_a_tokenizer_sizes_are_compared(case, monkeypatch):
-    """Random weights of a known shape have none, nor has a model that was made in memory."""
-    message = rf"random:tiny'.*it has 259 of them, the target {VOCABULARY}\."
-    with pytest.raises(ConfigError, match=message):
-        DraftModelConfig(model=models.TINY).build(case.lm)
-    shape = SHAPES["lmsys/vicuna-7b-v1.3"] | {"hidden_size": 32, "num_hidden_layers": 2}
-    monkeypatch.setitem(SHAPES, "small", shape | {"intermediate_size": 8})
-    monkeypatch.setitem(SHAPES, "smaller", shape | {"intermediate_size": 8, "vocab_size": 99})
-    lm = loaded("random:small")
-    DraftModelConfig(model="random:small").build(lm)
-    with pytest.raises(ConfigError, match=r"random:smaller'.*it has 99 of them, the target 32000"):
-        DraftModelConfig(model="random:smaller").build(lm)
-
-
 def test_one_of_model_and_adapter_is_needed(case):
     with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
         DraftModelConfig().build(case.lm)
@@ -267,3 +263,50 @@ def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
     file.write_text('{"skip": [1], "target": "another", "target_hash": "0"}')
     with pytest.raises(AdapterMismatch, match="another"):
         DraftVerifyConfig(subset=str(file)).build(case.lm)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
+    """Whose caches then are as if it had drafted alone, whoever did before."""
+    first, who = Sometimes(case.texts), set()
+    by_length = first.continuation
+    first.continuation = lambda row, text: by_length(0, text)
+    cascade = Cascade(first, Kangaroo(case.lm, case.adapter, steps, 0))
+
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        found = first.continuation(0, text)
+        who.add("first" if found else "second")
+        return found or drafted_without_cache(case, text, steps, SAMPLED, seed)
+
+    check_chains(cascade, expected)
+    engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLED, batch_size=rows)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    assert who == {"first", "second"}
+
+
+def rounds(case: Case, drafter) -> list[list[int]]:
+    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
+    return [[len(step.tokens) for step in generation.steps] for generation in done]
+
+
+@pytest.mark.parametrize("second", ["kangaroo", "tree", "model"])
+def test_a_first_that_finds_nothing_changes_nothing(case, second):
+    build = {
+        "kangaroo": lambda: Kangaroo(case.lm, case.adapter, 4, 0.3),
+        "tree": lambda: KangarooTree(case.lm, case.adapter, 3, 0.2, None, 3),
+        "model": lambda: DraftModel(case.lm, draft_lm(case), 3),
+    }[second]
+    assert rounds(case, Cascade(Vanilla(), build())) == rounds(case, build())
+
+
+def test_rows_of_two_drafts_keep_their_own_trees():
+    pending_B1 = torch.tensor([[5], [6]])
+    chain = Draft.listed(pending_B1, [[1, 2, 3], []])
+    tree = Draft.listed(pending_B1, [[7, 8], [7, 8]], [[0, 0], [0, 1]])
+    draft = either(torch.tensor([True, False]), chain, tree)
+    assert draft.tokens_BN.tolist() == [[5, 1, 2, 3], [6, 7, 8, 0]]
+    assert draft.valid_BN.tolist() == [[True] * 4, [True, True, True, False]]
+    assert draft.tree.parents_BN.tolist() == [[0, 0, 1, 2], [0, 0, 1, 0]]
+    assert draft.tree.max_depth == 3 and draft.entry == 0

@@ -1,6 +1,7 @@
-"""What Kangaroo drafts, and where it stops. That every drafter is lossless: `test_conformance.py`.
+"""What Kangaroo drafts, a chain or a tree, and where it stops, against the definition. That every
+drafter is lossless: `test_conformance.py`.
 
-Shapes: B rows, N draft nodes, V vocabulary.
+Shapes: B rows, N draft nodes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, drafted_
 from helpers import adapter_for, check_chains
 
 from kangaroo.drafters import chain as chain_file
-from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
 
@@ -102,17 +104,120 @@ def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatc
     assert len(calls) == 1
 
 
-def test_confidence_is_the_top_probability_before_temperature_and_filters(case, monkeypatch):
-    logits_BK = torch.randn(3, 9)
-    torch.testing.assert_close(confidence(logits_BK), logits_BK.softmax(-1).amax(-1))
-    seen = []
+Path = tuple[int, ...]
 
-    def spy(logits_BK):
-        seen.append(logits_BK.clone())
-        return confidence(logits_BK)
 
-    monkeypatch.setattr(chain_file, "confidence", spy)
-    drafter = Kangaroo(case.lm, case.adapter, steps=2, threshold=0.5)
-    for sampling in (Sampling(), SAMPLED, Sampling(temperature=0.1, top_k=2)):
-        Engine(case.lm, drafter).generate(PROMPTS[:1], 2, sampling)
-    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+@torch.no_grad()
+def children(
+    case: Case, text: list[int], path: Path, sampling: Sampling, seed: int, count: int
+) -> list[tuple[int, float]]:
+    """(token, confidence) of a node's candidates, by a whole forward without a cache."""
+    tokens_1T = torch.tensor([[*text, *path]])
+    length = tokens_1T.shape[1]
+    meta = case.lm.chunk(0, length, row=0, n_slots=length)
+    f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+    tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
+    sure = logits_11V.softmax(-1).sort(descending=True).values
+    return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
+
+
+def tree_by_definition(
+    case: Case, text: list[int], drafter: KangarooTree, sampling: Sampling, seed: int
+) -> dict[Path, float]:
+    """The verified nodes as paths of tokens, with their confidence."""
+    top_k, scores, level = drafter.top_k, dict[Path, float](), {(): 1.0}
+    for _ in range(drafter.steps):
+        found = [
+            ((*path, token), score * sure)
+            for path, score in level.items()
+            for token, sure in children(case, text, path, sampling, seed, top_k)
+        ]
+        level = dict(sorted(found, key=lambda node: -node[1])[:top_k])
+        scores |= level
+        if max(level.values()) <= drafter.threshold:
+            break
+    parents = {path[:-1] for path in scores}
+    childless = sorted((path for path in scores if path not in parents), key=lambda p: scores[p])
+    for path in childless[: len(childless) // 2]:
+        del scores[path]
+    best = sorted(scores, key=lambda path: (-scores[path], len(path)))[: drafter.nodes]
+    return {path: scores[path] for path in best}
+
+
+@pytest.mark.parametrize("threshold, nodes", [(0, 30), (0.2, 30), (0, 5)])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_tree_is_the_one_of_the_definition(case, monkeypatch, sampling, threshold, nodes):
+    """Also after drafts that were accepted on a branch: a gap in a cache would go unseen else."""
+    drafter = KangarooTree(case.lm, case.adapter, 3, threshold, None, 3, nodes)
+    propose, sizes = drafter.propose, set()
+
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            if batch.done_B[row]:
+                continue
+            parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
+            paths: list[Path] = [()]
+            for node in range(1, len(tokens)):
+                paths.append((*paths[parents[node]], tokens[node]))
+            valid = draft.valid_BN[row].tolist()
+            drafted = {path for path, is_valid in zip(paths, valid, strict=True) if is_valid}
+            seed = int(batch.seeds_B[row])
+            expected = tree_by_definition(case, batch.texts[row], drafter, sampling, seed)
+            assert drafted - {()} == set(expected)
+            sizes.add(len(expected))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    accepted = {s.accepted for generation in done for s in generation.steps}
+    assert len(accepted) > 2
+    assert max(sizes) <= nodes and (threshold == 0 or len(sizes) > 1)
+
+
+def test_with_one_candidate_the_tree_is_the_chain(case):
+    chain = Kangaroo(case.lm, case.adapter, steps=4, threshold=0)
+    tree = KangarooTree(case.lm, case.adapter, steps=4, threshold=0, top_k=1)
+    steps = [
+        [
+            [(step.tokens, step.accepted, step.drafted) for step in generation.steps]
+            for generation in Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
+        ]
+        for drafter in (chain, tree)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_pruning_keeps_parents_and_the_most_confident():
+    # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
+    parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])
+    score_BN = torch.tensor([[1.0, 0.6, 0.3, 0.5, 0.1, 0.4]])
+    every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
+    assert kept(score_BN, parents_BN, every_BN, 9).tolist() == [[True] * 4 + [False, True]]
+    assert (
+        kept(score_BN, parents_BN, every_BN, 2).tolist()[0]
+        == [True, True, False, True] + [False] * 2
+    )
+    none_BN = every_BN & (torch.arange(6) == 0)
+    assert kept(score_BN, parents_BN, none_BN, 9).tolist() == [[True] + [False] * 5]
+    likely = kept(score_BN, parents_BN, every_BN, 9, min_confidence=0.3).tolist()[0]
+    assert likely == [True, True, False, True, False, True]
+    assert kept(score_BN, parents_BN, every_BN, 2, min_confidence=0.05).tolist()[0] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    sure_BN = torch.ones(1, 6)  # ties: parents first
+    assert kept(sure_BN, parents_BN, every_BN, 1).tolist() == [[True, True] + [False] * 4]
+
+
+def test_trees_that_cannot_be_are_refused_by_name(case):
+    with pytest.raises(ConfigError, match=r"top_k=65 is more than the 64 tokens"):
+        KangarooTree(case.lm, case.adapter, top_k=65)
+    with pytest.raises(ConfigError, match=r"top_k=10, drafter.steps=103 make 1030 nodes"):
+        KangarooTreeConfig(top_k=10, steps=103)

@@ -5,7 +5,6 @@ Shapes as in `kangaroo/engine/cache.py`.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from helpers import random_prompts, tiny
 
@@ -53,12 +52,6 @@ def test_update_writes_the_block_and_nothing_else():
     assert torch.equal(seen_v[0, :, 4], v_RKTC[0, :, 0])
 
 
-def test_what_attention_reads_is_the_cache_itself_not_a_copy():
-    cache, new = filled_cache(), torch.randn(3, 2, 1, 4)
-    seen = cache.at(block_at([[0], [0], [0]], slice(0, 3), 5)).update(new, new, 0)
-    assert [x.data_ptr() for x in seen] == [cache.keys[0].data_ptr(), cache.values[0].data_ptr()]
-
-
 def test_move_copies_slots_within_each_row_as_if_all_at_once():
     cache = filled_cache()
     generator = torch.Generator().manual_seed(0)
@@ -77,13 +70,6 @@ def test_move_copies_slots_within_each_row_as_if_all_at_once():
 
 
 # ---- attention ---------------------------------------------------------------------------------
-
-
-def test_transformers_own_generate_does_not_go_wrong_silently():
-    """It gives no mask to an attention that it does not know."""
-    hf = tiny().hf
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        hf.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
 
 
 # ---- extent ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case_of, choices_without_cache
 from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
 
 from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
@@ -21,7 +20,6 @@ from kangaroo.engine import costs
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
@@ -45,13 +43,6 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert [FLAT.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0] * 4
     slow_at_first = VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1])  # never less than was measured
     assert slow_at_first.expected(2) == 1.9
-
-
-def test_costs_are_measured_where_no_file_can_keep_them(monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "file"))
-    assert costs.measured(tiny()).seconds[0] > 0
-    assert "measured again in the next process" in caplog.text and "file/costs" in caplog.text
 
 
 def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
@@ -170,33 +161,6 @@ def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
     tree = KangarooTree(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
     assert not any(drafted(lm, tree, STEEP, 3, monkeypatch))
     assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
-def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(
-    monkeypatch, compiled
-):
-    case = case_of("llama", "greedy")
-    lm = TargetModel(case.lm.hf).compile_for_decoding() if compiled else case.lm
-    drafter = Kangaroo(lm, adapter_for(lm), 3, 0)
-    engine = Engine(lm, drafter)
-    batch = engine.open(2, 160, Sampling())
-    for row, prompt in enumerate(random_prompts(9, 30)):
-        engine.admit(batch, row, Request(prompt, 120))
-    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [1.0] * nodes)
-    for _ in range(80):
-        assert not any(record.drafted for record in engine.step(batch))
-    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [0.0] * nodes)
-    before = [list(text) for text in batch.texts]
-    if compiled:
-        engine.step(batch)
-        tokens = engine.stepper.buffers.token
-    else:
-        tokens = drafter.propose(batch).tokens_BN
-    for row, text in enumerate(before):
-        for drafted in tokens[row, 1:4].tolist():
-            assert choices_without_cache(case, text, Sampling(), 0)[0][0] == drafted
-            text.append(drafted)
 
 
 def test_weights_on_huge_pages_are_the_same_and_lie_in_order():

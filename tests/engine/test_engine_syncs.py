@@ -112,16 +112,3 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkey
             engine.step(batch)
         monkeypatch.undo()
         assert syncs.total == 1 + asked, syncs.seen
-
-
-def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
-    """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine, batch = begun(eager_case.lm, DRAFTERS["tree"](eager_case), HOT, PROMPTS)
-    for _ in range(3):
-        draft = engine.drafter.propose(batch)
-        monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
-        monkeypatch.setattr(engine.drafter, "observe", lambda *args: None)
-        with Syncs(monkeypatch) as syncs:
-            engine.step(batch)
-        monkeypatch.undo()
-        assert syncs.total == 1, syncs.seen

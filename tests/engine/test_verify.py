@@ -198,17 +198,6 @@ def test_rejection_writes_token_pairs_from_the_targets_joint_distribution(steps)
     assert {0, 1} <= set(count_B.tolist())
 
 
-def test_a_token_that_the_target_excludes_is_never_accepted():
-    logits_BNV = torch.tensor([[[0.0, 1.0, -torch.inf]]]).expand(ROWS, 2, 3)
-    tokens_BN = torch.tensor([[0, 2]]).expand(ROWS, 2)
-    probs_BNV = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).expand(ROWS, 2, 3)
-    draft = Draft(tokens_BN, Tree.chain(2, CPU), all_valid(1), probs_BNV=probs_BNV)
-    positions_BN = torch.zeros(ROWS, 2, dtype=torch.long)
-    choice_BN = rejection(draft, logits_BNV, positions_BN, SAMPLED, torch.arange(ROWS))
-    assert set(choice_BN[:, 0].tolist()) == {0, 1}
-    assert_distributed(choice_BN[:, 0], warp(logits_BNV[0], SAMPLED)[0].softmax(-1))
-
-
 @pytest.mark.parametrize("rule", Rule)
 def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     """End to end over many seeds, against the distribution by transformers' own forward."""
