@@ -6,13 +6,11 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
 import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import limit, path_meta
-from kangaroo.engine.acceleration import Tensors
+from kangaroo.engine.acceleration import Key, Tensors, Work
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft, Verdict
@@ -154,13 +152,7 @@ class EarlyExit:
         return self.lm.acceleration.pin_inputs(caches, key, self.shallow_BWD, meta, *batch.draws)
 
     def replay(
-        self,
-        batch: Batch,
-        key: tuple[Hashable, ...],
-        work: Callable[..., Tensors],
-        x_BND: Tensor,
-        meta: ForwardMeta,
-        *more: Tensor,
+        self, batch: Batch, key: Key, work: Work, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
     ) -> Tensors:
         """`work(x, meta, *more)` on what drafting reads and writes (`Acceleration.step`)."""
         return self.lm.acceleration.step(self.caches(batch), key, work, x_BND, meta, *more)

@@ -11,20 +11,20 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper, runs_natively
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
-from kangaroo.engine.admission import fill, place, write_first
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.costs import curve, drafting
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
-from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
 from kangaroo.engine.stepper import CurrentBatch, TensorStepper
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
@@ -310,3 +310,46 @@ class Engine(CurrentBatch):
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):
                 yield Token(token, drafted=i < record.accepted)
+
+
+def fill(batch: Batch, row: int, prompt_T: Tensor) -> None:
+    """A part of a prompt has entered a free row, which stays free until `place`."""
+    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
+    batch.texts[row] = [*prompt_T.tolist(), 0]  # its last token is scratch
+    batch.length_B[row] = len(prompt_T) + 1
+
+
+def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
+    """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own under
+    acceptance by rejection."""
+    sampling = request.sampling
+    if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
+        raise ConfigError(
+            f"a text of a batch under sampling.rule={batch.default.rule.value} cannot have "
+            "sampling of its own; matched noise (sampling.rule=match) can."
+        )
+    batch.budget.admit(row)
+    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
+    batch.length_B[row] = len(prompt_T)
+    batch.texts[row], batch.verified[row] = prompt_T.tolist(), []
+    batch.limit_B[row] = batch.limits[row] = len(request.prompt) + request.max_new_tokens
+    batch.seeds_B[row] = batch.seeds[row] = request.seed
+    batch.heeds_eos_B[row] = not request.ignore_eos
+    batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
+    batch.done_B[row] = batch.done[row] = False
+    batch.samplings[row] = sampling or batch.default
+    if sampling is None and batch.alike:  # as in a batch of thousands
+        return
+    batch.alike = False
+    batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
+    pairs = zip(batch.samplings, batch.done, strict=True)
+    batch.sampling = together([how for how, done in pairs if not done], batch.settings_B3)
+
+
+def write_first(batch: Batch, row: int, token: int) -> None:
+    """Append the token that the prefill of a row's prompt gave; it is pending."""
+    batch.tokens_BS[row, len(batch.texts[row])] = token
+    batch.length_B[row] += 1
+    batch.append(row, [token])
+    batch.whole[row] = True
+    batch.done_B[row] = batch.done[row]

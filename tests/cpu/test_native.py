@@ -5,26 +5,20 @@ Shapes: B rows, N tokens a row.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
+from helpers import VOCABULARY, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
 from kangaroo.cpu import compiling, native
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.cache import KVCache
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.outcomes import outcomes
 
 SLOTS = 160
 FAMILIES = {
@@ -123,41 +117,6 @@ def built_fast(monkeypatch, level: str = "-O1"):
     monkeypatch.setattr(compiling, "FLAGS", [level if f == "-O3" else f for f in compiling.FLAGS])
 
 
-@torch.no_grad()
-def computed_in_two_threads() -> list[torch.Tensor]:
-    """Logits, texts that are drafted and drawn, and a loss's outcomes and gradient."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
-        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
-        engine = Engine(lm, Kangaroo(lm, adapter, steps=4, threshold=0))
-        texts = engine.generate(random_prompts(6, 40), 12, Sampling(temperature=1.0), 1)
-        assert any(step.accepted for text in texts for step in text.steps)
-        logits_CK = 4 * torch.randn(9, 70, generator=torch.Generator().manual_seed(3))
-        index_CJ, inside_CJ = torch.arange(8).expand(9, 8), torch.ones(9, 8, dtype=torch.bool)
-        with torch.enable_grad():
-            log_q_CO, best_C = outcomes(logits_CK.requires_grad_(), index_CJ, inside_CJ)
-            (gradient,) = torch.autograd.grad(log_q_CO.sum(), logits_CK)
-        chains, _ = logits(lm, [3, 70, 140], random_tokens(3, 11))
-        written = [torch.tensor(x.tokens) for x in texts]
-        return [chains, *written, log_q_CO.detach(), best_C, gradient]
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_standard_librarys_threads_compute_what_openmps_do(monkeypatch):
-    """Bit by bit: a compiler without OpenMP, such as a Mac's, builds the same code."""
-    built_fast(monkeypatch, "-O0")
-    results = []
-    for openmp in (compiling.OPENMP, ["-include", "no-such-header.h"]):
-        monkeypatch.setattr(compiling, "OPENMP", openmp)
-        library = ctypes.CDLL(str(compiling.build(compiling.compiler(), ["-march=native"])))
-        monkeypatch.setattr(native, "library", lambda library=library: library)
-        results.append(computed_in_two_threads())
-    assert not hasattr(library, "omp_get_thread_num") and all(map(torch.equal, *results))
-
-
 def test_a_compiler_is_asked_only_for_what_it_knows(tmp_path):
     """As Apple's: no `-march=native` on ARM, no OpenMP."""
     compiler = tmp_path / "c++"
@@ -219,25 +178,6 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     assert own_block.extent == meta.extent and own_block.rows == meta.rows
     for other in (cache, tapped):
         assert all(torch.equal(own, theirs) for own, theirs in both(whole, other))
-
-
-@pytest.mark.parametrize(
-    "parts", [{}, {"feed_forward": True}, {"fused": True}, {"attention_layers": 3}]
-)
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
-    """Keys and values are those of a whole pass, bit by bit."""
-    lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts)).accelerate(lm)
-    devices = [lm.device] * adapter.depth
-    passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
-    meta = lm.chunk(20, 50, 0, SLOTS)
-    f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
-    assert adapter.native_layer.takes(f_1TD, meta)
-    adapter(f_1TD, deep_1TD, meta, passed.at(meta))
-    adapter.write_kv(f_1TD, deep_1TD, meta, remembered.at(meta))
-    assert all(own.any() and torch.equal(own, other) for own, other in both(passed, remembered))
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):

@@ -84,26 +84,6 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     assert next(calls) == (3 if rows == 1 else 6)  # drafting ends with the last row, or at `steps`
 
 
-def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatch):
-    """However sure the drafter is of what would follow there."""
-    calls = []
-
-    def stub(logits_BK):
-        calls.append(len(logits_BK))
-        return torch.tensor([0.9, 0.1])
-
-    monkeypatch.setattr(chain_file, "confidence", stub)
-    engine = Engine(case.lm, Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5))
-    batch = engine.open(2, 60, SAMPLED)
-    for row, limit in enumerate((2, 15)):
-        engine.admit(batch, row, Request(PROMPTS[row], limit, seed=row))
-    engine.step(batch)
-    calls.clear()
-    ended, going = engine.step(batch)
-    assert (ended.drafted, going.drafted) == (0, 1)
-    assert len(calls) == 1
-
-
 Path = tuple[int, ...]
 
 
@@ -177,43 +157,21 @@ def test_the_tree_is_the_one_of_the_definition(case, monkeypatch, sampling, thre
     assert max(sizes) <= nodes and (threshold == 0 or len(sizes) > 1)
 
 
-def test_with_one_candidate_the_tree_is_the_chain(case):
-    chain = Kangaroo(case.lm, case.adapter, steps=4, threshold=0)
-    tree = KangarooTree(case.lm, case.adapter, steps=4, threshold=0, top_k=1)
-    steps = [
-        [
-            [(step.tokens, step.accepted, step.drafted) for step in generation.steps]
-            for generation in Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
-        ]
-        for drafter in (chain, tree)
-    ]
-    assert steps[0] == steps[1]
-
-
 def test_pruning_keeps_parents_and_the_most_confident():
     # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
     parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])
     score_BN = torch.tensor([[1.0, 0.6, 0.3, 0.5, 0.1, 0.4]])
     every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
-    assert kept(score_BN, parents_BN, every_BN, 9).tolist() == [[True] * 4 + [False, True]]
-    assert (
-        kept(score_BN, parents_BN, every_BN, 2).tolist()[0]
-        == [True, True, False, True] + [False] * 2
-    )
-    none_BN = every_BN & (torch.arange(6) == 0)
-    assert kept(score_BN, parents_BN, none_BN, 9).tolist() == [[True] + [False] * 5]
-    likely = kept(score_BN, parents_BN, every_BN, 9, min_confidence=0.3).tolist()[0]
-    assert likely == [True, True, False, True, False, True]
-    assert kept(score_BN, parents_BN, every_BN, 2, min_confidence=0.05).tolist()[0] == [
-        True,
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
-    sure_BN = torch.ones(1, 6)  # ties: parents first
-    assert kept(sure_BN, parents_BN, every_BN, 1).tolist() == [[True, True] + [False] * 4]
+    root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
+
+    def nodes(score_BN, valid_BN, *limits) -> list[int]:
+        return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
+
+    assert nodes(score_BN, every_BN, 9) == [0, 1, 2, 3, 5]
+    assert nodes(score_BN, every_BN, 2) == nodes(score_BN, every_BN, 2, 0.05) == [0, 1, 3]
+    assert nodes(score_BN, root_BN, 9) == [0]
+    assert nodes(score_BN, every_BN, 9, 0.3) == [0, 1, 3, 5]
+    assert nodes(sure_BN, every_BN, 1) == [0, 1]
 
 
 def test_trees_that_cannot_be_are_refused_by_name(case):

@@ -220,18 +220,6 @@ def test_what_both_say_is_trusted_for_both_reasons():
     assert both.of_chain == both.gains[2]
 
 
-def test_a_further_choice_of_the_chain_that_the_lookup_says_too_is_one_node():
-    nodes = candidates(Sources(START, 4, [8], [5], [0.4], [[(8, 0.3), (9, 0.1)]]))
-    assert nodes.tokens == [8, 5, 9]
-    assert nodes.gains[0] == pytest.approx(START.lookup(4) * (1 - START.chain(0.4)))
-    # and so in the middle of the chain, where both have said the same before
-    further = [[(1, 0.2)], [(8, 0.3), (9, 0.1)]]
-    nodes = candidates(Sources(START, 4, [4, 8], [4, 5], [0.7, 0.4], further))
-    assert nodes.tokens == [4, 1, 8, 5, 9] and nodes.parents == [0, 0, 1, 1, 1]
-    other = START.lookup(5) * (1 - START.chain(0.4))
-    assert nodes.gains[2] == pytest.approx(nodes.gains[0] * other)
-
-
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     chances = Chances()
     sources = Sources(chances, 2, [5, 6, 7], [5, 9], [0.6, 0.6])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -171,23 +170,3 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
     assert [b - a for a, b in pairwise(places)] == [128, 2816]
-
-
-def bytes_of(name: str, file: str) -> int:
-    """Of a kind of this process's memory."""
-    return 1024 * int(Path(file).read_text().partition(f"{name}:")[2].split()[0])
-
-
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the system has no huge pages"
-)
-def test_weights_are_on_huge_pages():
-    tensor, file = torch.ones(8 * PAGE // 4), "/proc/self/smaps_rollup"
-    before = bytes_of("AnonHugePages", file)
-    move_to_huge_pages([tensor])
-    assert bytes_of("AnonHugePages", file) - before >= 6 * PAGE and torch.equal(
-        tensor, torch.ones_like(tensor)
-    )

@@ -220,31 +220,6 @@ def right_every_third_missing(position: int) -> bool:
     return position % 3 > 0
 
 
-def expected_records(length: int, new_tokens: int, steps: int) -> list[tuple[int, int, int]]:
-    """(tokens, accepted, drafted) of each step of a drafter that is right by position alone."""
-    records = [(1, 0, 0)]  # the prefill
-    end = length + new_tokens
-    length += 1
-    while length < end:
-        drafted = min(steps, end - length)
-        accepted = 0
-        while accepted < drafted and right_every_third_missing(length + accepted):
-            accepted += 1
-        written = min(accepted + 1, end - length)
-        records.append((written, accepted, drafted))
-        length += written
-    return records
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_records_count_what_was_drafted_accepted_and_written(case, steps):
-    drafter = Scripted(case.texts, right_every_third_missing, steps)
-    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, HOT)
-    for prompt, generation in zip(PROMPTS, done, strict=True):
-        counted = [(len(s.tokens), s.accepted, s.drafted) for s in generation.steps]
-        assert counted == expected_records(len(prompt), NEW_TOKENS, steps)
-
-
 def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_own(case):
     drafter = Scripted(case.texts, right_every_third_missing, steps=4)
     streamed = list(Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT))

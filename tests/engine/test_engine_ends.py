@@ -94,23 +94,6 @@ def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
     assert decoded(place + 3, new_tokens=place + 1).finish == "eos"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_row_that_has_ended_writes_nothing_more(case, ends_with, name):
-    ends_with(continuations(case)[0][0])
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    batch = engine.open(2, 60, HOT)
-    first, _ = (
-        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=HOT.seed + row))
-        for row in range(2)
-    )
-    assert first.tokens == continuations(case)[0][:1] and first.finish == "eos"
-    length = batch.lengths[0]
-    for _ in range(3):
-        after, _ = engine.step(batch)
-        assert (after.tokens, after.accepted, after.drafted) == ([], 0, 0)
-    assert batch.lengths[0] == int(batch.length_B[0]) == length
-
-
 # ---- stop strings ------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
 """A tree is what a walk from node to parent finds, a verdict what a walk down the tree finds, and
-rejection leaves the target's distribution.
+either rule leaves the target's distribution.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
@@ -10,16 +10,13 @@ import itertools
 
 import pytest
 import torch
-from engine_cases import SMALL, assert_distributed
+from engine_cases import assert_distributed
 from helpers import adapter_for, brute_depth, forward_logits, random_parents, tiny
-from scipy.stats import binomtest
-from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, perturb, warp
+from kangaroo.engine.sampling import Rule, Sampling, warp
 from kangaroo.engine.tree import Draft, Tree, accept
-from kangaroo.engine.verify import rejection
 
 CPU = torch.device("cpu")
 
@@ -124,78 +121,6 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
 
 
 # ---- rejection ---------------------------------------------------------------------------------
-
-SIZE, ROWS = 5, 20_000
-SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
-FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
-
-
-class Markov:
-    """A target and a drafter for which the next token depends on the last one alone.
-
-    Attributes:
-        logits_VV: the target's logits after each token.
-        q_VV: the drafter's distribution after each token.
-    """
-
-    def __init__(self, seed: int = 0):
-        generator = torch.Generator().manual_seed(seed)
-        self.logits_VV = torch.randn(SIZE, SIZE, generator=generator)
-        self.q_VV = (torch.randn(SIZE, SIZE, generator=generator)).softmax(-1)
-        self.q_VV[:, 2] = 0  # tokens that are never drafted must still be written
-        self.q_VV /= self.q_VV.sum(-1, keepdim=True)
-
-    def p_VV(self, sampling: Sampling) -> Tensor:
-        return warp(self.logits_VV[None], sampling)[0].softmax(-1)
-
-    def round(
-        self, pending_B1: Tensor, start: int, steps: int, sampling: Sampling, valid_BN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Draft, verify: the new tokens `[B, steps + 1]` from position `start` on, and how many."""
-        seeds_B = torch.arange(len(pending_B1))
-        tokens, probs = [pending_B1], [torch.zeros(len(pending_B1), 1, SIZE)]
-        for step in range(steps):
-            probs.append(self.q_VV[tokens[-1]])
-            position_B1 = torch.full_like(pending_B1, start + step)
-            scores = perturb(probs[-1].log(), seeds_B, position_B1)
-            tokens.append(scores.argmax(-1))
-        tokens_BN = torch.cat(tokens, 1)
-        tree, probs_BNV = Tree.chain(steps + 1, CPU), torch.cat(probs, 1)
-        draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
-        positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        how = self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B
-        verdict = accept(draft, rejection(draft, *how))
-        return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
-
-
-def all_valid(steps: int) -> Tensor:
-    return torch.ones(ROWS, steps + 1, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["all", "top-k"])
-def test_rejection_writes_the_first_token_from_the_targets_distribution(sampling):
-    model = Markov(1)
-    p_V, q_V = model.p_VV(sampling)[1], model.q_VV[1]
-    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
-    new_BP, count_B = model.round(pending_B1, 10, 1, sampling, all_valid(1))
-    assert_distributed(new_BP[:, 0], p_V)
-    rate = float(torch.minimum(p_V, q_V).sum())  # the acceptance rate of the paper
-    assert binomtest(int(count_B.sum()), ROWS, rate).pvalue > SMALL and 0.1 < rate < 0.9
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_rejection_writes_token_pairs_from_the_targets_joint_distribution(steps):
-    """Over two rounds where need be, though the second draws the first one's noise again."""
-    model, sampling, valid_BN = Markov(2), SAMPLED, all_valid(steps)
-    valid_BN[::3, 2:] = False  # some rows have stopped drafting
-    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
-    first_BP, count_B = model.round(pending_B1, 10, steps, sampling, valid_BN)
-    second_BP, _ = model.round(first_BP[:, :1], 11, steps, sampling, valid_BN)
-    pairs_B2 = first_BP[:, :2].clone()
-    pairs_B2[count_B == 0, 1] = second_BP[count_B == 0, 0]
-    p_VV = model.p_VV(sampling)
-    assert_distributed(pairs_B2[:, 0] * SIZE + pairs_B2[:, 1], p_VV[1][:, None] * p_VV)
-    assert {0, 1} <= set(count_B.tolist())
 
 
 @pytest.mark.parametrize("rule", Rule)
