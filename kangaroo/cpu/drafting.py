@@ -54,11 +54,9 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
-        case Block():
-            return BlockDrafting(drafter)
         case KangarooTree() if drafter.top_k > native.MOST_CHOICES:
             return None
-        case Kangaroo() | KangarooTree():
+        case Kangaroo() | KangarooTree() | Block():
             return ChainDrafting(drafter)
         case DraftModel() if drafter.lm.native_layers is not None:
             return DraftModelDrafting(drafter)
@@ -113,40 +111,25 @@ class LayerDrafting(NativeDrafting):
 
 
 class ChainDrafting(LayerDrafting):
-    """The chains and trees of Kangaroo and EAGLE."""
-
-    drafter: Kangaroo | KangarooTree
+    """The chains and trees of Kangaroo and EAGLE, and block's chains from one pass."""
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         if (limits := limits_of(drafter, batch, rows)) is None:
             return
         drafter.read_prompts()
-        if isinstance(drafter, Kangaroo):
-            buffers.draft(rows, drafter.steps, drafter.threshold, limits)
-            return
-        worth = drafter.min_node_chances(batch.budget, len(rows))
-        halves = drafter.min_confidence is None
-        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
-
-
-class BlockDrafting(LayerDrafting):
-    """Chains from one pass."""
-
-    drafter: Block
-
-    def __init__(self, drafter: Block):
-        super().__init__(drafter)
-        parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
-        rank = drafter.adapter.architecture.rank
-        self.places = native.NativePlaces(*map(native.pointer, parts), rank)
-
-    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter = self.drafter
-        if (limits := limits_of(drafter, batch, rows)) is None:
-            return
-        drafter.read_prompts()
-        buffers.draft_block(rows, self.places, drafter.steps, drafter.threshold, limits)
+        match drafter:
+            case Block():
+                parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
+                rank = drafter.adapter.architecture.rank
+                places = native.NativePlaces(*map(native.pointer, parts), rank)
+                buffers.draft_block(rows, places, drafter.steps, drafter.threshold, limits)
+            case KangarooTree():
+                worth = drafter.min_node_chances(batch.budget, len(rows))
+                halves = drafter.min_confidence is None
+                buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
+            case _:
+                buffers.draft(rows, drafter.steps, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):

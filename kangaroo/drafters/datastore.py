@@ -57,11 +57,6 @@ class Datastore:
         count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
         return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
 
-    def after(self, start: int, count: int) -> list[int]:
-        """At most `count` tokens from a place in `tokens_L` on, to the end of the document."""
-        tokens = self.tokens_L[start : start + count].tolist()
-        return tokens[: tokens.index(self.separator)] if self.separator in tokens else tokens
-
     def _token(self, depth: int, place: int) -> int:
         return int(self.tokens_L[int(self.suffixes_L[place]) + depth])
 

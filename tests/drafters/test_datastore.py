@@ -78,13 +78,6 @@ def test_a_loaded_datastore_is_the_one_that_was_saved_and_lies_on_the_disk(tmp_p
     assert [path.name for path in folder.parent.iterdir()] == ["store"]
 
 
-def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
-    (tmp_path / "mine").write_text("x")
-    with pytest.raises(DataError, match=r"exists and is no datastore.*output="):
-        save(index([[1]], 64), tiny(), tmp_path, {})
-    assert (tmp_path / "mine").read_text() == "x"
-
-
 def test_a_datastore_of_another_vocabulary_is_refused_and_both_are_named(tmp_path):
     save(index([[1, 2]], 64), tiny(), tmp_path / "store", {})
     wrong = r"64 tokens.*this target is .*80 tokens.*prepare\.py datastore"

@@ -209,17 +209,6 @@ def test_nothing_that_a_source_says_is_lost_and_nothing_comes_twice():
             assert gain <= (nodes.gains[parent - 1] if parent else 1) + 1e-9
 
 
-def test_what_both_say_is_trusted_for_both_reasons():
-    both = candidates(Sources(START, 2, [5, 6], [5, 7], [0.6, 0.4], [[], []]))
-    assert (both.tokens, both.parents) == ([5, 6, 7], [0, 1, 1])
-    first = 1 - (1 - START.lookup(2)) * (1 - START.chain(0.6))
-    # from where they part, each is judged by the match that the first token has made longer
-    longer, drafted = START.lookup(3), START.chain(0.4)
-    parted = longer * (1 - drafted), drafted * (1 - longer)
-    assert both.gains == pytest.approx([first, *(first * gain for gain in parted)])
-    assert both.of_chain == both.gains[2]
-
-
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     chances = Chances()
     sources = Sources(chances, 2, [5, 6, 7], [5, 9], [0.6, 0.6])

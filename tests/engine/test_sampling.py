@@ -175,14 +175,6 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
             assert texts[row].tokens == greedy.tokens, sampling
 
 
-def test_greedy_is_argmax_whatever_the_seed_and_the_filters():
-    logits_BNV, positions = torch.randn(4, 3, 50), torch.zeros(4, 3, dtype=torch.long)
-    assert Sampling(9e-7) == Sampling() and Sampling(9e-7).greedy and not Sampling(1e-6).greedy
-    sampling = Sampling(temperature=0, top_p=0.1, top_k=7, seed=9)
-    chosen = pick(logits_BNV, positions, sampling, torch.arange(4))
-    assert sampling.greedy and torch.equal(chosen, logits_BNV.argmax(-1))
-
-
 # ---- seeds -------------------------------------------------------------------------------------
 
 

@@ -212,10 +212,3 @@ def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
     with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
         write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_plugin_is_for_llama_alone(tmp_path):
-    lm = tiny("qwen2")
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"is a qwen2 model.*to=draft_model"):
-        write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
