@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -154,17 +153,8 @@ class KVCache:
         return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
 
 
-class PastKeys(Protocol):
-    """What a transformers attention layer takes as its cache."""
-
-    def update(
-        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Take the block's keys and values; return all that its queries attend over."""
-
-
 class BlockCache:
-    """A `KVCache` seen from one block."""
+    """A `KVCache` seen from one block: what a transformers attention layer takes as its cache."""
 
     def __init__(self, cache: KVCache, meta: ForwardMeta):
         self.cache, self.meta = cache, meta

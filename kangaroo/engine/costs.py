@@ -89,11 +89,6 @@ def measured(lm: TargetModel) -> VerifyCosts:
     return _known[lm]
 
 
-def curve(lm: TargetModel, rows: int, nodes: int) -> list[float]:
-    """`VerifyCosts.curve` of what was measured."""
-    return measured(lm).curve(rows, nodes)
-
-
 def machine(lm: TargetModel) -> list[str | int]:
     """What computes a pass of this target."""
     if lm.device.type == "cuda":

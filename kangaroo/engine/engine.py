@@ -22,7 +22,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now
-from kangaroo.engine.costs import curve, drafting
+from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
 from kangaroo.engine.stepper import CurrentBatch, TensorStepper
@@ -82,7 +82,8 @@ class Engine(CurrentBatch):
         # native rounds draft otherwise than what would be measured
         by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
         of_drafts = partial(drafting, self.lm) if by_graphs else None
-        budget = Budget(partial(curve, self.lm), self.always_drafts, of_drafts)
+        lm, always = self.lm, self.always_drafts
+        budget = Budget(lambda *sizes: measured(lm).curve(*sizes), always, of_drafts)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
         self.drafter.begin(batch)
         drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts

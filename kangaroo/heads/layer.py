@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
-from kangaroo.engine.cache import BlockCache, ForwardMeta, PastKeys
+from kangaroo.engine.cache import BlockCache, ForwardMeta
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import TargetModel
@@ -66,18 +66,16 @@ class Layer(Trainable):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: PastKeys | None,
+        past: BlockCache | Unrolled | None,
         read_BN: Tensor | None = None,
     ) -> Tensor:
         """The state that a head reads, `[B, N, D]`.
 
         Args:
             f_BND: the target's hidden state after `exit_layer` layers.
-            deep_BND: where it reads one, the deep state of the token before each; zeros at the
-                start of a text.
+            deep_BND: if it reads one, the deep state of the token before each; zeros at the start.
             past: where keys and values go and come from; None sees the block alone.
             read_BN: where a head reads it: all others have keys and values, and a state of zeros.
-                None: everywhere.
         """
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
@@ -177,7 +175,7 @@ def weight(norm: nn.Module | None) -> Tensor | None:
     return None if norm is None else norm.get_parameter("weight")
 
 
-class Unrolled(PastKeys):
+class Unrolled:
     """Keys and values of all draft steps so far, one step's T tokens after another's."""
 
     def __init__(self) -> None:
