@@ -16,7 +16,7 @@ from torch import Tensor
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, Rule, pick, warp
+from kangaroo.engine.sampling import AnySampling, Rule, of_round, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -101,6 +101,8 @@ class Chain(ABC):
         if choice is not None:
             return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
         logits_BK, (length_B, seeds_B, settings_B3) = self.logits(x_B1D), draws
+        if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
+            seeds_B = of_round(seeds_B, length_B)
         sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading them
             id_B1 = self.token_of(logits_BK.argmax(-1, keepdim=True))

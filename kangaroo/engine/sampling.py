@@ -30,6 +30,7 @@ class Rule(Enum):
 
     match = "match"  # the target's own choice under shared noise
     rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
+    block = "block"  # block verification, arXiv 2403.10444, algorithm 2
 
 
 class NoiseStream(Enum):
@@ -182,6 +183,11 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     bits_BNV = _mix(hashed_V ^ key_BN[..., None]).view(torch.uint32)
     # float32 keeps small values exact, and the smallest decide an exponential race
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
+    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
+    return seeds_B + ((length_B + 1) << 40)
 
 
 def perturb(

@@ -21,7 +21,7 @@ from kangaroo.engine.clock import between, mark, running
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, pick
 from kangaroo.engine.tree import Draft, Verdict, accept
-from kangaroo.engine.verify import rejection
+from kangaroo.engine.verify import write
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
@@ -124,7 +124,7 @@ class TensorStepper:
             else:
                 logits_BNV, how = lm.logits(x_BND), sampling.reading(rows.settings_B3)
                 drawn_by = logits_BNV, block.positions_RT + 1, how, rows.seeds_B
-                choice_BN = pick(*drawn_by) if by_match else rejection(nodes, *drawn_by)
+                choice_BN = pick(*drawn_by) if by_match else write(nodes, *drawn_by)
                 kept = (logits_BNV,) if keeps else ()
             verdict = accept(nodes, choice_BN)
             return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)

@@ -1,31 +1,55 @@
-"""Classic speculative sampling: the other rule of acceptance, by which a text's distribution is the
-target's, but its tokens depend on the drafts.
+"""Acceptance by rejection and by blocks: rules by which a text's distribution is the target's, but
+its tokens depend on the drafts.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.sampling import AnySampling, NoiseStream, perturb, uniform, warp
+from kangaroo.engine.sampling import AnySampling, NoiseStream, Rule, perturb, uniform, warp
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
 
-def rejection(
+def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """What the target writes after each node of a chain, `[B, N]`.
-
-    The drafted child x of a node is kept with probability min(1, p(x) / q(x)); otherwise a token is
-    drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The draws use
-    independent noise, none of it the draft's. Source: Leviathan et al. 2023, algorithm 1.
+    """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
+    names; `positions` are those of the tokens after each node.
 
     Errors: `ConfigError` for a draft that is no chain, or does not say what it was drawn from.
     """
+    rule = rejection if sampling.rule is Rule.rejection else block
+    return rule(draft, logits_BNV, positions_BN, sampling, seeds_B)
+
+
+class Chances(NamedTuple):
+    """What a chain's tokens were drawn from, and what the target would draw from.
+
+    Args:
+        p_BNV, q_BNV: of the token after each node; q is 0 where no token was drafted.
+        child_BN: that token, where there is one.
+        has_child_BN: where there is.
+    """
+
+    p_BNV: Tensor
+    q_BNV: Tensor
+    child_BN: Tensor
+    has_child_BN: Tensor
+
+    def of_child(self, chances_BNV: Tensor) -> Tensor:
+        """The drafted token's, `[B, N]`."""
+        return chances_BNV.gather(-1, self.child_BN[..., None])[..., 0]
+
+
+def chances(draft: Draft, logits_BNV: Tensor, sampling: AnySampling) -> Chances:
+    """Errors: `ConfigError` for a draft that is no chain, or that did not keep them."""
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
@@ -33,11 +57,55 @@ def rejection(
             "takes any."
         )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
-    has_child_BN, child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1)), draft.tokens_BN.roll(-1, 1)
+    has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
     q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1)) * has_child_BN[..., None]
-    p_BN, q_BN = (x.gather(-1, child_BN[..., None])[..., 0] for x in (p_BNV, q_BNV))
+    return Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
+
+
+def rejection(
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """What the target writes after each node of a chain under classic speculative sampling.
+
+    The drafted child x of a node is kept with probability min(1, p(x) / q(x)); otherwise a token is
+    drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The draws use
+    independent noise, none of it the draft's. Source: Leviathan et al. 2023, algorithm 1.
+    """
+    of = chances(draft, logits_BNV, sampling)
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
-    keep_BN = has_child_BN & (u_BN * q_BN < p_BN)
-    residual_BNV = (p_BNV - q_BNV).clamp(min=0)
+    keep_BN = of.has_child_BN & (u_BN * of.of_child(of.q_BNV) < of.of_child(of.p_BNV))
+    residual_BNV = (of.p_BNV - of.q_BNV).clamp(min=0)
     other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
-    return torch.where(keep_BN, child_BN, other_BN)
+    return torch.where(keep_BN, of.child_BN, other_BN)
+
+
+def block(
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """What the target writes after each node of a chain under block verification.
+
+    A node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own token x, the root's is
+    1. The last node that passes its own test, with chance s / (s + 1 - w) where s is the sum of the
+    residual max(w p - q, 0), ends the accepted part, and the next token is drawn from its residual.
+    Nodes after it draw from p: where the token is the drafted one by chance, the walk goes on.
+
+    What is accepted depends on tokens and tests further on, so a round's noise is its own: that of
+    the tests has the round's first position, that of the draft `sampling.of_round`.
+    Source: arXiv 2403.10444, algorithm 2.
+    """
+    of = chances(draft, logits_BNV, sampling)
+    ratios_BN = of.of_child(of.p_BNV) / of.of_child(of.q_BNV)
+    weights = [torch.ones_like(ratios_BN[:, 0])]
+    for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they are any
+        weights.append((weights[-1] * ratio_B).nan_to_num(0.0).clamp(max=1))
+    w_BN = torch.stack(weights, 1)
+    residual_BNV = (w_BN[..., None] * of.p_BNV - of.q_BNV).clamp(min=0)
+    sum_BN = residual_BNV.sum(-1)
+    # 0 / 0 is where p is q, so that the next token passes, or this is the last
+    passing_BN = (sum_BN / (sum_BN + 1 - w_BN)).nan_to_num(1.0)
+    u_BN = uniform(seeds_B, positions_BN[:, :1], NoiseStream.accept, w_BN.shape[1])[:, 0]
+    node_N = torch.arange(w_BN.shape[1], device=w_BN.device)
+    last_B1 = (node_N * (draft.valid_BN & (u_BN <= passing_BN))).amax(1, keepdim=True)
+    drawn_from_BNV = torch.where((node_N > last_B1)[..., None], of.p_BNV, residual_BNV)
+    other_BN = perturb(drawn_from_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
+    return torch.where(node_N < last_B1, of.child_BN, other_BN)

@@ -10,13 +10,16 @@ import itertools
 
 import pytest
 import torch
-from engine_cases import assert_distributed
+from engine_cases import SMALL, assert_distributed
 from helpers import adapter_for, brute_depth, forward_logits, random_parents, tiny
+from scipy.stats import binomtest
+from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, warp
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, of_round, perturb, warp
 from kangaroo.engine.tree import Draft, Tree, accept
+from kangaroo.engine.verify import rejection, write
 
 CPU = torch.device("cpu")
 
@@ -120,7 +123,130 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
     assert all(map(torch.equal, *verdicts))
 
 
-# ---- rejection ---------------------------------------------------------------------------------
+# ---- rejection and block verification ------------------------------------------------------------
+
+SIZE, ROWS = 5, 20_000
+SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
+FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
+BLOCK = Sampling(temperature=0.9, rule=Rule.block)
+
+
+class Markov:
+    """A target and a drafter for which the next token depends on the last one alone.
+
+    Attributes:
+        logits_VV: the target's logits after each token.
+        q_VV: the drafter's distribution after each token.
+    """
+
+    def __init__(self, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits_VV = torch.randn(SIZE, SIZE, generator=generator)
+        self.q_VV = (torch.randn(SIZE, SIZE, generator=generator)).softmax(-1)
+        self.q_VV[:, 2] = 0  # tokens that are never drafted must still be written
+        self.q_VV /= self.q_VV.sum(-1, keepdim=True)
+
+    def p_VV(self, sampling: Sampling) -> Tensor:
+        return warp(self.logits_VV[None], sampling)[0].softmax(-1)
+
+    def round(
+        self, pending_B1: Tensor, start: int, steps: int, sampling: Sampling, valid_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft, verify: the new tokens `[B, steps + 1]` from position `start` on, and how many."""
+        seeds_B = torch.arange(len(pending_B1))
+        tokens, probs = [pending_B1], [torch.zeros(len(pending_B1), 1, SIZE)]
+        for step in range(steps):
+            probs.append(self.q_VV[tokens[-1]])
+            position_B1 = torch.full_like(pending_B1, start + step)
+            drafting_B = seeds_B
+            if sampling.rule is Rule.block:
+                drafting_B = of_round(seeds_B, torch.full_like(seeds_B, start))
+            scores = perturb(probs[-1].log(), drafting_B, position_B1, NoiseStream.choice)
+            tokens.append(scores.argmax(-1))
+        tokens_BN = torch.cat(tokens, 1)
+        tree, probs_BNV = Tree.chain(steps + 1, CPU), torch.cat(probs, 1)
+        draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
+        positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
+        choice_BN = write(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        verdict = accept(draft, choice_BN)
+        return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
+
+
+def all_valid(steps: int) -> Tensor:
+    return torch.ones(ROWS, steps + 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED, BLOCK], ids=["all", "top-k", "block"])
+def test_a_rule_writes_the_first_token_from_the_targets_distribution(sampling):
+    model = Markov(1)
+    p_V, q_V = model.p_VV(sampling)[1], model.q_VV[1]
+    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
+    new_BP, count_B = model.round(pending_B1, 10, 1, sampling, all_valid(1))
+    assert_distributed(new_BP[:, 0], p_V)
+    rate = float(torch.minimum(p_V, q_V).sum())  # the acceptance rate of the paper
+    assert binomtest(int(count_B.sum()), ROWS, rate).pvalue > SMALL and 0.1 < rate < 0.9
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, BLOCK], ids=["rejection", "block"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_rule_writes_token_pairs_from_the_targets_joint_distribution(steps, sampling):
+    """Over two rounds where need be, though the second draws the first one's noise again."""
+    model = Markov(2)
+    valid_BN = all_valid(steps)
+    valid_BN[::3, 2:] = False  # some rows have stopped drafting
+    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
+    first_BP, count_B = model.round(pending_B1, 10, steps, sampling, valid_BN)
+    second_BP, _ = model.round(first_BP[:, :1], 11, steps, sampling, valid_BN)
+    pairs_B2 = first_BP[:, :2].clone()
+    pairs_B2[count_B == 0, 1] = second_BP[count_B == 0, 0]
+    p_VV = model.p_VV(sampling)
+    assert_distributed(pairs_B2[:, 0] * SIZE + pairs_B2[:, 1], p_VV[1][:, None] * p_VV)
+    assert {0, 1} <= set(count_B.tolist())
+
+
+def test_block_verification_writes_triples_over_as_many_rounds_as_it_takes():
+    """A round's noise is its own: here each round drafts from the same distribution as the last."""
+    model, length_B = Markov(3), torch.zeros(ROWS, dtype=torch.long)
+    model.logits_VV[:], model.q_VV[:] = model.logits_VV[1], model.q_VV[1]
+    text_BT = torch.ones(ROWS, 8, dtype=torch.long)
+    for start in range(3):
+        new_BP, count_B = model.round(text_BT[:, start, None], 10 + start, 3, BLOCK, all_valid(3))
+        rows = length_B == start
+        text_BT[rows, start + 1 : start + 5] = new_BP[rows]
+        length_B[rows] += count_B[rows] + 1
+    p_VV = model.p_VV(BLOCK)
+    joint_VVV = p_VV[1][:, None, None] * p_VV[..., None] * p_VV
+    triples_B = (text_BT[:, 1] * SIZE + text_BT[:, 2]) * SIZE + text_BT[:, 3]
+    assert_distributed(triples_B, joint_VVV)
+
+
+def test_block_verification_accepts_more_than_rejection():
+    counts = [
+        Markov(2).round(torch.ones(ROWS, 1, dtype=torch.long), 0, 3, how, all_valid(3))[1]
+        for how in (SAMPLED, BLOCK)
+    ]
+    rejection_mean, block_mean = (float(count_B.float().mean()) for count_B in counts)
+    error = float(counts[0].float().std()) / ROWS**0.5
+    assert block_mean > rejection_mean + 3 * error
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, BLOCK], ids=["rejection", "block"])
+def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
+    model = Markov()
+    model.q_VV = model.p_VV(sampling)
+    _, count_B = model.round(torch.ones(ROWS, 1, dtype=torch.long), 0, 2, sampling, all_valid(2))
+    assert (count_B == 2).all()
+
+
+def test_a_token_that_the_target_excludes_is_never_accepted():
+    logits_BNV = torch.tensor([[[0.0, 1.0, -torch.inf]]]).expand(ROWS, 2, 3)
+    tokens_BN = torch.tensor([[0, 2]]).expand(ROWS, 2)
+    probs_BNV = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).expand(ROWS, 2, 3)
+    draft = Draft(tokens_BN, Tree.chain(2, CPU), all_valid(1), probs_BNV=probs_BNV)
+    positions_BN = torch.zeros(ROWS, 2, dtype=torch.long)
+    choice_BN = rejection(draft, logits_BNV, positions_BN, SAMPLED, torch.arange(ROWS))
+    assert set(choice_BN[:, 0].tolist()) == {0, 1}
+    assert_distributed(choice_BN[:, 0], warp(logits_BNV[0], SAMPLED)[0].softmax(-1))
 
 
 @pytest.mark.parametrize("rule", Rule)
