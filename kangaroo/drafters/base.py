@@ -84,9 +84,8 @@ class DrafterConfig(Ranged, ABC):
         return asdict(self)
 
     def made_by(self) -> dict[str, Any]:
-        """What it took to make the drafter for its target, by name; empty where it took nothing.
-        Of training: `trained_positions` that entered the loss, all epochs together, and `epochs`.
-        """
+        """What training the drafter for its target took, by name: `trained_positions` that entered
+        the loss, all epochs together, `epochs`; empty where it was not trained."""
         return {}
 
 

@@ -60,13 +60,6 @@ class DraftVerifyConfig(DrafterConfig):
         skip = self.skip if self.subset is None else layer_search.found(self.subset).skip
         return super().settings() | {"skip": skip}
 
-    def made_by(self) -> dict[str, Any]:
-        if self.subset is None:
-            return {}
-        search = layer_search.found(self.subset).search
-        tried = search.get("settings", {}).get("budget")
-        return {"subsets": tried, "seconds": round(search.get("seconds", 0))}
-
 
 class DraftVerify(Stateless, Autoregressive):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes

@@ -49,10 +49,6 @@ class RestConfig(DrafterConfig):
         fingerprint = str(datastore.read_about(self.datastore).get("fingerprint"))
         return super().settings() | {"fingerprint": fingerprint}
 
-    def made_by(self) -> dict[str, Any]:
-        about = datastore.read_about(self.datastore)
-        return {"tokens": about.get("tokens"), "seconds": round(about.get("build_seconds", 0))}
-
 
 class Rest(TreesFromText):
     """Looks up the longest end of the text that the datastore has, and drafts what follows there.
