@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import DraftSize, Positive
+from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
+
+SEPARATOR = -1  # between stored answers; no token
 
 
 class SuffixAutomaton:
@@ -105,32 +107,66 @@ class SuffixConfig(DrafterConfig):
     Args:
         num_pred_tokens: at most this many draft tokens a round.
         alpha: draft tokens for each token that matched.
+        store_tokens: so many tokens of the answers that this drafter has seen are searched too, the
+            newest, for whoever serves or chats. With 0 only a text itself is, so that it takes the
+            same rounds whatever was written before.
     """
 
     name: str = "suffix"
     num_pred_tokens: DraftSize = 16
     alpha: Positive = 2.0
+    store_tokens: CountOrZero = 0
 
     def build(self, lm: TargetModel) -> Suffix:
-        return Suffix(self.num_pred_tokens, self.alpha)
+        return Suffix(self.num_pred_tokens, self.alpha, self.store_tokens)
 
 
 class Suffix(FromText):
-    """Drafts what followed the longest match in the text itself, up to what ends it."""
+    """Drafts what followed the longest match in the text itself and in the stored answers, up to
+    what ends the text. An answer is stored when another text takes its row, or a batch begins.
+    """
 
-    def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0):
-        self.max_nodes, self.alpha = num_pred_tokens, alpha
+    def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
+        self.max_nodes, self.alpha, self.store_tokens = num_pred_tokens, alpha, store_tokens
+        self.store: list[int] = []
+        self.rows: dict[int, SuffixRow] = {}
 
     def begin(self, batch: Batch) -> None:
-        self.batch = batch
-        self.rows: dict[int, tuple[list[int], SuffixAutomaton]] = {}
+        for row in self.rows.values():
+            self._keep(row)
+        self.batch, self.rows = batch, {}
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
         if self.batch.done[row]:
             return []
-        if row not in self.rows or self.rows[row][0] is not text:  # another prompt took the row
-            self.rows[row] = text, SuffixAutomaton()
-        automaton = self.rows[row][1]
-        automaton.extend(text[len(automaton.tokens) :])
+        if row not in self.rows or self.rows[row].text is not text:  # another prompt took the row
+            if row in self.rows:
+                self._keep(self.rows[row])
+            self.rows[row] = SuffixRow(text, len(text) - 1, SuffixAutomaton(self.store))
+        automaton = self.rows[row].grown()
         count = min(self.max_nodes, int(self.alpha * automaton.match[0]))
-        return automaton.continuation(count, self.batch.ends[row])
+        tokens = automaton.continuation(count, {SEPARATOR, *self.batch.ends[row]})
+        return tokens[:-1] if tokens[-1:] == [SEPARATOR] else tokens
+
+    def _keep(self, row: SuffixRow) -> None:
+        """Store a text's answer."""
+        if self.store_tokens:
+            self.store += [*row.text[row.begins :], SEPARATOR]
+            del self.store[: -self.store_tokens]
+
+
+@dataclass
+class SuffixRow:
+    """A growing text, where its answer begins, and what stood before in both the store and it."""
+
+    text: list[int]
+    begins: int
+    automaton: SuffixAutomaton
+
+    def __post_init__(self) -> None:
+        self.stored = len(self.automaton.tokens)
+
+    def grown(self) -> SuffixAutomaton:
+        """The automaton with all of the text."""
+        self.automaton.extend(self.text[len(self.automaton.tokens) - self.stored :])
+        return self.automaton
