@@ -108,20 +108,10 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(
-    lm: TargetModel,
-    adapter: Adapter,
-    steps: int,
-    nodes: int,
-    cost: float,
-    store: Datastore | None = None,
-) -> Hybrid:
-    """
-    Args:
-        cost: of a node or a drafted token.
-    """
+def hybrid(lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float) -> Hybrid:
+    """With this cost of a node or a drafted token."""
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, reference=store)
+    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes)
 
 
 def cheap(drafter: Any) -> Any:
@@ -164,25 +154,15 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
     "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
     "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
-    "cascade": lambda case: Cascade(
-        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
-    ),
-    "cascade-extended": lambda case: Cascade(
-        case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 2, 0.3), extend=True
-    ),
+    "cascade": lambda case: Cascade(Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)),
     "cascade-of-trees": lambda case: Cascade(
-        case.lm, Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
+        Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
     ),
     "cascade-draft-model": lambda case: Cascade(
-        case.lm,
-        Sometimes(case.texts),
-        DraftModel(case.lm, draft_lm(case), steps=3),
-        extend=True,
+        Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3)
     ),
     "hybrid-tree": lambda case: hybrid(case.lm, case.adapter, 4, 7, 0.001),
-    "hybrid-tree-stops": lambda case: hybrid(
-        case.lm, case.adapter, 4, 15, 0.08, datastore_of(case)
-    ),
+    "hybrid-tree-stops": lambda case: hybrid(case.lm, case.adapter, 4, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(
         case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
     ),
@@ -196,20 +176,15 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
     "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
     "prompt-lookup": lambda case: PromptLookup(),
-    "prompt-lookup-reference": lambda case: PromptLookup(2, 4, datastore_of(case)),
+    "prompt-lookup-short": lambda case: PromptLookup(2, 4),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
     "rest-tree-sparse": lambda case: Rest(datastore_of(case), RestConfig(max_matches=3)),
     "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
-    "lookahead-tree-small": lambda case: Lookahead(
-        LookaheadConfig(window=1, ngram=2, guesses=1, pool=2, pool_from_prompt=False)
-    ),
+    "lookahead-tree-small": lambda case: Lookahead(LookaheadConfig(window=1, ngram=2, guesses=1)),
     "suffix": lambda case: Suffix(6),
     "suffix-store": lambda case: Suffix(4, 0.5, store_tokens=40),
     "token-recycling-tree": lambda case: TokenRecycling(9, vocab_size=case.lm.config.vocab_size),
-    "token-recycling-tree-kept": lambda case: TokenRecycling(5, keep_matrix=True),
-    "cascade-token-recycling-tree": lambda case: Cascade(
-        case.lm, Suffix(4, 0.5), TokenRecycling(7)
-    ),
+    "cascade-token-recycling-tree": lambda case: Cascade(Suffix(4, 0.5), TokenRecycling(7)),
     "oracle": lambda case: oracle(case.texts),
     "adversary": lambda case: adversary(case.texts),
     "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),

@@ -28,7 +28,8 @@ def steady_budget(request, monkeypatch):
     if "measured_budget" in request.fixturenames:
         return
     from kangaroo.engine import engine
-    from kangaroo.engine.budget import Budget, VerifyCosts
+    from kangaroo.engine.budget import Budget
+    from kangaroo.engine.costs import VerifyCosts
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
     monkeypatch.setattr(engine, "measured", lambda lm: costs)

@@ -20,8 +20,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
@@ -191,6 +190,27 @@ def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
             return lm.hf(torch.tensor([list(tokens)])).logits[0]
     finally:
         lm.hf.set_attn_implementation("kangaroo")
+
+
+def check_chains(
+    drafter: Any, expected: Callable[[list[int], int, int], list[int]]
+) -> dict[int, int]:
+    """From now on compare each chain of a drafter with what is expected after the row's text, by
+    (text, seed, its length). Texts are right whatever is drafted, so a gap in a cache would cost
+    acceptance unseen. How often each length was drafted, once it is."""
+    propose, lengths = drafter.propose, dict[int, int]()
+
+    def check(batch: Batch) -> Draft:
+        draft = propose(batch)
+        for row in (row for row in range(batch.size) if not batch.done_B[row]):
+            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
+            seed = int(batch.seeds_B[row])
+            assert drafted == expected(batch.texts[row], seed, len(drafted))
+            lengths[len(drafted)] = lengths.get(len(drafted), 0) + 1
+        return draft
+
+    drafter.propose = check
+    return lengths
 
 
 class Knowing(Stateless):

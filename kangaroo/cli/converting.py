@@ -46,13 +46,9 @@ def convert_export(config: ExportCommand) -> None:
         target = options_of(config.model.path, config.model.name)
         use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
-    elif config.to is Layout.vllm:
+    else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
-    else:
-        adapter = official.write(source, meta_model(config.model), output)
-        options = f"--adapter-path {output} --exitlayer {adapter.exit_layer}"
-        log.info("%s is for the authors' code: %s", output, options)
 
 
 @command()

@@ -163,7 +163,6 @@ class Layout(Enum):
 
     draft_model = "draft_model"  # the target's first layers too, for vLLM, SGLang, transformers
     vllm = "vllm"  # the adapter alone, for the plugin kangaroo-vllm
-    official = "official"  # a checkpoint for the authors' code
 
     def __str__(self) -> str:
         return self.value  # in the name of the output folder

@@ -26,17 +26,14 @@ class DraftBuffers:
         count: nodes of each row, `[B]`; 0 for one that takes no part.
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
         end: the node that a row's chain ends with, `[B]`.
-        draw: how each row's tokens are drawn, `[B]`.
         choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
         chances: the probabilities of as many likeliest tokens, before temperature and noise.
         written, path: the tokens that a verification writes, and after which nodes, `[B, N]`; of
             each row, `accepted` and one.
-        kept, kept_chances: the likeliest tokens after each node, `[B, N, keep]`.
 
     Args:
         capacity: nodes that a row may have.
         exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
-        drafting: `native.NativeDrafting`; None where nothing is drafted.
         keep: so many likeliest tokens of the distribution after each node.
     """
 
@@ -121,23 +118,13 @@ class DraftBuffers:
                 self.place[row, node], self.has_state[row, node] = places[was], states[was]
 
     def draft(
-        self,
-        rows: Sequence[int],
-        steps: int,
-        threshold: float,
-        limits: np.ndarray | None = None,
+        self, rows: Sequence[int], steps: int, threshold: float, limits: np.ndarray | None = None
     ) -> None:
-        """The chains of these rows grow by up to so many tokens; see `rounds.h`.
-
-        Args:
-            limits: of `Budget.limits`; None is 0 throughout.
-        """
-        if not rows:
-            return
-        self._ask(rows)
-        least = np.zeros((len(self.base), steps), np.float32)
-        least[list(rows)] = 0.0 if limits is None else limits
-        self._draft(*self.pointers, steps, threshold, least.ctypes.data)
+        """The chains of these rows grow by up to so many tokens, within `Budget.limits`, if any;
+        see `rounds.h`."""
+        if rows:
+            least = self._ask(rows, steps, 0.0 if limits is None else limits)
+            self._draft(*self.pointers, steps, threshold, least.ctypes.data)
 
     def draft_block(
         self,
@@ -147,14 +134,9 @@ class DraftBuffers:
         threshold: float,
         limits: np.ndarray,
     ) -> None:
-        """The same for rows that have no chain, by one pass of the drafting layer.
-
-        Args:
-            places: `native.NativePlaces`.
-        """
-        self._ask(rows)
-        least = np.zeros((len(self.base), steps), np.float32)
-        least[list(rows)] = limits
+        """The same for rows that have no chain, by one pass of the drafting layer, with its
+        `NativePlaces`."""
+        least = self._ask(rows, steps, limits)
         self._draft_block(*self.pointers, byref(places), steps, threshold, least.ctypes.data)
 
     def draft_trees(
@@ -175,19 +157,21 @@ class DraftBuffers:
                 chances less these numbers largest; as many at most.
             halves_leaves: without the less likely half of the nodes that have no child.
         """
-        self._ask(rows)
         steps, worths = limits.shape[1], np.array(worth, np.float32)
-        least = np.zeros((len(self.base), steps), np.float32)
-        least[list(rows)] = limits
+        least = self._ask(rows, steps, limits)
         self._draft_trees(
             *self.pointers,
             *(steps, width, threshold, least.ctypes.data),
             *(len(worth), worths.ctypes.data, halves_leaves),
         )
 
-    def _ask(self, rows: Sequence[int]) -> None:
+    def _ask(self, rows: Sequence[int], steps: int, limits: np.ndarray | float) -> np.ndarray:
+        """These rows take part, with these limits, `[B, steps]`."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
+        least = np.zeros((len(self.base), steps), np.float32)
+        least[list(rows)] = limits
+        return least
 
 
 def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:

@@ -1,5 +1,4 @@
 """How each drafter drafts in native code: here alone a drafter's class decides what the CPU runs.
-
 The drafter's `propose` is the definition.
 """
 
@@ -19,6 +18,7 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.expected_gain import best_tree
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
@@ -50,21 +50,17 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     match drafter:
         case Vanilla():
             return NativeDrafting()
-        case TreesFromText():
-            return TextTreeDrafting(drafter)
-        case FromText():
+        case FromText() | TreesFromText():
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
-        case Block():
-            return BlockDrafting(drafter)
         case KangarooTree() if drafter.top_k > native.MOST_CHOICES:
             return None
-        case Kangaroo() | KangarooTree():
+        case Kangaroo() | KangarooTree() | Block():
             return ChainDrafting(drafter)
         case DraftModel() if drafter.lm.native_layers is not None:
             return DraftModelDrafting(drafter)
-        case Cascade() if isinstance(drafter.first, FromText) and not drafter.extend:
+        case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
             first, second = native_drafting(drafter.first), native_drafting(drafter.second)
             return CascadeDrafting(first, second) if first and second else None
     return None
@@ -77,26 +73,20 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> 
 
 
 class TextDrafting(NativeDrafting):
-    """Chains that are read from the text."""
+    """Chains and trees that are read from the text."""
 
-    def __init__(self, drafter: FromText):
+    def __init__(self, drafter: FromText | TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        length = self.drafter.chain_length(batch.budget, len(rows))
+        drafter = self.drafter
+        if isinstance(drafter, TreesFromText):
+            for row in rows:
+                buffers.add(row, *drafter.tree_of(batch, row))
+            return
+        length = drafter.chain_length(batch.budget, len(rows))
         for row in rows:
-            buffers.add(row, self.drafter.continuation(row, batch.texts[row])[:length])
-
-
-class TextTreeDrafting(NativeDrafting):
-    """Trees that are made on the host."""
-
-    def __init__(self, drafter: TreesFromText):
-        self.drafter, self.nodes = drafter, drafter.max_nodes
-
-    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        for row in rows:
-            buffers.add(row, *self.drafter.tree_of(batch, row))
+            buffers.add(row, drafter.continuation(row, batch.texts[row])[:length])
 
 
 class LayerDrafting(NativeDrafting):
@@ -121,40 +111,25 @@ class LayerDrafting(NativeDrafting):
 
 
 class ChainDrafting(LayerDrafting):
-    """The chains and trees of Kangaroo and EAGLE."""
-
-    drafter: Kangaroo | KangarooTree
+    """The chains and trees of Kangaroo and EAGLE, and block's chains from one pass."""
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         if (limits := limits_of(drafter, batch, rows)) is None:
             return
         drafter.read_prompts()
-        if isinstance(drafter, Kangaroo):
-            buffers.draft(rows, drafter.steps, drafter.threshold, limits)
-            return
-        worth = drafter.min_node_chances(batch.budget, len(rows))
-        halves = drafter.min_confidence is None
-        buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
-
-
-class BlockDrafting(LayerDrafting):
-    """Chains from one pass."""
-
-    drafter: Block
-
-    def __init__(self, drafter: Block):
-        super().__init__(drafter)
-        parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
-        rank = drafter.adapter.architecture.rank
-        self.places = native.NativePlaces(*map(native.pointer, parts), rank)
-
-    def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter = self.drafter
-        if (limits := limits_of(drafter, batch, rows)) is None:
-            return
-        drafter.read_prompts()
-        buffers.draft_block(rows, self.places, drafter.steps, drafter.threshold, limits)
+        match drafter:
+            case Block():
+                parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
+                rank = drafter.adapter.architecture.rank
+                places = native.NativePlaces(*map(native.pointer, parts), rank)
+                buffers.draft_block(rows, places, drafter.steps, drafter.threshold, limits)
+            case KangarooTree():
+                worth = drafter.min_node_chances(batch.budget, len(rows))
+                halves = drafter.min_confidence is None
+                buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
+            case _:
+                buffers.draft(rows, drafter.steps, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):
@@ -181,9 +156,10 @@ class HybridDrafting(LayerDrafting):
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
                 sources[row].add(list(zip(*choices, strict=True))[: drafter.head.size])
-            growing = [row for row in growing if drafter.goes_on(sources[row])]
+            growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
-            buffers.replace_with_tree(row, *drafter.tree(source))
+            tree = best_tree(drafter.costs, source, drafter.nodes)
+            buffers.replace_with_tree(row, *tree)
 
 
 class CascadeDrafting(NativeDrafting):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ LINE = 64  # tensors begin at a multiple of a cache line
 
 def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
     """Move parameters of one dtype into one piece of memory, one after another: never are both held
-    for more than one of them. Pages of a mapped checkpoint are given back, where nothing was
-    written to them. Nothing is moved where the system has no huge pages to ask for.
-    """
+    for more than one of them. Nothing is moved where the system has no huge pages to ask for."""
     tensors = list({id(parameter): parameter for parameter in parameters}.values())
     if not tensors or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
@@ -33,12 +30,9 @@ def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds on to the memory
     start = -whole.data_ptr() % PAGE
-    mapped = _mapped_files()
     for tensor, place in zip(tensors, places, strict=True):
         at = slice(start + place, start + place + tensor.numel() * tensor.element_size())
-        before = tensor.data
-        tensor.data = whole[at].view(tensor.dtype).view(tensor.shape).copy_(before)
-        _give_back(before, mapped)
+        tensor.data = whole[at].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,38 +41,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         begin = -(-empty.data_ptr() // PAGE) * PAGE
         end = (empty.data_ptr() + empty.nbytes) // PAGE * PAGE
-        if begin < end:
-            _advise(begin, end, mmap.MADV_HUGEPAGE)
+        if begin < end:  # the system may refuse, and then nothing changes
+            size, libc = ctypes.c_size_t(end - begin), ctypes.CDLL(None, use_errno=True)
+            libc.madvise(ctypes.c_void_p(begin), size, mmap.MADV_HUGEPAGE)
     return empty.zero_()
-
-
-def _advise(begin: int, end: int, advice: int) -> None:
-    """To the system about memory between two addresses; it may refuse, and then nothing changes."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
-
-
-def _mapped_files() -> list[range]:
-    """The addresses where files are mapped and hold what the files do: no page was written to."""
-    try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-    except OSError:
-        return []
-    mapped, addresses = [], range(0)
-    for line in lines:
-        first, *rest = line.split(maxsplit=5)
-        if not first.endswith(":"):  # a mapping's first line; its numbers follow
-            begin, end = (int(address, 16) for address in first.split("-"))
-            of_file = len(rest) == 5 and rest[3] != "0"
-            addresses = range(begin, end) if of_file else range(0)
-        elif first == "Anonymous:" and rest[0] == "0" and addresses:
-            mapped.append(addresses)
-    return mapped
-
-
-def _give_back(tensor: Tensor, mapped: Iterable[range]) -> None:
-    """The pages of a file that only this tensor lies on; the file still has what they hold."""
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if begin < end and any(begin in file and end - 1 in file for file in mapped):
-        _advise(begin, end, mmap.MADV_DONTNEED)

@@ -1,11 +1,10 @@
 """Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
 
-A step of decoding has few tokens, and its time is that of reading the weights once. PyTorch's
-modules take several times as long: products of one row do not stream, and between them the threads
-wait. What a token gets depends on nothing beside it, bit by bit: `decode.cpp` says why. It is built
-at first use, for this very processor; without a C++ compiler decoding stays eager.
+A step of decoding takes the time of reading the weights once; PyTorch's modules take several times
+as long. What a token gets depends on nothing beside it, bit by bit: `decode.cpp` says why. It is
+built at first use, for this very processor; without a C++ compiler decoding stays eager.
 
-Shapes: R rows, T tokens a row, D hidden size, N outputs, S slots, E occupied slots.
+Shapes: R rows, T tokens a row, D hidden size, N outputs.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
 @dataclass
 class LayerWeights:
     """The weights of one layer, in the order of `layers.h`'s `Layer`: attention, a feed-forward
-    part, or both, each after its norm if it has one.
-    """
+    part, or both, each after its norm if it has one."""
 
     attention_norm: Tensor | None = None
     q: Tensor | None = None
@@ -147,9 +145,8 @@ class Stack:
         self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether it is a step of decoding, or a later part of a prompt; where prompts are read
-        here, its first part too. A text that is learnt has one mask for all rows, or a boolean one.
-        """
+        """Whether it is a step of decoding, or a part of a prompt; its first one only where prompts
+        are read here. A text that is learnt has one mask for all rows, or a boolean one."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias = meta.bias_R1TE
         if bias is None:  # from the first position on
@@ -158,7 +155,7 @@ class Stack:
         return few and masked and bias.dtype == x_RTD.dtype
 
     def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
-        """Some of the layers with their keys and values, which hold as long as the cache; with
+        """Some of the layers with their keys and values, as long as the cache is there; with
         `keys_alone` each writes these, and leaves the states as they are."""
         keys, values = cache.addresses
         step = ctypes.sizeof(ctypes.c_void_p)
@@ -198,8 +195,8 @@ class Stack:
 
 
 def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
-    """The layers as `layers.h` reads them, or some of their weights. Of the first ones, which a
-    draft reads for each of its tokens, as many as fit stay in the last-level cache."""
+    """The layers as `layers.h` reads them, or some of their weights. As many of the first as fit,
+    which a draft reads for each of its tokens, stay in the last-level cache."""
     entries, size = [], 0
     for layer in layers:
         weights = vars(layer)
@@ -310,8 +307,8 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 @cache
 def staying_bytes() -> int:
     """How much of a model's layers, or of a head, stays in the last-level cache between passes:
-    half of it, so that the rest, which is fetched past it (`products.h`), does not push it out. All
-    where the system does not tell its size."""
+    half of that, so that the rest, which is fetched past it (`products.h`), does not push it out.
+    All where the system does not tell its size."""
     return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
 
 

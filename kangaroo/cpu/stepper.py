@@ -16,10 +16,10 @@ from kangaroo.cpu.drafting import NativeDrafting, native_drafting
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.engine.stepper import Chunk
 from kangaroo.models.target import TargetModel
 
 
@@ -54,7 +54,7 @@ class CpuStepper:
         records = [StepRecord([], 0, 0, *seconds) for _ in range(batch.size)]
         for row in active:
             accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
-            tokens = batch.cut(row, buffers.written[row, : accepted + 1].tolist())
+            tokens = self._cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
             batch.budget.observe(row, nodes, accepted)
             batch.verified[row] += self._likeliest(row)
@@ -65,6 +65,13 @@ class CpuStepper:
             for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
                 record.kept = likeliest
         return records
+
+    def _cut(self, row: int, tokens: list[int]) -> list[int]:
+        """What of them belongs to the row's text: nothing after an EOS or beyond its limit."""
+        batch, ends = self.batch, self.batch.ends[row]
+        room = batch.limits[row] - len(batch.texts[row])
+        last = next((i for i, token in enumerate(tokens) if token in ends), room)
+        return tokens[: min(last + 1, room)]
 
     def _likeliest(self, row: int) -> Iterable[tuple[int, list[int]]]:
         """Each verified node's token, and the likeliest after it that a drafter wants."""

@@ -1,25 +1,27 @@
 """What the engine asks of a drafter.
 
-Shapes: B rows of the batch, T tokens of a prefill chunk, D hidden size.
+Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import Ranged
+from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize, Ranged
 
 
 class Drafter(Protocol):
@@ -31,8 +33,8 @@ class Drafter(Protocol):
             for them, and as many for places before the start of a text (`TargetModel.forward_meta`,
             `below`).
         supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
-            row's text before it had as well, up to the last two tokens of that text, or that it has
-            adopted. In native code, all do.
+            row's text before it had as well, up to the last two tokens of that text, or that
+            `copy_prefix` named. In native code, all do.
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
@@ -51,12 +53,8 @@ class Drafter(Protocol):
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        """A chunk of a row's prompt has entered the target's cache.
-
-        Chunks of a prompt come in order, the whole of it unless the drafter
-        `supports_prefix_reuse`. The token that the target writes after it is pending, and in none
-        of them.
-        """
+        """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
+        that the target writes after the prompt is pending, and in none of them."""
 
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
@@ -86,10 +84,8 @@ class DrafterConfig(Ranged, ABC):
         return asdict(self)
 
     def made_by(self) -> dict[str, Any]:
-        """What it took to make the drafter for its target, by name; empty where it took nothing.
-
-        Of training: `trained_positions` that entered the loss, all epochs together, and `epochs`.
-        """
+        """What training the drafter for its target took, by name: `trained_positions` that entered
+        the loss, all epochs together, `epochs`; empty where it was not trained."""
         return {}
 
 
@@ -105,10 +101,7 @@ class TrainedConfig(DrafterConfig):
 
     @abstractmethod
     def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
-        """What was trained, and the heads that it drafts with.
-
-        Errors: `AdapterMismatch` and whatever else `adapter_files.load` raises.
-        """
+        """What was trained, and the heads that it drafts with. Errors: as `adapter_files.load`."""
 
     @abstractmethod
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
@@ -127,6 +120,53 @@ class TrainedConfig(DrafterConfig):
 
     def made_by(self) -> dict[str, Any]:
         return adapter_files.made_by(self.adapter)
+
+
+@dataclass
+class EarlyExitConfig(TrainedConfig):
+    """A layer and how far it drafts.
+
+    Args:
+        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
+            nonsense in as much time as a trained one.
+        steps: at most this many draft tokens in a row (the paper's gamma).
+        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
+            early, `auto` once a further token would not pay, by what it costs on this device and
+            how often such tokens were right in this text.
+        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
+            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
+            adapter was saved with.
+    """
+
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
+    vocabulary: CountOrZero | None = None
+
+    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
+    parts: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained one
+
+    @classmethod
+    def chain(cls, steps: int) -> EarlyExitConfig:
+        return cls(steps=steps, threshold=0)
+
+    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
+        if (exit_layer := self._untrained()) is None:
+            return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+        layer = self.parts().build(lm, exit_layer, None).start_from(lm)
+        assert isinstance(layer, self.kind)
+        layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
+        return layer, layer.draft_heads(lm, None)
+
+    def _untrained(self) -> int | None:
+        kind, _, layer = self.adapter.partition(":")
+        return int(layer) if kind == "untrained" and layer.isdecimal() else None
+
+    def settings(self) -> dict[str, Any]:
+        trained = self._untrained() is None
+        return super().settings() if trained else DrafterConfig.settings(self)
+
+    def made_by(self) -> dict[str, Any]:
+        return super().made_by() if self._untrained() is None else {}
 
 
 class Stateless:
@@ -156,8 +196,6 @@ class Stateless:
 def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
     """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
     and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
-
-    The one before the root is in no such cache if it ended a draft of its own, accepted whole.
     """
     assert draft.meta is not None
     length = draft.tree.max_depth + 1
@@ -180,22 +218,14 @@ LOOKED_UP = 0.8
 
 
 class FromText(Stateless, ABC):
-    """Drafts chains by reading the text alone, on the host.
-
-    Attributes:
-        max_nodes: as of every drafter.
-    """
+    """Drafts chains by reading the text alone, on the host. It sets `max_nodes`."""
 
     max_nodes: int
 
     @abstractmethod
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        """Tokens that may follow; none where it finds none.
-
-        Args:
-            text: the row's committed tokens, `batch.texts[row]` itself, or these and a draft of
-                another drafter that is to go on.
-        """
+        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
+        none."""
 
     def propose(self, batch: Batch) -> Draft:
         length = self.chain_length(batch.budget, batch.active)
@@ -209,8 +239,10 @@ class FromText(Stateless, ABC):
         return next(longest, self.max_nodes)
 
 
-class TreesFromText(FromText, ABC):
-    """Drafts trees on the host."""
+class TreesFromText(Stateless, ABC):
+    """Drafts trees by reading the text alone, on the host. It sets `max_nodes`."""
+
+    max_nodes: int
 
     @abstractmethod
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
 """Block: one pass of shallow layers, adapter and head makes a whole draft.
 
-Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary,
-r rank of the table of neighbours.
+Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary, R
+rank of the table of neighbours.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -31,11 +31,8 @@ EMBEDDED = 4096  # tokens whose neighbours are computed at a time
 
 @dataclass
 class BlockConfig(EarlyExitConfig):
-    """A chain as long as the head has places, at most, from one pass.
-
-    Args:
-        adapter: folder or hub id of a trained head (`python train.py adapter=block`).
-    """
+    """A chain from one pass, at most as long as the head has places; the adapter is a trained head
+    (`python train.py adapter=block`)."""
 
     name: str = "block"
 
@@ -43,16 +40,14 @@ class BlockConfig(EarlyExitConfig):
     parts: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
 
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Block:
-        steps = trained.architecture.longest(self.steps)
+        steps = min(self.steps, trained.architecture.places)
         return Block(lm, trained, steps, self.threshold, heads[0])
 
 
 class Block(EarlyExit, Chain):
-    """The shallow layers run on the pending token alone, and on the draft when it is verified.
-
-    The adapter's keys of the places are scratch: once the draft is verified, the next pass writes
-    those of its tokens, which is why its window is as long as a draft.
-    """
+    """The shallow layers run on the pending token alone, and on the draft when it is verified. The
+    adapter's keys of the places are scratch: the next pass writes those of the draft's tokens,
+    which is why its window is as long as a draft."""
 
     adapter: BlockHead
 
@@ -68,10 +63,9 @@ class Block(EarlyExit, Chain):
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.pass_cost = self.draft_cost  # whatever the tokens
-        embedded_VD = lm.hf.model.embed_tokens.weight.to(adapter.home(lm))
-        parts = embedded_VD.split(EMBEDDED)
-        self.neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
-        self.neighbours_VR = self.neighbours_VR.detach().to(lm.device)
+        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(EMBEDDED)
+        neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
+        self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
 
     def begin(self, batch: Batch) -> None:
@@ -85,7 +79,7 @@ class Block(EarlyExit, Chain):
         pending = batch.last(1), meta, self.shallow_BWD
         (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
         tokens = self.choices(batch, logits_BNK, meta, draws)
-        # on a GPU the host reads none before the last is chosen
+        # with graphs the host reads none before the last is chosen
         yield from list(tokens) if self.lm.acceleration.graphs else tokens
 
     def run_block(
@@ -111,22 +105,15 @@ class Block(EarlyExit, Chain):
             yield token
 
     def place(
-        self,
-        batch: Batch,
-        step: int,
-        logits_BNK: Tensor,
-        meta: ForwardMeta,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-        before_B1: Tensor,
+        self, batch: Batch, step: int, logits_BNK: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> DraftToken:
         """The token of one place; from the second on the one before it moves the logits."""
+        *draws, before_B1 = others
         logits_BK = logits_BNK[:, step - 1]
         if step > 1:
             near_BR = self.neighbours_VR[before_B1[:, 0]]
             logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-        return self.draw(batch, step, logits_BK, length_B, seeds_B, settings_B3)
+        return self.draw(batch, step, logits_BK, *draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)
@@ -138,13 +125,3 @@ class Block(EarlyExit, Chain):
 
     def logits(self, x_BK: Tensor) -> Tensor:
         return x_BK
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return self.head.spread(logits_BK)
-
-    def pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        if sampling.greedy:  # without spreading them
-            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        return super().pick(logits_BK, sampling, positions_B1, seeds_B)

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 
 
 @dataclass
@@ -28,21 +26,18 @@ class CascadeConfig(DrafterConfig):
     Args:
         first: asked first, and cheap; it must be able to find nothing, as a lookup does.
         second: drafts in rows where the first found nothing.
-        extend: the first goes on where a chain of the second ends; it must read the text alone.
     """
 
     name: str = "cascade"
     first: Any = "???"
     second: Any = "???"
-    extend: bool = False
 
     def build(self, lm: TargetModel) -> Cascade:
-        """Errors: those of both drafters, and `ConfigError`."""
-        return Cascade(lm, self.first.build(lm), self.second.build(lm), self.extend)
+        return Cascade(self.first.build(lm), self.second.build(lm))
 
     def settings(self) -> dict[str, Any]:
         parts = {"first": self.first.settings(), "second": self.second.settings()}
-        return {"name": self.name, "extend": self.extend} | parts
+        return {"name": self.name} | parts
 
     def made_by(self) -> dict[str, Any]:
         return self.first.made_by() | self.second.made_by()
@@ -51,13 +46,8 @@ class CascadeConfig(DrafterConfig):
 class Cascade:
     """Each of the two sees every round, whoever drafted in it."""
 
-    def __init__(self, lm: TargetModel, first: Drafter, second: Drafter, extend: bool = False):
-        if extend and not isinstance(first, FromText):
-            raise ConfigError(
-                "drafter.extend=true needs a first drafter that reads the text alone, such as "
-                "prompt_lookup; leave it off for others."
-            )
-        self.lm, self.first, self.second, self.extend = lm, first, second, extend
+    def __init__(self, first: Drafter, second: Drafter):
+        self.first, self.second = first, second
         self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
         self.supports_prefix_reuse = first.supports_prefix_reuse and second.supports_prefix_reuse
@@ -83,8 +73,6 @@ class Cascade:
         if first.tree.size > 1 and (found_B | batch.done_B).all():  # one sync
             return first
         second = self.second.propose(batch)
-        if self.extend:
-            second = self._extended(batch, second)
         return second if first.tree.size == 1 else either(found_B, first, second)
 
     def observe(
@@ -92,35 +80,6 @@ class Cascade:
     ) -> None:
         self.first.observe(batch, draft, verdict, taps)
         self.second.observe(batch, draft, verdict, taps)
-
-    def _extended(self, batch: Batch, draft: Draft) -> Draft:
-        """A chain, gone on from by the first drafter."""
-        assert isinstance(self.first, FromText)
-        if not draft.tree.is_chain:
-            return draft
-        # the host reads the draft: two syncs
-        counts = (draft.valid_BN.sum(1) - 1).tolist()
-        drafted = [
-            row[:count] for row, count in zip(draft.tokens_BN[:, 1:].tolist(), counts, strict=True)
-        ]
-        longer = [
-            chain + self.first.continuation(row, batch.texts[row] + chain)
-            for row, chain in enumerate(drafted)
-        ]
-        if longer == drafted:
-            return draft
-        extended = Draft.listed(batch.last(1), longer)
-        if draft.hidden_BND is not None:  # the new nodes have to catch up with the others
-            size, kept = extended.tree.size, 1 + min(counts)
-            meta = self.lm.forward_meta(
-                extended.tree, batch.base_B, batch.used + size, batch.n_slots
-            )
-            x_BND = self.lm.embed(extended.tokens_BN[:, kept:])
-            at = meta.narrow(kept, size - kept)
-            x_BND, _ = self.lm.run(x_BND, batch.cache, at, range(draft.entry))
-            extended.hidden_BND = torch.cat([draft.hidden_BND[:, :kept], x_BND], 1)
-            extended.entry, extended.meta = draft.entry, meta
-        return extended
 
 
 def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:

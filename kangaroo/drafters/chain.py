@@ -1,6 +1,6 @@
 """Drafting a chain token by token: what Kangaroo, EAGLE, draft models and skipped layers share.
 
-Shapes: B rows, N nodes, D hidden size, V vocabulary, K draft vocabulary.
+Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import limit
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
-from kangaroo.engine.sampling import AnySampling, Rule, Sampling, of_round, pick, warp
+from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.sampling import AnySampling, Rule, of_round, pick, warp
 from kangaroo.engine.tree import Draft, Tree
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
 
 class DraftToken(NamedTuple):
-    """One more token of every row's chain.
-
-    Args:
-        id_B1: itself.
-        logits_BK: what it was chosen by; no number where kernels chose it and write none.
-        reading: what the host reads of it (`Chain.reading`).
-    """
+    """One more token of every row's chain, the logits that it was chosen by, none where kernels
+    write none, and what the host reads of it."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -38,21 +33,19 @@ class DraftToken(NamedTuple):
 
 class Chain(ABC):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
-    `threshold=auto` until one more would no longer pay (`Budget.limits`).
-
-    The token whose confidence was low is still verified.
+    `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
+    confidence was low is still verified.
 
     Attributes:
         lm: the model that drafts, or the target where its layers draft.
-        steps: at most this many draft tokens a round.
-        threshold: 0 never stops early.
-        auto: the budget alone says when a chain ends; the threshold is 0 then.
+        threshold: 0 never stops early; `auto` leaves that to the budget alone.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
     """
 
     lm: TargetModel
+    head: DraftHead
     steps: int
     threshold: float
     auto: bool
@@ -60,79 +53,14 @@ class Chain(ABC):
     window: int
     reads_logits = False
 
-    @abstractmethod
-    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        """The chain, one token after another; the caller may stop before the last.
-
-        Args:
-            meta: of the window, the pending token and `steps` draft tokens.
-        """
-
-    @abstractmethod
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after a state and its chance, both `[B, 1]`; None without kernels."""
-
-    @abstractmethod
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        """Over the draft vocabulary, `[B, K]`."""
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        """The same logits over the target's vocabulary, `[B, V]`."""
-        return logits_BK
-
-    def draw(
-        self,
-        batch: Batch,
-        step: int,
-        x_B1D: Tensor,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-    ) -> DraftToken:
-        """The chain's token number `step`, from the state that the head reads.
-
-        Args:
-            length_B, seeds_B, settings_B3: `Batch.draws`.
-        """
-        choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
-        if choice is not None:
-            return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
-        if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
-            seeds_B = of_round(seeds_B, length_B)
-        logits_BK = self.logits(x_B1D)
-        draws = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1, seeds_B
-        return DraftToken(self.pick(logits_BK, *draws), logits_BK, self.reading(logits_BK, *draws))
-
-    def pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        """The token that the target would choose from these logits, `[B, 1]`."""
-        return pick(self.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
-
-    def reading(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        """What the host reads of a token: the confidence `[B]`, if nothing else."""
-        return confidence(logits_BK)
-
-    def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        """The draft as it is verified, with what was computed of its nodes already.
-
-        Args:
-            meta: of its nodes, for the model that drafts.
-        """
-        return draft
-
     def propose(self, batch: Batch) -> Draft:
         """A chain below each row's pending token, as long as the budget of a batch allows."""
         limits = limits_of(self, batch)
         active = limits[:, 0] < 1
         if not active.any():
             return Draft.nothing(batch.last(1))
-        may_stop = self.threshold > 0 or limits[active].any()
-        # where each text has sampling of its own, all are accepted by matching
-        alike = batch.sampling if isinstance(batch.sampling, Sampling) else Sampling()
-        keeps_probs = alike.rule is not Rule.match and not alike.greedy
+        may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
+        keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
@@ -142,7 +70,7 @@ class Chain(ABC):
             lengths += active
             if keeps_probs:
                 logits_B1V = self.spread(token.logits_BK)[:, None]
-                probs.append(warp(logits_B1V, alike).softmax(-1))
+                probs.append(warp(logits_B1V, sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
                 chance *= confidence
@@ -162,47 +90,51 @@ class Chain(ABC):
         )
         return self.finish(draft, meta.narrow(self.window, len(ids)))
 
-
-class Autoregressive(Chain):
-    """Drafts with a whole model's head, as draft models and skipped layers do: each token is the
-    input of the next pass.
-    """
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
-        self.lm, self.steps, self.window = lm, steps, window
-        self.threshold, self.auto = limit(threshold)
-        self.needs_costs = self.auto
-        self.max_nodes = steps
-
     @abstractmethod
-    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        """The output of the last layer, `[B, N, D]`."""
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
+        """The chain, one token after another; the caller may stop before the last. `meta` is of
+        the window, the pending token and `steps` draft tokens."""
 
-    @abstractmethod
-    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        """All that `run` reads or writes."""
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.lm.logits(x_B1D)[:, 0]
+    def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
+        """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
+        choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
+        if choice is not None:
+            return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
+        logits_BK, (length_B, seeds_B, settings_B3) = self.logits(x_B1D), draws
+        if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
+            seeds_B = of_round(seeds_B, length_B)
+        sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
+        if sampling.greedy:  # without spreading them
+            id_B1 = self.token_of(logits_BK.argmax(-1, keepdim=True))
+        else:
+            id_B1 = pick(self.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
+        return DraftToken(id_B1, logits_BK, self.reading(logits_BK, sampling, at_B1, seeds_B))
 
     def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.lm.choose(x_B1D)
+        """The likeliest token after a state and its chance, both `[B, 1]`; None without kernels."""
+        return self.head.choose(x_B1D[:, 0])
 
-    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(input_BN: Tensor, meta: ForwardMeta, *draws: Tensor) -> DraftToken:
-            first = 0 if step == 1 else self.window + step - 1
-            x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
-            return self.draw(batch, step, x_BND[:, -1:], *draws)
+    def logits(self, x_B1D: Tensor) -> Tensor:
+        """Over the draft vocabulary, `[B, K]`."""
+        return self.head(x_B1D[:, 0])
 
-        input_BN = batch.last(self.window + 1)
-        for step in range(1, self.steps + 1):
-            # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, *batch.draws)
-            token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
-            input_BN = token.id_B1
-            yield token
+    def spread(self, logits_BK: Tensor) -> Tensor:
+        """The same logits over the target's vocabulary, `[B, V]`."""
+        return self.head.spread(logits_BK)
+
+    def token_of(self, index: Tensor) -> Tensor:
+        """Token ids of places in the draft vocabulary."""
+        return self.head.token_of(index)
+
+    def reading(
+        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+    ) -> Tensor:
+        """What the host reads of a token: the confidence `[B]`, if nothing else."""
+        return confidence(logits_BK)
+
+    def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
+        """The draft as it is verified, with what was computed of its nodes already, and where."""
+        return draft
 
 
 def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -216,11 +148,8 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray[Any, np.dt
 def chain_meta(
     lm: TargetModel, batch: Batch, window: int, steps: int, room: int | None = None
 ) -> ForwardMeta:
-    """One block for a round: the window, the pending token, `steps` more.
-
-    Args:
-        room: how many nodes there will be after the pending token; None is `steps`.
-    """
+    """One block for a round: the window, the pending token, `steps` more; `room` is how many nodes
+    there will be after the pending token, if not `steps`."""
     tree = Tree.chain(window + 1 + steps, batch.length_B.device)
     below = 0 if min(batch.lengths) > window else window
     used = batch.used + (steps if room is None else room)

@@ -30,14 +30,8 @@ TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
 @dataclass
 class Datastore:
-    """Tokens of documents, and where every gram of theirs stands.
-
-    Args:
-        tokens_L: all documents, each followed by the separator.
-        suffixes_L: where the suffixes of `tokens_L` start, in their order.
-        separator: the size of the vocabulary, so above every token.
-        about: counts, the fingerprint, and what the folder says of the documents' origin.
-    """
+    """Tokens of documents, each followed by the separator, which is above every token; where their
+    suffixes start, in their order; and counts, the fingerprint, and the documents' origin."""
 
     tokens_L: np.ndarray
     suffixes_L: np.ndarray
@@ -56,29 +50,20 @@ class Datastore:
         return range(low, bisect_left(places, self.separator, low, high, key=after))
 
     def longest(self, text: Sequence[int], most: int, fewest: int) -> tuple[int, range]:
-        """How many tokens, `most` to `fewest`, at the end of a text are found, and where (`find`).
-
-        Where none are, the places are empty.
-        """
+        """How many tokens, `most` to `fewest`, at the end of a text are found, and where (`find`);
+        0 and no place where none are."""
         spans = range(fewest, min(most, len(text)) + 1)
         # whatever is found is found without its first token
         count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
         return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
-
-    def after(self, start: int, count: int) -> list[int]:
-        """At most `count` tokens from a place in `tokens_L` on, to the end of the document."""
-        tokens = self.tokens_L[start : start + count].tolist()
-        return tokens[: tokens.index(self.separator)] if self.separator in tokens else tokens
 
     def _token(self, depth: int, place: int) -> int:
         return int(self.tokens_L[int(self.suffixes_L[place]) + depth])
 
 
 def check_installed() -> None:
-    """Refuse to make a datastore without the package that sorts it; searching does not need that.
-
-    Errors: `MissingPackage`.
-    """
+    """Raise `MissingPackage` without the package that makes a datastore; searching does not need
+    it."""
     if find_spec("pydivsufsort") is None:
         raise MissingPackage(
             "the package pydivsufsort, which makes a datastore, is not installed: "
@@ -87,10 +72,8 @@ def check_installed() -> None:
 
 
 def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-    """The datastore of some documents; empty ones are left out.
-
-    Errors: `DataError` where there are no tokens, `MissingPackage`.
-    """
+    """The datastore of some documents; empty ones are left out. Errors: `DataError` where there are
+    no tokens, `MissingPackage`."""
     check_installed()
     from pydivsufsort import divsufsort
 
@@ -114,15 +97,9 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 
 
 def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any]) -> Path:
-    """Write a datastore of `lm`'s vocabulary; the folder appears when it is complete.
-
-    A datastore that lies there is replaced.
-
-    Args:
-        facts: where the documents come from, as JSON values.
-
-    Errors: `DataError` where the folder is something else.
-    """
+    """Write a datastore of `lm`'s vocabulary, with facts as JSON values; the folder appears when it
+    is complete, in place of a datastore that lies there. Errors: `DataError` where the folder is
+    something else."""
     if folder.exists() and not (folder / ABOUT).is_file():
         raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
     part = folder.with_name(folder.name + ".part")
@@ -139,10 +116,8 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 
 
 def load(path: str, lm: TargetModel) -> Datastore:
-    """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read.
-
-    Errors: `DataError` where there is none, or it is of another vocabulary; `CorruptFile`.
-    """
+    """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
+    `DataError` where there is none, or it is of another vocabulary; `CorruptFile`."""
     about, folder = read_about(path), located(path)
     expected = identity(lm)
     other = {name: about.get(name) for name in expected}
@@ -159,18 +134,14 @@ def load(path: str, lm: TargetModel) -> Datastore:
     except (OSError, ValueError, EOFError) as error:
         raise _unreadable(path, error) from error
     if not len(tokens_L) == len(suffixes_L) == about.get("tokens"):
-        raise _unreadable(
-            path,
-            f"{len(tokens_L)} tokens and {len(suffixes_L)} suffixes, not {about.get('tokens')}",
-        )
+        counts = f"{len(tokens_L)} tokens and {len(suffixes_L)} suffixes"
+        raise _unreadable(path, f"{counts}, not {about.get('tokens')}")
     return Datastore(tokens_L, suffixes_L, lm.config.vocab_size, about)
 
 
 def read_about(path: str) -> dict[str, Any]:
-    """What a datastore's folder says of it.
-
-    Errors: `DataError` where there is none, `CorruptFile`.
-    """
+    """What a datastore's folder says of it. Errors: `DataError` where there is none,
+    `CorruptFile`."""
     file = located(path) / ABOUT
     if not file.is_file():
         model = Path(path).name.removesuffix("-datastore")
@@ -182,17 +153,6 @@ def read_about(path: str) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
         raise _unreadable(path, error) from error
-
-
-def fingerprint(path: str) -> str:
-    """Hash of a datastore's tokens, as its folder has it."""
-    return str(read_about(path).get("fingerprint"))
-
-
-def made_by(path: str) -> dict[str, Any]:
-    """What it took to make: tokens, and seconds of sorting them."""
-    about = read_about(path)
-    return {"tokens": about.get("tokens"), "seconds": round(about.get("build_seconds", 0))}
 
 
 def identity(lm: TargetModel) -> dict[str, Any]:

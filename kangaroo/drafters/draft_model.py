@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, path_meta
-from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
@@ -36,8 +35,7 @@ class DraftModelConfig(DrafterConfig):
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
-        adapter: an adapter of the target; exported with the layers below it, it is such a model.
-            Not read where `model` is given.
+        adapter: of the target; exported with the layers below it, it is such a model.
         steps: at most this many draft tokens a round (the papers' gamma, and K).
         threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
             never stops early; `auto` once a further token would not pay.
@@ -80,10 +78,9 @@ class DraftModelConfig(DrafterConfig):
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
-    """Raise `ConfigError` unless each token id stands for the same token in both models.
-
-    Vocabularies of the same tokens may be padded to different sizes. Where a model has no tokenizer
-    of its own, random weights for instance, the sizes alone are compared.
+    """Raise `ConfigError` unless each token id stands for the same token in both models, whose
+    vocabularies may be padded to different sizes. Where one has no tokenizer, random weights for
+    instance, the sizes alone are compared.
     """
     wanted, drafted, difference = _tokens(target), _tokens(draft), None
     if wanted is not None and drafted is not None:
@@ -103,9 +100,8 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     """Those that a model can write, by their ids, special ones too; None where nothing tells."""
-    if not config.name_or_path:  # made in memory
-        return None
-    tokenizer = own_tokenizer(config.name_or_path, getattr(config, "_commit_hash", None))
+    path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
+    tokenizer = own_tokenizer(path, revision) if path else None  # without one it is in memory
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
@@ -114,9 +110,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
-    whatever it has not read, which may be much where drafting did not pay for a while.
-
-    Its vocabulary has the target's tokens, but may be padded to another size.
+    whatever it has not read. Its vocabulary may be padded to another size than the target's.
     """
 
     supports_prefix_reuse = True

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from kangaroo.drafters import layer_search
+from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import DrafterConfig, Stateless
-from kangaroo.drafters.chain import Autoregressive
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
@@ -48,28 +48,17 @@ class DraftVerifyConfig(DrafterConfig):
 
     def build(self, lm: TargetModel) -> DraftVerify:
         """Errors: `ConfigError`, and what `layer_search.read` raises."""
-        return DraftVerify(lm, self._skipped(lm), self.steps, self.threshold)
-
-    def _skipped(self, lm: TargetModel) -> list[int]:
-        if self.skip is not None:
-            return self.skip
-        if self.subset is None:
+        if self.skip is None and self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
                 f"{command_line('prepare layers', **options_of(lm.name))} writes."
             )
-        return layer_search.read(self.subset, lm).skip
+        skip = layer_search.read(self.subset, lm).skip if self.subset else self.skip or []
+        return DraftVerify(lm, skip, self.steps, self.threshold)
 
     def settings(self) -> dict[str, Any]:
         skip = self.skip if self.subset is None else layer_search.found(self.subset).skip
         return super().settings() | {"skip": skip}
-
-    def made_by(self) -> dict[str, Any]:
-        if self.subset is None:
-            return {}
-        search = layer_search.found(self.subset).search
-        tried = search.get("settings", {}).get("budget")
-        return {"subsets": tried, "seconds": round(search.get("seconds", 0))}
 
 
 class DraftVerify(Stateless, Autoregressive):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.early_exit import EarlyExitConfig
+from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.heads.draft_head import DraftHead

@@ -1,104 +1,33 @@
 """What drafters with a layer of their own share: the target's layers below it, and its cache.
 
-Shapes: B rows, N draft nodes, P nodes of the accepted path (as long as the draft is deep), T tokens
-of a prefill chunk, W window, U = W + 1, D hidden size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a prefill chunk, W window, D hidden
+size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig, TrainedConfig, limit, path_meta
-from kangaroo.engine.acceleration import Tensors
+from kangaroo.drafters.base import limit, path_meta
+from kangaroo.engine.acceleration import Key, Tensors, Work
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
-from kangaroo.heads import adapter, adapter_files
-from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.base import HeadConfig
+from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize
-
-
-@dataclass
-class EarlyExitConfig(TrainedConfig):
-    """A layer and how far it drafts.
-
-    Args:
-        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
-            nonsense in as much time as a trained one.
-        exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
-        steps: at most this many draft tokens in a row (the paper's gamma).
-        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
-            early, `auto` once a further token would not pay, by what it costs on this device and
-            how often such tokens were right in this text.
-        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
-            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
-            adapter was saved with.
-    """
-
-    exit_layer: Count | None = None
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
-    vocabulary: CountOrZero | None = None
-
-    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
-    parts: ClassVar[type[HeadConfig]] = adapter.AdapterHeadConfig  # of an untrained one
-
-    @classmethod
-    def chain(cls, steps: int) -> EarlyExitConfig:
-        return cls(steps=steps, threshold=0)
-
-    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
-        exit_layer = self._untrained()
-        if exit_layer is not None:
-            layer = self.parts().build(lm, exit_layer, None).start_from(lm)
-            assert isinstance(layer, self.kind)
-            layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
-            return layer, layer.draft_heads(lm, None)
-        config = adapter_files.read_config(self.adapter)
-        if self.exit_layer not in (None, config.exit_layer):
-            raise AdapterMismatch(
-                f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer} of "
-                f"{config.n_layers}, and drafter.exit_layer={self.exit_layer} was asked for. Leave "
-                "it unset, or pass drafter.adapter= one of that exit layer."
-            )
-        return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
-
-    def _untrained(self) -> int | None:
-        kind, _, layer = self.adapter.partition(":")
-        return int(layer) if kind == "untrained" and layer.isdecimal() else None
-
-    def settings(self) -> dict[str, Any]:
-        if self._untrained() is not None:
-            return DrafterConfig.settings(self)
-        return super().settings()
-
-    def made_by(self) -> dict[str, Any]:
-        return {} if self._untrained() is not None else super().made_by()
 
 
 class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
-    The adapter's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: as many as may have changed. That is the one before, which it has not seen
-    after a round that was accepted whole; and if it reads deep states, all that the last round may
-    have drafted, since their deep states are known now. Writing the others again changes nothing,
-    and shapes are static.
-
-    Where the last draft was no chain of its own, the adapter's keys do not lie where the text is:
-    it then passes over the accepted path once more (`follow`).
+    The layer's first pass of a round takes, beside the pending token, a *window* of the committed
+    tokens before it: the one before, which it has not seen after a round that was accepted whole;
+    and if it reads deep states, all that the last round may have drafted, since their deep states
+    are known now. Writing the others again changes nothing, and shapes are static. After another
+    drafter's draft, or a tree, it passes over the accepted path once more.
     """
 
     def __init__(
@@ -109,21 +38,16 @@ class EarlyExit:
         threshold: float | str,
         head: DraftHead | None = None,
     ):
-        self.lm, self.adapter = lm, adapter.accelerate(lm)
+        self.lm, self.adapter, self.steps = lm, adapter.accelerate(lm), steps
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.steps = steps
         self.threshold, self.auto = limit(threshold)
-        self.needs_costs = self.auto
-        self.exit_layer = adapter.exit_layer
-        self.shallow = range(adapter.exit_layer)
-        self.deep_tap = adapter.deep_tap
-        self.reads_deep = self.deep_tap is not None
+        self.needs_costs, self.max_nodes = self.auto, steps
+        self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
+        self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
         self.supports_prefix_reuse = not self.reads_deep
-        self.taps: tuple[int, ...] = (adapter.exit_layer,)
-        if self.deep_tap is not None:
-            self.taps += (self.deep_tap,)
-        self.max_nodes = steps
+        deep_taps = () if self.deep_tap is None else (self.deep_tap,)
+        self.taps: tuple[int, ...] = (adapter.exit_layer, *deep_taps)
         # of a token of the chain, in vanilla steps, where it is not measured: the share of the
         # target's weights that is read for it, by the layers below the exit and by all
         whole = weights(*lm.layers, lm.head)
@@ -144,18 +68,16 @@ class EarlyExit:
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
-        device, hidden_size = self.adapter.home(self.lm), self.lm.config.hidden_size
+        size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
-            devices = [device] * self.adapter.depth
-            self.cache = self.lm.cache_like(batch.size, batch.n_slots, devices)
+            self.cache = self.lm.cache_like(size, batch.n_slots, [device] * self.adapter.depth)
             self.made_for = batch.cache.serial
             if self.reads_deep:
-                self.deep_BSD = self.deep_BSD.new_zeros(batch.size, batch.n_slots, hidden_size)
-        size = batch.size
+                self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one
         self.shallow_BWD = torch.zeros(
-            size, self.window, hidden_size, dtype=self.lm.dtype, device=device
+            size, self.window, hidden, dtype=self.lm.dtype, device=device
         )
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
@@ -173,19 +95,11 @@ class EarlyExit:
         meta = meta.to(f_1TD.device)
         if self.deep_tap in taps:  # else they are there already
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
-        self._forget_from(meta)
+        # where nothing is drafted for long, what waits of the row's text before is dropped
+        first, others = int(meta.slots_RT[0, 0]), self.prompts
+        self.prompts = [x for x in others if x[2].rows != rows or int(x[2].slots_RT[0, 0]) < first]
         self.prompts.append((f_1TD, self.deep_before(meta), meta))
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
-
-    def _forget_from(self, chunk: ForwardMeta) -> None:
-        """Drop what waits of the row's text before, from where this chunk begins: where nothing is
-        drafted for long, more and more would wait."""
-        first = int(chunk.slots_RT[0, 0])
-        self.prompts = [
-            waits
-            for waits in self.prompts
-            if waits[2].rows != chunk.rows or int(waits[2].slots_RT[0, 0]) < first
-        ]
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
@@ -201,8 +115,7 @@ class EarlyExit:
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
             path = path_meta(self.lm, batch, draft, self.window)
-        self.proposed = None
-        is_chain = draft.tree.is_chain
+        self.proposed, is_chain = None, draft.tree.is_chain
 
         def work(
             window_BWD: Tensor, path_BP: Tensor, count_B: Tensor, root_B1: Tensor, *others: Tensor
@@ -239,13 +152,7 @@ class EarlyExit:
         return self.lm.acceleration.pin_inputs(caches, key, self.shallow_BWD, meta, *batch.draws)
 
     def replay(
-        self,
-        batch: Batch,
-        key: tuple[Hashable, ...],
-        work: Callable[..., Tensors],
-        x_BND: Tensor,
-        meta: ForwardMeta,
-        *more: Tensor,
+        self, batch: Batch, key: Key, work: Work, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
     ) -> Tensors:
         """`work(x, meta, *more)` on what drafting reads and writes (`Acceleration.step`)."""
         return self.lm.acceleration.step(self.caches(batch), key, work, x_BND, meta, *more)
@@ -253,13 +160,9 @@ class EarlyExit:
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> Tensors:
-        """Of the pending token the shallow state, `[B, 1, D]`; what the round's first pass reads:
-        the states of the window and of this token, `[B, W + 1, D]`, and if the layer reads them the
-        deep ones before those.
-
-        Args:
-            meta: from the window on.
-        """
+        """Of the pending token the shallow state; what the round's first pass reads: the window's
+        and this one, `[B, W + 1, D]`, and if the layer reads them the deep ones before those.
+        `meta` is from the window on."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         f_BND = torch.cat([window_BWD, f_B1D], 1)

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 
-from kangaroo.drafters.suffix import shared
-
 # Of the log-odds of each source where a text begins, fitted on 256 held-out conversations of
 # SmolLM2-135M. An adapter is right more often than it is sure.
 START = {"lookup": -0.74, "chain": 0.5}
@@ -21,14 +19,10 @@ NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token: alone, and where a looku
 
 class Chances:
     """How often the tokens of a lookup and of a drafted chain are right, where all before them are:
-    assumed, then learnt as a text grows. Each source is taken to know nothing of the other.
-
-    Attributes:
-        shifts: of the log-odds of each source, moved by what came true in this text.
-    """
+    assumed, then learnt as a text grows. Each source is taken to know nothing of the other."""
 
     def __init__(self) -> None:
-        self.shifts = START.copy()
+        self.shifts = START.copy()  # of log-odds, moved by what came true in this text
 
     def lookup(self, length: int) -> float:
         """That what followed a match of so many tokens follows again. The match length of a
@@ -52,8 +46,8 @@ class Costs:
     Args:
         verify: of verifying 0, 1, 2, ... nodes beside the root.
         draft: of a token of the chain.
-        min_gain_per_step: tokens that are written in the time of a vanilla step; so many a node, or
-            a drafted token, has to gain for each vanilla step that it costs.
+        min_gain_per_step: tokens that a node, or a drafted token, has to gain for each vanilla step
+            that it costs.
         states: the part of `draft` that is saved where the lookup says the same token, whose states
             were computed together with the pending token's.
     """
@@ -73,12 +67,10 @@ class Sources:
     """What a round has to choose from.
 
     Args:
-        chances: of the row's text.
         length: tokens at the end of the text that the lookup found elsewhere; 0 is no match.
         lookup: what followed there.
-        chain: what was drafted, as far as it goes.
-        confidence: the top-1 probability at each token of the chain.
-        further: the next best choices for each of these, and their probabilities.
+        chain: what was drafted, with the top-1 probability at each token, and `further` choices
+            for it, the next best, and their probabilities.
     """
 
     chances: Chances
@@ -91,7 +83,9 @@ class Sources:
     @property
     def shared(self) -> int:
         """How many tokens both say from the first on."""
-        return shared(self.lookup, self.chain)
+        pairs = enumerate(zip(self.lookup, self.chain, strict=False))
+        length = min(len(self.lookup), len(self.chain))
+        return next((i for i, (a, b) in pairs if a != b), length)
 
     def add(self, choices: Sequence[tuple[int, float]]) -> None:
         """One more token of the chain: the best of these, and the further ones."""
@@ -115,13 +109,8 @@ class Sources:
 
 @dataclass
 class CandidateNodes:
-    """All nodes that the sources offer, a parent before its children.
-
-    Args:
-        parents: 0 is the root, i the i-th node.
-        gains: the chance that a node's whole path is right.
-        of_chain: that of the chain's last token; 1 where there is none.
-    """
+    """All nodes that the sources offer, a parent before its children: parents, where 0 is the root
+    and i the i-th node; the chance that a node's whole path is right, and that the chain is."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -137,12 +126,8 @@ class CandidateNodes:
 
 
 def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
-    """Whether a further token of the chain may be expected to make the tree worth more than it
-    costs to draft.
-
-    Args:
-        most: nodes that a tree may have.
-    """
+    """Whether a further token of the chain may be expected to make the tree, of `most` nodes at
+    most, worth more than it costs to draft."""
     nodes, drafted = candidates(sources), len(sources.chain)
     adds, cost = NEXT, costs.draft
     if sources.shared == drafted < len(sources.lookup):  # it may say the same once more
@@ -156,13 +141,9 @@ def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
 
 
 def best_tree(costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents, as `Draft.listed` takes them, of the tree that gains most for its cost.
-
-    The gain of a node is the chance that its whole path is right. No parent's is lower than its
-    child's, so the best n nodes are a tree.
-
-    Args:
-        most: nodes beside the root.
+    """Tokens and parents, as `Draft.listed` takes them, of the tree of `most` nodes at most that
+    gains most for its cost. The gain of a node is the chance that its whole path is right. No
+    parent's is lower than its child's, so the best n nodes are a tree.
     """
     nodes = candidates(sources)
     # of equals the earlier is first, so that a parent is
@@ -174,11 +155,7 @@ def best_tree(costs: Costs, sources: Sources, most: int) -> tuple[list[int], lis
 
 
 def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
-    """How many nodes gain most beyond what they cost, and how much.
-
-    Args:
-        gains: of the nodes, the largest first.
-    """
+    """How many nodes gain most beyond what they cost, and how much; the largest gains are first."""
     count, best, gain = 0, 0.0, 0.0
     for size, of_node in enumerate(gains, start=1):
         gain += of_node
@@ -218,11 +195,8 @@ def candidates(sources: Sources) -> CandidateNodes:
 def _add_further(
     sources: Sources, nodes: CandidateNodes, depth: int, parent: int, left: float
 ) -> None:
-    """The next best choices for a token of the chain.
-
-    Args:
-        left: the chance that all before it is right, and neither it nor the lookup's token.
-    """
+    """The next best choices for a token of the chain; `left` is the chance that all before it is
+    right, and neither it nor the lookup's token."""
     guess = sources.lookup[depth] if depth < len(sources.lookup) else None
     rest = 1 - sources.confidence[depth]  # the probability of all that are no better choices
     for token, probability in sources.further[depth]:

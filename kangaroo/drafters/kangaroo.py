@@ -1,6 +1,6 @@
 """Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft until confidence falls.
 
-Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
+Shapes: B rows, N draft nodes, D hidden size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -28,8 +28,7 @@ from kangaroo.models.target import TargetModel
 @dataclass
 class KangarooConfig(EarlyExitConfig):
     """Chain drafting with early stopping (arXiv 2404.18911, sections 3.1 and 3.2); confidence is
-    the top-1 probability.
-    """
+    the top-1 probability."""
 
     name: str = "kangaroo"
 
@@ -41,9 +40,7 @@ class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
     target's head. They draft until the confidence falls to the threshold (section 3.2), which
     `Chain.propose` watches; verification goes on from the shallow states of the whole draft.
-
-    EAGLE's chain is the same with a layer of its own kind.
-    """
+    EAGLE's chain is the same with a layer of its own kind."""
 
     def __init__(
         self,
@@ -71,32 +68,25 @@ class Kangaroo(EarlyExit, Chain):
             yield DraftToken(*token)
 
     def draft_token(
-        self,
-        batch: Batch,
-        step: int,
-        f_BND: Tensor,
-        meta: ForwardMeta,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-        *deep: Tensor,
+        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> Tensors:
         """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
 
         Args:
             f_BND: shallow states of the last token; in the first step of the window before it too.
             meta: of window, pending token and draft.
-            deep: states that a fused adapter reads along with the shallow ones.
+            others: `Batch.draws`, and the deep states that a fused adapter reads, too.
 
-        Returns a `DraftToken`, and what the next one starts from, `[B, 1, D]` each: the adapter's
-        state, and the token's shallow state.
+        Returns a `DraftToken`, and for the next one the adapter's state and the token's shallow
+        state, `[B, 1, D]` each.
         """
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)
+        draws, deep = others[:3], others[3:]
         deep_BND = deep[0] if deep else None
         adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
-        token = self.draw(batch, step, adapted_B1D, length_B, seeds_B, settings_B3)
+        token = self.draw(batch, step, adapted_B1D, *draws)
         f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
         return *token, adapted_B1D, f_B1D
 
@@ -106,19 +96,3 @@ class Kangaroo(EarlyExit, Chain):
         hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
         self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)
         return self.proposed
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.head.choose(x_B1D[:, 0])
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.head(x_B1D[:, 0])
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return self.head.spread(logits_BK)
-
-    def pick(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
-    ) -> Tensor:
-        if sampling.greedy:  # without spreading them
-            return self.head.token_of(logits_BK.argmax(-1, keepdim=True))
-        return super().pick(logits_BK, sampling, positions_B1, seeds_B)

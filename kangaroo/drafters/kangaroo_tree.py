@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import EarlyExitConfig
 from kangaroo.drafters.chain import chain_meta, limits_of
-from kangaroo.drafters.early_exit import EarlyExit, EarlyExitConfig, take
+from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -37,11 +38,10 @@ class KangarooTreeConfig(EarlyExitConfig):
 
     Args:
         top_k: nodes of a level, and candidates of each node (the paper's K).
-        nodes: of the tree that is verified, the pending token aside: of those that pruning leaves,
-            so many of the most confident.
-        min_confidence: of the drafted nodes, verify those whose confidence is higher; null is the
-            paper's pruning, all but the less confident half of the nodes without a child. Not read
-            with `threshold=auto`, which verifies the nodes that pay.
+        nodes: most confident ones that are verified, of those that pruning leaves.
+        min_confidence: verify nodes whose confidence is higher; null is the paper's pruning, all
+            but the less confident half of the nodes without a child. Not read with
+            `threshold=auto`, which verifies the nodes that pay.
     """
 
     name: str = "kangaroo_tree"
@@ -54,22 +54,14 @@ class KangarooTreeConfig(EarlyExitConfig):
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> KangarooTree:
-        """Errors: `ConfigError`."""
         options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
         return KangarooTree(lm, trained, *options)
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, all of which have passed the shallow layers.
-
-    Args:
-        number_BL: their places in the draft.
-        parents_BL: those of their parents.
-        score_BL: confidence.
-        f_BLD: shallow states.
-        hidden_BLE: true for the slots that they do not see.
-        slots_BL, positions_BL, bias_B1LE, cos_BLC, sin_BLC: of their block.
-    """
+    """Nodes of one depth, all of which have passed the shallow layers: their places in the draft,
+    those of their parents, confidence, shallow states, true for the slots that they do not see; and
+    their block."""
 
     number_BL: Tensor
     parents_BL: Tensor
@@ -91,8 +83,7 @@ class KangarooTree(EarlyExit):
     """Drafts until all grow unlikely; with `top_k=1` a chain whose confidence is a product.
 
     Under sampling a node's children are the tokens that the target would likeliest choose under the
-    noise of their position; their confidence stays the probability of their rank without noise and
-    temperature, as the chain's does.
+    noise of their position; their confidence stays the probability of their rank without it.
     """
 
     def __init__(
@@ -154,18 +145,11 @@ class KangarooTree(EarlyExit):
         return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
 
     def start_tree(
-        self,
-        batch: Batch,
-        pending_B1: Tensor,
-        meta: ForwardMeta,
-        window_BWD: Tensor,
-        length_B: Tensor,
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> Tensors:
-        """The pending token as a `Level`, and what the layer's first pass reads (`start`).
-
-        Args:
-            meta: of the window and this token.
-        """
+        """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
+        is of the window and this token."""
+        window_BWD, length_B = others
         f_B1D, *first = self.start(batch, pending_B1, meta, window_BWD)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
@@ -174,27 +158,17 @@ class KangarooTree(EarlyExit):
         return none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
 
     def grow(
-        self,
-        batch: Batch,
-        step: int,
-        f_BND: Tensor,
-        meta: ForwardMeta,
-        number_BL: Tensor,
-        score_BL: Tensor,
-        hidden_BLE: Tensor,
-        length_B: Tensor,
-        seeds_B: Tensor,
-        settings_B3: Tensor,
-        *deep: Tensor,
+        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> Tensors:
         """The most confident children of the last level, as a `Level`; the score of the best `[B]`;
         and the layer's states of their parents, if it reads such.
 
         Args:
             f_BND, meta: what the layer reads: the last level, the first time with a window.
-            number_BL, score_BL, hidden_BLE: of the last level.
-            deep: the deep states if the layer reads them.
+            others: of the last level numbers, scores, what is hidden from it; `Batch.draws`; and
+                the deep states if the layer reads them.
         """
+        number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = others
         at, width, rows = meta.to(f_BND.device), number_BL.shape[1], batch.size
         adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
         adapted_BLD = adapted_BND[:, -width:]  # without the window
@@ -233,7 +207,7 @@ class KangarooTree(EarlyExit):
         Args:
             meta: of the same rows and extent.
             valid: of each row and level.
-            worth: as of `best_count`; of one text alone the drafter's own rule decides.
+            worth: as of `best_count`; empty leaves it to `kept`.
         """
         count, device = len(levels), batch.length_B.device
         most = 1 + (count - 1) * self.top_k
@@ -295,14 +269,9 @@ def kept(
     nodes: int,
     min_confidence: float | None = None,
 ) -> Tensor:
-    """Which nodes are left, `[B, N]`: the root always, and with a node its parent.
-
-    Args:
-        score_BN: no higher than the parent's; the root's is the highest.
-        nodes: at most so many besides the root.
-        min_confidence: those whose score is higher; None is all but the less confident half of the
-            nodes that have no child.
-    """
+    """Which nodes are left, `[B, N]`: the root always, with a node its parent, and at most `nodes`
+    besides the root; `min_confidence` is that of `KangarooTreeConfig`. A score is no higher than
+    the parent's, and the root's is the highest."""
     if min_confidence is None:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
         childless_BN = valid_BN & (children_BN == 0)
@@ -315,11 +284,8 @@ def kept(
 
 
 def best_count(score_BN: Tensor, keep_BN: Tensor, worth_W: Tensor) -> Tensor:
-    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`.
-
-    Args:
-        worth_W: of the nodes that are kept, the likeliest first, what each has to exceed.
-    """
+    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`:
+    what each of those that are kept, the likeliest first, has to exceed."""
     gains_BN = torch.where(keep_BN, score_BN, -1.0).sort(descending=True).values[:, 1:]
     gains_BN = gains_BN[:, : len(worth_W)] - worth_W[: gains_BN.shape[1]]
     sums_BN = torch.nn.functional.pad(gains_BN.cumsum(1), (1, 0))

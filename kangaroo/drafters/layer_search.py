@@ -5,7 +5,6 @@ Shapes: T tokens of a conversation, M assistant positions, D hidden size.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Collection, Sequence
@@ -64,13 +63,8 @@ class JudgedText:
 
 @dataclass
 class LayerSubset:
-    """What a search found.
-
-    Args:
-        skip: layers, counted from 0.
-        target, target_hash: as of an adapter's config.
-        search: budget, results, provenance.
-    """
+    """What a search found: layers to skip, counted from 0; the target, as of an adapter's config;
+    and the search's settings, results and provenance."""
 
     skip: list[int]
     target: str
@@ -93,31 +87,20 @@ def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
     return weights(*kept, lm.head) / weights(*lm.layers, lm.head)
 
 
-def write(subset: LayerSubset, file: Path) -> None:
-    """Write the file that `read` and `found` read."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(subset), indent=2) + "\n")
-
-
 def found(path: str) -> LayerSubset:
-    """Errors: `AdapterNotFound`, `CorruptFile`."""
+    """What a search wrote. Errors: `AdapterNotFound`, `CorruptFile`."""
+    model = Path(path).name.removesuffix("-draft_verify.json")
+    way = command_line("prepare layers", **options_of(model), output=path)
     try:
         return LayerSubset(**json.loads(located(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
-            f"no subset of layers at '{path}': search one ({_search(path)}), or pass "
-            "drafter.skip=[...]."
+            f"no subset of layers at '{path}': search one ({way}), or pass drafter.skip=[...]."
         ) from error
     except (ValueError, TypeError) as error:
         raise CorruptFile(
-            f"'{path}' is no subset of layers ({error}); search one again: {_search(path)}"
+            f"'{path}' is no subset of layers ({error}); search one again: {way}"
         ) from error
-
-
-def _search(path: str) -> str:
-    """The command that makes a file."""
-    model = Path(path).name.removesuffix("-draft_verify.json")
-    return command_line("prepare layers", **options_of(model), output=path)
 
 
 def read(path: str, lm: TargetModel) -> LayerSubset:
@@ -135,23 +118,15 @@ def read(path: str, lm: TargetModel) -> LayerSubset:
 def search(
     lm: TargetModel, samples: Sequence[Sample], config: SearchConfig, file: Path
 ) -> LayerSubset:
-    """The subset with the best expected speedup among `budget` that a local search tries.
+    """The subset with the best expected speedup among `budget` that a local search tries, written
+    to a file.
 
-    A change of one layer, or an exchange of two, is kept unless it is worse. What was tried is kept
-    beside `file`, so that a search that was stopped goes on.
-
-    Errors: `ConfigError`.
+    A change of one layer, or an exchange of two, is kept unless it is worse. Errors: `ConfigError`.
     """
     if lm.n_layers < 2:
         raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
-    tokens = [
-        sample["input_ids"][: config.max_length] for sample in samples[-config.conversations :]
-    ]
-    text_hash = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
-    identity = {"target": target_hash(lm), "text": text_hash}
-    tried = Tried(file.with_suffix(".tried.jsonl"), identity)
     rng = random.Random(config.seed)
     budget = min(config.budget, 2**lm.n_layers - 2)  # all subsets but none and all
     best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
@@ -160,10 +135,7 @@ def search(
     bar = tqdm(total=budget, unit="subset", desc="searching")
     while True:
         seen.add(subset)
-        right = tried.get(subset)
-        if right is None:
-            right = agreement_of(lm, texts, subset)
-            tried.add(subset, right)
+        right = agreement_of(lm, texts, subset)
         expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
         if expected >= speedup:
             best, agreement, speedup = subset, right, expected
@@ -184,37 +156,9 @@ def search(
         "settings": asdict(config),
     } | provenance()
     winner = LayerSubset(list(best), lm.name, target_hash(lm), about)
-    write(winner, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(winner), indent=2) + "\n")
     return winner
-
-
-class Tried(dict[Subset, float]):
-    """The agreement of each subset, a line of JSON each, on disk at once."""
-
-    def __init__(self, file: Path, identity: dict[str, str]):
-        self.file = file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps(identity)
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        if not lines or lines[0] != head + "\n":
-            file.write_text(head + "\n")
-            return
-        for line in lines[1:]:
-            if line.endswith("\n"):  # the last may have been cut short
-                entry = json.loads(line)
-                self[tuple(entry["skip"])] = entry["agreement"]
-        file.write_text(head + "\n")
-        for item in self.items():
-            self._write(*item)
-
-    def add(self, subset: Subset, agreement: float) -> None:
-        """Note a subset's agreement."""
-        self[subset] = agreement
-        self._write(subset, agreement)
-
-    def _write(self, subset: Subset, agreement: float) -> None:
-        with self.file.open("a") as stream:
-            stream.write(json.dumps({"skip": subset, "agreement": agreement}) + "\n")
 
 
 def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
@@ -228,10 +172,8 @@ def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
 
 
 def expected_speedup(agreement: float, cost: float, steps: int) -> float:
-    """With the best number of draft tokens up to `steps`, if each agrees by itself.
-
-    Source: Leviathan et al. 2023, theorem 3.8.
-    """
+    """With the best number of draft tokens up to `steps`, if each agrees by itself (Leviathan et
+    al. 2023, theorem 3.8)."""
     return max(
         sum(agreement**k for k in range(gamma + 1)) / (gamma * cost + 1)
         for gamma in range(1, steps + 1)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kangaroo.drafters.base import DrafterConfig, Stateless
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import MOST_NODES, DraftSize, Range, check_nodes
+
+POOL = 4096  # n-grams that are kept of a row; those of the prompt are there from the start
 
 
 @dataclass
@@ -33,24 +33,15 @@ class LookaheadConfig(DrafterConfig):
         ngram: tokens of an n-gram (N).
         guesses: n-grams that are verified a round (G), the newest that start with the pending
             token.
-        pool: n-grams that are kept, a row.
-        pool_from_prompt: the prompt's n-grams are in the pool from the start.
     """
 
     name: str = "lookahead"
     window: DraftSize = 15
     ngram: Annotated[int, Range(2, MOST_NODES)] = 5
     guesses: DraftSize = 15
-    pool: Annotated[int, Range(1, 1 << 20)] = 4096
-    pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pool < max(self.window, self.guesses):
-            raise ConfigError(
-                f"drafter.pool={self.pool} must hold the n-grams of a round at least: "
-                f"window={self.window} new ones, guesses={self.guesses} of the old."
-            )
         check_nodes(self.nodes, window=self.window, guesses=self.guesses, ngram=self.ngram)
 
     @property
@@ -67,7 +58,7 @@ class Lookahead(Stateless):
 
     Level 0 is a chain, and each column hangs below its token there. What the target writes after
     the last level completes an n-gram a column, and is the next last level: the levels move down by
-    one a round. The window and the pool are a row's own and fixed by its text alone.
+    one a round. A row's window and pool are fixed by its text alone.
     """
 
     def __init__(self, options: LookaheadConfig):
@@ -81,7 +72,7 @@ class Lookahead(Stateless):
             size, self.levels, options.window, dtype=torch.long, device=device
         )
         # the newest first; -1 where there is none
-        self.pool_BPN = torch.full((size, options.pool, options.ngram), -1, device=device)
+        self.pool_BPN = torch.full((size, POOL, options.ngram), -1, device=device)
         self.texts: list[list[int] | None] = [None] * size
         self.proposed: Draft | None = None
 
@@ -90,11 +81,11 @@ class Lookahead(Stateless):
             if text is not self.texts[row]:  # another request took the row
                 self._start(row, text)
         pending_B1, guesses = batch.last(1), self.options.guesses
-        age_P = torch.arange(self.options.pool, device=pending_B1.device)
+        age_P = torch.arange(POOL, device=pending_B1.device)
         fits_BP = self.pool_BPN[..., 0] == pending_B1
-        age_BP = torch.where(fits_BP, age_P, self.options.pool)
+        age_BP = torch.where(fits_BP, age_P, POOL)
         age_BG = age_BP.topk(guesses, largest=False, sorted=True).values
-        found_BG = age_BG < self.options.pool
+        found_BG = age_BG < POOL
         index_BGJ = (age_BG * found_BG)[..., None].expand(-1, -1, self.levels)
         # where nothing fits the tokens are padding, which has to be of the vocabulary all the same
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
@@ -122,25 +113,23 @@ class Lookahead(Stateless):
         self.pool_BPN = remember(self.pool_BPN, grams_BWN)
 
     def _start(self, row: int, text: list[int]) -> None:
-        """A window of the text's last tokens and, if that is asked for, a pool of its n-grams."""
+        """A window of the text's last tokens, and a pool of its n-grams."""
         options, device = self.options, self.window_BJW.device
         reach = options.window + self.levels - 1
         tail = (text * (1 + reach // len(text)))[-reach:]
         tail_R = torch.tensor(tail, device=device)
         self.window_BJW[row] = tail_R.unfold(0, options.window, 1)
         grams = list(zip(*(text[i:] for i in range(options.ngram)), strict=False))
-        newest = list(dict.fromkeys(reversed(grams)))[: options.pool]
+        newest = list(dict.fromkeys(reversed(grams)))[:POOL]
         self.pool_BPN[row] = -1
-        if newest and options.pool_from_prompt:
+        if newest:
             self.pool_BPN[row, : len(newest)] = torch.tensor(newest, device=device)
         self.texts[row] = text
 
 
 def remember(pool_BPN: Tensor, grams_BWN: Tensor) -> Tensor:
-    """The pool with new n-grams in front, the last of them first, and none of them twice.
-
-    Those that have been new for longest ago fall out.
-    """
+    """The pool with new n-grams in front, the last of them first, and none of them twice. Those
+    that have been new for longest ago fall out."""
     size, pool_BPN = pool_BPN.shape[1], torch.cat([grams_BWN.flip(1), pool_BPN], 1)
     n_new = grams_BWN.shape[1]
     same_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)

@@ -16,8 +16,7 @@ from torch import Tensor
 from kangaroo.drafters.base import Stateless, TrainedConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import Verdict
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.medusa_heads import MedusaHeads
@@ -35,8 +34,7 @@ class MedusaConfig(TrainedConfig):
     Args:
         adapter: folder or hub id of trained heads (`python train.py adapter=medusa`).
         nodes: size of the tree, the pending token aside; the paper's has 63.
-        top_k: guesses of each head that the tree may hold; 1 is a chain, as long as there are
-            heads.
+        top_k: guesses of each head that the tree may hold; 1 is a chain.
     """
 
     name: str = "medusa"
@@ -61,14 +59,9 @@ class MedusaConfig(TrainedConfig):
 
 
 def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
-    """The tree of `nodes` nodes with the highest expected acceptance, each as its path of ranks.
-
-    A node is accepted if all guesses on its path are right, taken as independent.
-
-    Args:
-        guesses: how often guess i of head k is right.
-
-    Errors: `ConfigError` for no heads, or no guesses.
+    """The tree of `nodes` nodes with the highest expected acceptance, each as its path of ranks,
+    where `guesses[k][i]` says how often guess i of head k is right, by itself. Errors:
+    `ConfigError` for no heads, or no guesses.
 
     Source: Medusa, arXiv 2401.10774, appendix on optimised tree construction.
     """
@@ -90,8 +83,7 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
 
 
 class Medusa(Stateless):
-    """Reads the target's final state of the last token that is in the cache; of a prompt only that
-    one counts.
+    """Reads the target's final state of the last token that is in the cache.
 
     Args:
         draft_heads: one for each head, or one for all.
@@ -111,14 +103,12 @@ class Medusa(Stateless):
         self.max_nodes = len(choices)
         self.depth = max(map(len, choices))
         self.top_k = 1 + max(path[-1] for path in choices)
-        index = {path: i for i, path in enumerate([(), *choices])}
-        device = lm.device
+        index, device = {path: i for i, path in enumerate([(), *choices])}, lm.device
         self.head_N = torch.tensor([len(path) - 1 for path in choices], device=device)
         self.rank_N = torch.tensor([path[-1] for path in choices], device=device)
         parents_1N = torch.tensor([[0, *(index[path[:-1]] for path in choices)]], device=device)
         chain = Tree.chain(1 + len(choices), device)
-        is_chain = self.top_k == 1
-        self.tree = chain if is_chain else Tree(parents_1N, max_depth=self.depth)
+        self.tree = chain if self.top_k == 1 else Tree(parents_1N, max_depth=self.depth)
 
     def begin(self, batch: Batch) -> None:
         size, hidden_size = batch.size, self.lm.config.hidden_size

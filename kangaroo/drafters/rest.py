@@ -15,8 +15,9 @@ from kangaroo.drafters.base import DrafterConfig, TreesFromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
+
+FEWEST_TOKENS = 2  # that are looked for
 
 
 @dataclass
@@ -26,8 +27,7 @@ class RestConfig(DrafterConfig):
     Args:
         datastore: its folder, from `scripts/prepare.py datastore`.
         max_token_span: tokens at the end of the text that are looked for; where they stand nowhere,
-            fewer.
-        min_token_span: the fewest that are looked for.
+            fewer, but two at least.
         max_matches: occurrences that are read; of more, as many evenly spaced ones in the order of
             what follows them, which keeps its distribution.
         steps: tokens read after each.
@@ -37,60 +37,33 @@ class RestConfig(DrafterConfig):
     name: str = "rest"
     datastore: str = "???"
     max_token_span: Count = 16
-    min_token_span: Count = 2
     max_matches: Count = 1000
     steps: DraftSize = 10
     num_draft: DraftSize = 64
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_token_span < self.min_token_span:
-            raise ConfigError(
-                f"drafter.max_token_span={self.max_token_span} is below "
-                f"drafter.min_token_span={self.min_token_span}; nothing would be looked for."
-            )
-
     def build(self, lm: TargetModel) -> Rest:
-        """Errors: `ConfigError`, and whatever `kangaroo.drafters.datastore.load` raises."""
+        """Errors: those of `datastore.load`."""
         return Rest(datastore.load(self.datastore, lm), self)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"fingerprint": datastore.fingerprint(self.datastore)}
-
-    def made_by(self) -> dict[str, Any]:
-        return datastore.made_by(self.datastore)
+        fingerprint = str(datastore.read_about(self.datastore).get("fingerprint"))
+        return super().settings() | {"fingerprint": fingerprint}
 
 
 class Rest(TreesFromText):
     """Looks up the longest end of the text that the datastore has, and drafts what follows there.
-
-    Args:
-        options: of these, `datastore` is not read; that is `store`.
-    """
+    Of the options `datastore` is not read; that is `store`."""
 
     def __init__(self, store: Datastore, options: RestConfig):
         self.store, self.options = store, options
         self.max_nodes = options.num_draft
 
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
-        return self.tree(batch.texts[row])
-
-    def continuation(self, row: int, text: list[int]) -> list[int]:
-        """The path of the tree that takes the most frequent child of every node."""
-        chain, end = [], 0
-        for node, (token, parent) in enumerate(zip(*self.tree(text), strict=True), start=1):
-            if parent == end:  # the first child is the most frequent
-                chain.append(token)
-                end = node
-        return chain
-
-    def tree(self, text: list[int]) -> tuple[list[int], list[int]]:
-        """Tokens and parents (as `Draft.listed` takes them) of the most frequent prefixes.
-
-        Of equally frequent ones the shallower comes first, then the one that stands earlier in the
-        datastore. So parents come before their children, and are in the tree wherever these are.
+        """The most frequent prefixes. Of equally frequent ones the shallower comes first, then the
+        one that stands earlier in the datastore. So parents come before their children, and are in
+        the tree wherever these are.
         """
-        starts_M, follows_MS, goes_on_MS = self._occurrences(text)
+        starts_M, follows_MS, goes_on_MS = self._occurrences(batch.texts[row])
         if not len(starts_M):
             return [], []
         # occurrences come in the order of what follows: equal prefixes lie side by side
@@ -107,8 +80,8 @@ class Rest(TreesFromText):
             parents.append(above_M[first_K[kept_K]])
             ranks.append(counts_K[kept_K] * self.options.steps - depth)
             places.append(np.minimum.reduceat(starts_M, first_K)[kept_K])
-            own_K = np.where(kept_K, nodes + np.cumsum(kept_K) - 1, -1)
-            above_M = np.repeat(own_K, counts_K)
+            node_K = np.where(kept_K, nodes + np.cumsum(kept_K) - 1, -1)
+            above_M = np.repeat(node_K, counts_K)
             nodes += int(kept_K.sum())
         rank_K = np.concatenate(ranks)
         # sorting them all would cost most of a step where there are thousands
@@ -123,7 +96,8 @@ class Rest(TreesFromText):
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where what follows the text's end starts, its tokens, and which are of that document."""
         store, options = self.store, self.options
-        span, places = store.longest(text, options.max_token_span, options.min_token_span)
+        fewest = min(FEWEST_TOKENS, options.max_token_span)
+        span, places = store.longest(text, options.max_token_span, fewest)
         count = min(len(places), options.max_matches)
         places_M = places.start + np.arange(count) * len(places) // max(count, 1)
         starts_M = store.suffixes_L[places_M].astype(np.int64) + span

@@ -1,29 +1,16 @@
-"""Drafts what followed the longest end of a text where it stood before; the automaton that knows.
-
-Here too: how far texts agree.
-"""
+"""Drafts what followed the longest end of a text where it stood before, by an automaton."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kangaroo.drafters.base import DrafterConfig, FromText
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
-SEPARATOR = -1  # between the answers of a store; no token
-
-
-class Match(NamedTuple):
-    """Of the end of a text: how many tokens stand in an automaton, the place after them, and the
-    automaton's state."""
-
-    length: int = 0
-    place: int = 0
-    state: int = 0
+SEPARATOR = -1  # between stored answers; no token
 
 
 class SuffixAutomaton:
@@ -37,7 +24,8 @@ class SuffixAutomaton:
 
     Attributes:
         tokens: the text.
-        longest: the longest end of the text that stood before, and where.
+        match: how many tokens at its end stood there before, and the place after them; 0 and 0
+            where none did.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -49,7 +37,7 @@ class SuffixAutomaton:
         self._length = [0]
         self._end = [0]
         self._whole = 0  # the state of the whole text
-        self.longest = Match()
+        self.match = 0, 0
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -57,43 +45,20 @@ class SuffixAutomaton:
         for token in tokens:
             self._append(token)
 
-    @property
-    def match(self) -> tuple[int, int]:
-        """How many tokens at the end of the text stood there before, and the place after them.
-
-        Where none did, both are 0.
-        """
-        return self.longest[:2]
-
-    def advance(self, match: Match, token: int) -> Match:
-        """The longest end of what matched and a token after it that stands in the text."""
-        length, _, state = match
-        while length <= self._length[self._link[state]] and state:  # which has been split since
-            state = self._link[state]
-        while state and token not in self._next[state]:
-            state = self._link[state]
-            length = self._length[state]
-        if token not in self._next[state]:
-            return Match()
-        state = self._next[state][token]
-        return Match(length + 1, self._end[state], state)
-
-    def continuation(self, count: int, match: Match | None = None) -> list[int]:
-        """What followed the place of a match, `count` tokens; none where none matched.
+    def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
+        """What followed the place of the match, `count` tokens or up to one of `ends`; none where
+        none matched.
 
         Where that place is so near that the text ends before, it goes on with what was just read,
         so that a loop is drafted as a loop.
-
-        Args:
-            match: by default `longest`.
         """
-        length, place, _ = match or self.longest
-        if not length or place == len(self.tokens):
+        length, place = self.match
+        if not length:
             return []
         tokens = self.tokens[place : place + count]
         while len(tokens) < count:
             tokens += tokens[: count - len(tokens)]
-        return tokens
+        return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
 
     def _append(self, token: int) -> None:
         follows, link, lengths, ends = self._next, self._link, self._length, self._end
@@ -115,7 +80,7 @@ class SuffixAutomaton:
                 link[new] = self._split(state, token, longer)
         self._whole = new
         longest = link[new]
-        self.longest = Match(lengths[longest], ends[longest] if longest else 0, longest)
+        self.match = lengths[longest], ends[longest] if longest else 0
         ends[longest] = end
 
     def _split(self, state: int, token: int, longer: int) -> int:
@@ -132,12 +97,6 @@ class SuffixAutomaton:
             follows[state][token] = shorter
             state = link[state]
         return shorter
-
-
-def shared(first: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens two lists have in common from the first on."""
-    pairs = enumerate(zip(first, text, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(text)))
 
 
 @dataclass
@@ -163,14 +122,13 @@ class SuffixConfig(DrafterConfig):
 
 
 class Suffix(FromText):
-    """Drafts what followed the longer of two matches: in the text itself, or in earlier answers.
-
-    An answer is stored when another text takes its row, or another batch begins.
+    """Drafts what followed the longest match in the text itself and in the stored answers, up to
+    what ends the text. An answer is stored when another text takes its row, or a batch begins.
     """
 
     def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
         self.max_nodes, self.alpha, self.store_tokens = num_pred_tokens, alpha, store_tokens
-        self.store = SuffixAutomaton()
+        self.store: list[int] = []
         self.rows: dict[int, SuffixRow] = {}
 
     def begin(self, batch: Batch) -> None:
@@ -181,49 +139,34 @@ class Suffix(FromText):
     def continuation(self, row: int, text: list[int]) -> list[int]:
         if self.batch.done[row]:
             return []
-        committed = self.batch.texts[row]
-        if row not in self.rows or self.rows[row].text is not committed:
+        if row not in self.rows or self.rows[row].text is not text:  # another prompt took the row
             if row in self.rows:
                 self._keep(self.rows[row])
-            self.rows[row] = SuffixRow(committed, self.store)
-        automaton, match = self.rows[row].find(text[len(committed) :])
-        count = min(self.max_nodes, int(self.alpha * match.length))
-        drafted = automaton.continuation(count, match)
-        for i, token in enumerate(drafted):
-            if token == SEPARATOR or token in self.batch.ends[row]:
-                return drafted[: i + (token != SEPARATOR)]
-        return drafted
+            self.rows[row] = SuffixRow(text, len(text) - 1, SuffixAutomaton(self.store))
+        automaton = self.rows[row].grown()
+        count = min(self.max_nodes, int(self.alpha * automaton.match[0]))
+        tokens = automaton.continuation(count, {SEPARATOR, *self.batch.ends[row]})
+        return tokens[:-1] if tokens[-1:] == [SEPARATOR] else tokens
 
     def _keep(self, row: SuffixRow) -> None:
         """Store a text's answer."""
-        if not self.store_tokens:
-            return
-        self.store.extend([*row.text[row.begins :], SEPARATOR])
-        if len(self.store.tokens) > self.store_tokens:  # an automaton forgets nothing, so a new one
-            self.store = SuffixAutomaton(self.store.tokens[-(self.store_tokens // 2) :])
+        if self.store_tokens:
+            self.store += [*row.text[row.begins :], SEPARATOR]
+            del self.store[: -self.store_tokens]
 
 
+@dataclass
 class SuffixRow:
-    """A growing text, and what stood before in it and in a store.
+    """A growing text, where its answer begins, and what stood before in both the store and it."""
 
-    Args:
-        text: of a prompt and the answer's first token, or a few.
-        store: of earlier answers, the same for as long as the text grows.
-    """
+    text: list[int]
+    begins: int
+    automaton: SuffixAutomaton
 
-    def __init__(self, text: list[int], store: SuffixAutomaton):
-        self.text, self.begins, self.store = text, len(text) - 1, store
-        self.automaton, self.stored = SuffixAutomaton(), Match()
+    def __post_init__(self) -> None:
+        self.stored = len(self.automaton.tokens)
 
-    def find(self, further: Sequence[int]) -> tuple[SuffixAutomaton, Match]:
-        """The longer match of the text and further tokens, which are not kept, and of what."""
-        new = self.text[len(self.automaton.tokens) :]
-        self.automaton.extend(new)
-        for token in new:
-            self.stored = self.store.advance(self.stored, token)
-        within, stored = self.automaton.longest, self.stored
-        for token in further:
-            within = self.automaton.advance(within, token)
-            stored = self.store.advance(stored, token)
-        own = within.length >= stored.length
-        return (self.automaton, within) if own else (self.store, stored)
+    def grown(self) -> SuffixAutomaton:
+        """The automaton with all of the text."""
+        self.automaton.extend(self.text[len(self.automaton.tokens) - self.stored :])
+        return self.automaton

@@ -21,20 +21,18 @@ Successors = dict[int, list[int]]  # of each token, the likeliest first
 
 @dataclass
 class TokenRecyclingConfig(DrafterConfig):
-    """Token Recycling (arXiv 2408.08696).
+    """Token Recycling (arXiv 2408.08696), with a matrix for each text, which begins with the
+    prompt.
 
     Args:
         nodes: of the static tree, the pending token aside; the paper's has 80.
-        keep_matrix: one matrix for all texts of a process, as in the paper, so that rounds depend
-            on what was written before. Off, each text has its own, which begins with the prompt.
     """
 
     name: str = "token_recycling"
     nodes: DraftSize = 80
-    keep_matrix: bool = False
 
     def build(self, lm: TargetModel) -> TokenRecycling:
-        return TokenRecycling(self.nodes, self.keep_matrix, lm.config.vocab_size)
+        return TokenRecycling(self.nodes, lm.config.vocab_size)
 
 
 class TokenRecycling(TreesFromText):
@@ -43,22 +41,19 @@ class TokenRecycling(TreesFromText):
     Rows of it are made as tokens come; the paper's holds the whole vocabulary.
     """
 
-    def __init__(self, nodes: int = 80, keep_matrix: bool = False, vocab_size: int = 1 << 31):
-        self.max_nodes, self.keep_matrix = nodes, keep_matrix
-        self.top_k = min(len(RIGHT), vocab_size)
-        self.shared: Successors = {}
+    def __init__(self, nodes: int = 80, vocab_size: int = 1 << 31):
+        self.max_nodes, self.top_k = nodes, min(len(RIGHT), vocab_size)
 
     def begin(self, batch: Batch) -> None:
         batch.likeliest = max(batch.likeliest, self.top_k)
-        self.batch = batch
         self.texts: list[list[int] | None] = [None] * batch.size
-        self.matrices: list[Successors] = [self.shared] * batch.size
+        self.matrices: list[Successors] = [{} for _ in batch.texts]
 
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         least = batch.budget.min_node_chances(batch.active, self.max_nodes)
         chances = tree_chances(self.max_nodes)
         pays = (n for n, chance in enumerate(chances) if chance < least[n])
-        successors, text = self.successors(row), batch.texts[row]
+        successors, text = self.successors(batch, row), batch.texts[row]
         tokens, parents = [text[-1]], []
         numbers: dict[tuple[int, ...], int] = {(): 0}
         for path in static_tree(next(pays, self.max_nodes)):
@@ -72,19 +67,11 @@ class TokenRecycling(TreesFromText):
                 parents.append(parent)
         return tokens[1:], parents
 
-    def continuation(self, row: int, text: list[int]) -> list[int]:
-        successors, chain = self.successors(row), [text[-1]]
-        while chain[-1] in successors and len(chain) <= self.max_nodes:
-            chain.append(successors[chain[-1]][0])
-        return chain[1:]
-
-    def successors(self, row: int) -> Successors:
+    def successors(self, batch: Batch, row: int) -> Successors:
         """The matrix for a row, with all that was verified there."""
-        text, verified = self.batch.texts[row], self.batch.verified[row]
+        text, verified = batch.texts[row], batch.verified[row]
         if text is not self.texts[row]:  # another prompt has taken the row
-            self.texts[row] = text
-            if not self.keep_matrix:
-                self.matrices[row] = {}
+            self.texts[row], self.matrices[row] = text, {}
             matrix = self.matrices[row]
             for token, after in pairwise(text):
                 others = [other for other in matrix.get(token, ()) if other != after]

@@ -1,12 +1,11 @@
-"""What makes decoding faster than PyTorch's modules: native code on a CPU, and on a GPU Triton's
-kernels in CUDA graphs.
+"""What makes decoding faster than PyTorch: native code, or Triton kernels and CUDA graphs.
 
 Shapes: B rows, N tokens of a block, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from types import ModuleType
 from typing import Any
@@ -15,21 +14,16 @@ from torch import Tensor
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import Sizes
-from kangaroo.cuda.graphs import Graphs
+from kangaroo.cuda.graphs import Graphs, Key, Tensors
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 
-Tensors = tuple[Tensor, ...]
+Caches = Sequence[KVCache]
+Work = Callable[..., Tensors]
 
 
 class Acceleration:
-    """Of one target and of all that drafts for it; by default there is none.
-
-    Args:
-        library: native code.
-        sizes: of the target's layers; needed with `library` or `kernels`.
-        graphs: recorded work.
-        kernels: `kangaroo.cuda.layers`.
-    """
+    """Of one target and of all that drafts for it: native code, or recorded work and
+    `kangaroo.cuda.layers`, with the sizes of the target's layers; by default there is none."""
 
     def __init__(
         self,
@@ -58,39 +52,26 @@ class Acceleration:
         return getattr(native, name)(self.library, weights, self.sizes)
 
     def replay(
-        self,
-        caches: Sequence[KVCache],
-        key: tuple[Hashable, ...],
-        work: Callable[..., Tensors],
-        *inputs: Tensor,
-        tokens: int,
-        rehearsal: Tensors | None = None,
+        self, caches: Caches, key: Key, work: Work, *inputs: Tensor, tokens: int, **how: Any
     ) -> Tensors:
-        """`work(*inputs)`, a part of a step of decoding; the arguments are those of `Graphs`.
-
-        Args:
-            tokens: of all rows that it computes.
-        """
+        """`work(*inputs)`, a part of a step of decoding over so many tokens of all rows; the other
+        arguments are those of `Graphs`."""
         if self.graphs is None or not self.graphs.take(tokens):
             return work(*inputs)
-        return self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
+        return self.graphs(caches, key, work, *inputs, **how)
 
     def step(
         self,
-        caches: Sequence[KVCache],
-        key: tuple[Hashable, ...],
-        work: Callable[..., Tensors],
+        caches: Caches,
+        key: Key,
+        work: Work,
         x_BND: Tensor,
         meta: ForwardMeta,
         *more: Tensor,
         keep: bool = False,
     ) -> Tensors:
         """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
-
-        Args:
-            keep: the results outlive the next call with this key, which otherwise may overwrite
-                them.
-        """
+        With `keep` the results outlive the next call with this key."""
         if (graphs := self._recording(x_BND, meta)) is None:
             return work(x_BND, meta, *more)
         layout = meta.tensors()
@@ -103,12 +84,7 @@ class Acceleration:
         return tuple(result.clone() for result in results) if keep else results
 
     def pin_inputs(
-        self,
-        caches: Sequence[KVCache],
-        key: tuple[Hashable, ...],
-        x_BND: Tensor,
-        meta: ForwardMeta,
-        *more: Tensor,
+        self, caches: Caches, key: Key, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
     ) -> tuple[ForwardMeta, Tensors]:
         """The block and more of what steps on `x` will read; where steps are recorded, in the same
         place call after call, so that no step copies it."""

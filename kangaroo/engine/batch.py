@@ -1,6 +1,6 @@
 """The rows being decoded: their tokens, lengths and limits, and how a verdict is committed.
 
-Shapes: B rows, S slots a row, N draft nodes, P = 1 + the draft's largest depth, R rows of a block.
+Shapes: B rows, S slots a row, P = 1 + the draft's largest depth, E tokens that end a text.
 """
 
 from __future__ import annotations
@@ -14,21 +14,13 @@ from torch import Tensor
 
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache
-from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import AnySampling, Rule, Sampling, settings, together
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict
-from kangaroo.utils.errors import ConfigError
+from kangaroo.engine.sampling import AnySampling, Sampling, settings, together
+from kangaroo.engine.tree import Draft, Verdict
 
 
 class RowTensors(NamedTuple):
-    """What the device knows of all rows.
-
-    Args:
-        length_B, limit_B: committed tokens, and the most that there may be.
-        heeds_eos_B, eos_ids_E: whether an EOS ends a text, and which tokens are one.
-        settings_B3: how tokens are chosen, as of `Mixed`.
-    """
+    """What the device knows of all rows: committed tokens, and the most that there may be; whether
+    an EOS ends a text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
 
     length_B: Tensor
     limit_B: Tensor
@@ -40,15 +32,9 @@ class RowTensors(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What one step added, still on the device.
-
-    Args:
-        tokens_BP, counts_B: the new tokens of each row, of which so many count; 0 for rows that
-            were done before.
-        accepted_B: how many of them were draft tokens.
-        drafted_B: valid draft tokens (for a tree: nodes).
-        done_B: whether a row's text has ended.
-    """
+    """What one step added, still on the device: the new tokens of each row, of which so many count,
+    0 for rows that were done before; how many of them were draft tokens; the draft's valid nodes;
+    whether the row's text has ended."""
 
     tokens_BP: Tensor
     counts_B: Tensor
@@ -67,19 +53,16 @@ class Batch:
     """Rows of different length in one cache.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
-    next draft. The first is the one that the prefill gave. Slots from `length - 1` up are scratch.
-    A row that is done keeps its place, without growing, until another prompt takes it.
+    next draft. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
+    growing, until another prompt takes it.
 
     Args:
         longest: tokens of the longest text, prompt included.
         sampling: of texts that have none of their own.
-        budget: what may be drafted in a round.
 
     Attributes:
         likeliest: how many likeliest tokens after every verified node a drafter wants; it says so
-            in its `begin`.
-        verified: of each row, the tokens of these nodes and the likeliest after each, by the
-            target's logits. The drafter empties it.
+            in its `begin`, and empties `verified`, the nodes' tokens and these, of each row.
     """
 
     def __init__(
@@ -98,11 +81,10 @@ class Batch:
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.limit_B, self.seeds_B = self.length_B.clone(), self.length_B.clone()
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
-        self.eos_ids = eos_ids
+        self.eos_ids, self.heeds_eos_B = eos_ids, self.done_B.clone()
         self.eos_ids_E = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
-        self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
-        self.heeds_eos_B = self.done_B.clone()  # the same
         # the host's copies, so that extents and drafters that read the text need no sync
+        self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
         self.whole = [False] * size  # whether a row's prompt was read to its end
@@ -115,8 +97,7 @@ class Batch:
 
     @property
     def rows(self) -> RowTensors:
-        row = self.length_B, self.limit_B, self.seeds_B, self.done_B
-        return RowTensors(*row, self.heeds_eos_B, self.eos_ids_E, self.settings_B3)
+        return RowTensors(*(getattr(self, name) for name in RowTensors._fields))
 
     @property
     def draws(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,58 +129,16 @@ class Batch:
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
-    def shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens a row's text began with, but for the text's last two,
-        which not every drafter has read, and the prompt's last, which gives the first new token."""
-        if not self.whole[row]:
-            return 0
-        text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
-        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
-
-    def fill(self, row: int, prompt: Tensor) -> None:
-        """A part of a prompt has entered a free row, which stays free until `place`."""
-        self.tokens_BS[row, : len(prompt)] = prompt
-        self.texts[row] = [*prompt.tolist(), 0]  # its last token is scratch
-        self.length_B[row] = len(prompt) + 1
-
-    def place(self, row: int, prompt: Tensor, request: Request) -> None:
-        """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own
-        under acceptance by rejection."""
-        sampling = request.sampling
-        if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
-            raise ConfigError(
-                f"a text of a batch under sampling.rule={self.default.rule.value} cannot have "
-                "sampling of its own; matched noise (sampling.rule=match) can."
-            )
-        self.budget.admit(row)
-        self.tokens_BS[row, : len(prompt)] = prompt
-        self.length_B[row] = len(prompt)
-        self.texts[row] = prompt.tolist()
-        self.verified[row] = []
-        limit = len(request.prompt) + request.max_new_tokens
-        self.limit_B[row], self.limits[row] = limit, limit
-        self.seeds_B[row], self.seeds[row] = request.seed, request.seed
-        self.heeds_eos_B[row] = not request.ignore_eos
-        self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
-        self.done_B[row] = self.done[row] = False
-        self.samplings[row] = sampling or self.default
-        if sampling is None and self.alike:  # as in a batch of thousands
-            return
-        self.alike = False
-        self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
-        pairs = zip(self.samplings, self.done, strict=True)
-        self.sampling = together([how for how, done in pairs if not done], self.settings_B3)
-
-    def first(self, row: int, token: int) -> None:
-        """Append the token that the prefill of a row's prompt gave; it is pending."""
-        self.tokens_BS[row, len(self.texts[row])] = token
-        self.length_B[row] += 1
-        self.append(row, [token])
-        self.whole[row] = True
-        self.done_B[row] = self.done[row]
+    def commit(self, emitted: Emitted) -> None:
+        """Append what a step wrote, on the device."""
+        new_BP = emitted.tokens_BP
+        index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
+        self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
+        self.length_B = self.length_B + emitted.counts_B
+        self.done_B = emitted.done_B
 
     def append(self, row: int, tokens: list[int]) -> None:
-        """What a step wrote, on the host."""
+        """The same on the host."""
         text = self.texts[row]
         text += tokens
         ended = len(text) >= self.limits[row] or (bool(tokens) and tokens[-1] in self.ends[row])
@@ -210,19 +149,13 @@ class Batch:
         """A row's text ends here, though neither EOS nor its limit was reached."""
         self.done_B[row] = self.done[row] = True
 
-    def cut(self, row: int, tokens: list[int]) -> list[int]:
-        """What of them belongs to the row's text: nothing after an EOS or beyond its limit."""
-        ends, room = self.ends[row], self.limits[row] - len(self.texts[row])
-        last = next((i for i, token in enumerate(tokens) if token in ends), room)
-        return tokens[: min(last + 1, room)]
-
-    def commit(self, emitted: Emitted) -> None:
-        """Append what a step wrote."""
-        new_BP = emitted.tokens_BP
-        index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
-        self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
-        self.length_B = self.length_B + emitted.counts_B
-        self.done_B = emitted.done_B
+    def shared(self, row: int, prompt: Sequence[int]) -> int:
+        """How many of a prompt's first tokens a row's text began with, but for the text's last two,
+        which some drafters have not read, and the prompt's last, which gives the first new one."""
+        if not self.whole[row]:
+            return 0
+        text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
+        return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
 
 
 def emitted(draft: Draft, verdict: Verdict, rows: RowTensors) -> Emitted:

@@ -1,14 +1,10 @@
-"""What a batch may draft: by what a verification costs here, and how often its drafts were right.
-
-Every stepper asks the same rule, whatever it computes with, and tells it of every verdict.
-"""
+"""What a batch may draft: by what a verification costs, and how often its drafts were right."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,48 +19,12 @@ FORGETTING = 0.95  # of both in a round without a draft, so that drafting is tri
 UNTRIED, TRY = 0.1, 0.99
 
 
-@dataclass(frozen=True)
-class VerifyCosts:
-    """Seconds of a pass of the whole target, by its tokens.
-
-    Args:
-        widths: ascending.
-        seconds: of each width; never fewer than of a smaller one.
-    """
-
-    widths: list[int]
-    seconds: list[float]
-
-    def at(self, tokens: int) -> float:
-        """By straight lines between the widths that were measured, and beyond the last two."""
-        parts = list(pairwise(zip(self.widths, self.seconds, strict=True)))
-        part = next((part for part in parts if tokens <= part[1][0]), parts[-1])
-        (low, below), (high, above) = part
-        return below + (above - below) * (tokens - low) / (high - low)
-
-    def expected(self, tokens: int) -> float:
-        """Halfway between what was measured and the same if memory hid no arithmetic."""
-        first, last = self.widths[-2:]
-        of_token = (self.at(last) - self.at(first)) / (last - first)
-        unhidden = self.at(1) + (tokens - 1) * of_token
-        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
-
-    def curve(self, rows: int, nodes: int) -> list[float]:
-        """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
-        none = self.expected(rows)
-        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
-
-
-def free() -> VerifyCosts:
-    """As if further tokens took no time."""
-    return VerifyCosts([1, 2], [1.0, 1.0])
-
-
 class Budget:
-    """Of one batch.
+    """Of one batch: every stepper asks it, and tells it of every verdict.
 
     Args:
-        costs: measures what a verification takes, or remembers it; called when it is first needed.
+        curve: what verifying 0 to n nodes in each of so many rows takes, in vanilla steps of these
+            (`VerifyCosts.curve`); measured when it is first asked for.
         always: every row drafts as a text alone does.
         drafting: measures a token of a drafter's chain, in vanilla steps; None leaves it to what
             the drafter takes it for.
@@ -72,26 +32,18 @@ class Budget:
 
     def __init__(
         self,
-        costs: Callable[[], VerifyCosts],
+        curve: Callable[[int, int], list[float]],
         always: bool = False,
         drafting: Callable[[Any], float] | None = None,
     ):
-        self._costs, self._always, self.drafting = costs, always, drafting
-        self._curves: dict[tuple[int, int], list[float]] = {}
+        self._curve, self._always, self.drafting = cache(curve), always, drafting
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         # of each row's text: draft tokens before which all were right, and those that were, too
         self.tried, self.right = defaultdict[int, float](float), defaultdict[int, float](float)
 
-    def measure(self) -> None:
-        """Measure now, so that no step has to."""
-        self._costs()
-
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
-        rows = 1 if self._always else rows
-        if (rows, nodes) not in self._curves:  # asked for in every round
-            self._curves[rows, nodes] = self._costs().curve(rows, nodes)
-        return self._curves[rows, nodes]
+        return self._curve(1 if self._always else rows, nodes)
 
     def admit(self, row: int) -> None:
         """Another text has taken a row: nothing is known of it yet."""
@@ -101,14 +53,12 @@ class Budget:
         self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """What the product of the confidences in the first n tokens of a row's chain has to exceed
-        so that one more is drafted, for n from 0 on, `[rows, nodes]`.
+        so that one more, which takes `drafting` vanilla steps, is drafted, for n from 0 on,
+        `[rows, nodes]`, for these rows.
 
-        Args:
-            rows: that take part.
-            drafting: the time of a token of the chain, in vanilla steps.
-            auto: the chance that one more is right too is that product times the share of tokens
-                that were right in this text; what it gains has to pay for drafting and verifying
-                it. Otherwise this is left to the drafter's threshold, and to what a batch allows.
+        With `auto` the chance that one more is right too is that product times the share of tokens
+        that were right in this text; what it gains has to pay for drafting and verifying it.
+        Otherwise this is left to the drafter's threshold, and to what a batch allows.
         """
         if not auto:
             of_all = self.min_chain_chances(len(rows), nodes, drafting)
@@ -128,12 +78,7 @@ class Budget:
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """The chance that the first n tokens of a chain are all right which one more needs to pay,
-        for n from 0 on. One text alone is drafted by the drafter's own rule.
-
-        Args:
-            rows: that take part.
-            drafting: the time of a token of the chain, in vanilla steps.
-        """
+        for n from 0 on. One text alone is drafted by the drafter's own rule."""
         if rows <= 1 or self._always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
@@ -142,11 +87,7 @@ class Budget:
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """The chance to be right that the n-th node, which is drafted, needs to pay for its
-        verification. One text alone is left to the drafter's own rule, unless it is `auto`.
-
-        Args:
-            rows: that take part.
-        """
+        verification. One text alone is left to the drafter's own rule, unless it is `auto`."""
         if not auto and (rows <= 1 or self._always):
             return [0.0] * nodes
         costs = self.cost(rows, nodes)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class ForwardMeta:
             the causal fast path, for a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
-        recordable: a step of decoding, whose shape comes again and may be recorded as a graph.
+        recordable: a step of decoding, which may be recorded as a graph.
     """
 
     slots_RT: Tensor
@@ -49,8 +48,7 @@ class ForwardMeta:
     recordable: bool = False
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
-        builds one block a step."""
+        """The `width` tokens from `start` on, or as many as there are: views."""
         width = min(width, self.slots_RT.shape[1] - start)
         return self._each(lambda x, axis: x.narrow(axis, start, width))
 
@@ -97,12 +95,15 @@ class ForwardMeta:
         return self.with_tensors(slots_RT, positions_RT, bias, *(change(x, 1) for x in self.rope))
 
 
+Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+
+
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
 
     The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
-    attention reads the rows as strided views: nothing is copied or concatenated. Its `serial` no
-    other cache of this process has or had.
+    attention reads the rows as strided views. Its `serial` no other cache of this process has or
+    had.
     """
 
     serials = itertools.count()
@@ -152,17 +153,8 @@ class KVCache:
         return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
 
 
-class PastKeys(Protocol):
-    """What a transformers attention layer takes as its cache."""
-
-    def update(
-        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Take the block's keys and values; return all that its queries attend over."""
-
-
 class BlockCache:
-    """A `KVCache` seen from one block."""
+    """A `KVCache` seen from one block: what a transformers attention layer takes as its cache."""
 
     def __init__(self, cache: KVCache, meta: ForwardMeta):
         self.cache, self.meta = cache, meta
@@ -189,8 +181,7 @@ class BlockCache:
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
     """The number of slots to read so that `used` are covered: where each number is recorded as a
-    graph a power of two, of which a text that grows meets few.
-    """
+    graph a power of two, of which a text that grows meets few."""
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)

@@ -1,10 +1,9 @@
 """What a verification takes by its number of tokens, measured once on the machine that decodes; and
 on a GPU what drafting takes beside it.
 
-A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free;
-from some width on arithmetic takes the time. Where that is depends on the processor, and on a
-virtual machine on its neighbours: memory may be half again as fast a minute later, and hides less
-arithmetic then. Decisions are made as if half of what is hidden showed (docs/methods.md).
+A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free,
+up to where arithmetic takes the time. On a virtual machine that depends on its neighbours, so
+decisions are made as if half of the arithmetic that memory hides showed (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """
@@ -16,7 +15,8 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.native import build_name
-from kangaroo.engine.budget import VerifyCosts
 from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
@@ -38,7 +37,36 @@ CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 
+@dataclass(frozen=True)
+class VerifyCosts:
+    """Seconds of a pass of the whole target, by its tokens, ascending: never fewer than of a
+    smaller width."""
+
+    widths: list[int]
+    seconds: list[float]
+
+    def at(self, tokens: int) -> float:
+        """By straight lines between the widths that were measured, and beyond the last two."""
+        parts = list(pairwise(zip(self.widths, self.seconds, strict=True)))
+        part = next((part for part in parts if tokens <= part[1][0]), parts[-1])
+        (low, below), (high, above) = part
+        return below + (above - below) * (tokens - low) / (high - low)
+
+    def expected(self, tokens: int) -> float:
+        """Halfway between what was measured and the same if memory hid no arithmetic."""
+        first, last = self.widths[-2:]
+        of_token = (self.at(last) - self.at(first)) / (last - first)
+        unhidden = self.at(1) + (tokens - 1) * of_token
+        return (self.at(tokens) + max(self.at(tokens), unhidden)) / 2
+
+    def curve(self, rows: int, nodes: int) -> list[float]:
+        """Of verifying 0 to `nodes` nodes in each of so many rows, in steps without any."""
+        none = self.expected(rows)
+        return [self.expected(rows * (1 + n)) / none for n in range(nodes + 1)]
+
+
 _known: WeakKeyDictionary[TargetModel, VerifyCosts] = WeakKeyDictionary()
+_drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def measured(lm: TargetModel) -> VerifyCosts:
@@ -86,9 +114,6 @@ def measure(lm: TargetModel) -> VerifyCosts:
     return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])
 
 
-_drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-
-
 @torch.inference_mode()
 def drafting(lm: TargetModel, drafter: Any) -> float:
     """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
@@ -122,8 +147,7 @@ def fastest(
     caches: tuple[KVCache, ...],
     work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
 ) -> dict[int, float]:
-    """Seconds of the fastest `work(x, block)` of each width, the widths in turn; a graph each where
-    steps are recorded."""
+    """Seconds of the fastest `work(x, block)` of each width, the widths in turn."""
     best = dict.fromkeys(widths, float("inf"))
     spent = dict.fromkeys(widths, 0.0)
     for _ in range(REPEATS):

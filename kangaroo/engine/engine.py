@@ -1,6 +1,6 @@
-"""Decode: prefill a row, then step after step propose, verify, commit, observe.
+"""Decode whole requests: prefill a row, step until its text ends, take the next one.
 
-Shapes: B rows, N draft nodes, T tokens of a prefill chunk, D hidden size, V vocabulary.
+Shapes: T tokens of a prefill chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.drafting import native_drafting
@@ -20,16 +21,16 @@ from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
-from kangaroo.engine.clock import now, running
+from kangaroo.engine.clock import now
 from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
-from kangaroo.engine.sampling import Sampling, pick
-from kangaroo.engine.stepper import TensorStepper
+from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
+from kangaroo.engine.stepper import CurrentBatch, TensorStepper
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
-class Engine:
+class Engine(CurrentBatch):
     """A target and a drafter.
 
     Args:
@@ -57,27 +58,20 @@ class Engine:
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.always_drafts = always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
-        self.batch: Batch | None = None
-        self.stepper: TensorStepper | CpuStepper | None = None  # of the batch
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.keep = 0  # likeliest tokens that are kept of every distribution
 
     @property
     def spare_slots(self) -> int:
         """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
-        drafting = native_drafting(self.drafter)
-        return max(2 * self.drafter.max_nodes, drafting.nodes if drafting else 0) + 2
+        native = native_drafting(self.drafter)
+        return max(2 * self.drafter.max_nodes, native.nodes if native else 0) + 2
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
-        """An empty batch for texts of at most `longest` tokens, prompts included.
-
-        Args:
-            keep: so many likeliest tokens of the distribution behind every token that is written
-                (`Generation.teacher`).
-        """
-        topk_logits.check(keep, "keep")
-        self.keep = min(keep, self.lm.config.vocab_size)
+        """An empty batch for texts of at most `longest` tokens, prompts included. Of the
+        distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
+        self.keep = min(keep, topk_logits.MOST, self.lm.config.vocab_size)
         # rounded up, since attention kernels want the rows of a mask aligned
         n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
         fits = self.cache is not None and self.cache.batch_size == batch_size
@@ -88,12 +82,13 @@ class Engine:
         # native rounds draft otherwise than what would be measured
         by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
         of_drafts = partial(drafting, self.lm) if by_graphs else None
-        budget = Budget(partial(measured, self.lm), self.always_drafts, of_drafts)
+        lm, always = self.lm, self.always_drafts
+        budget = Budget(lambda *sizes: measured(lm).curve(*sizes), always, of_drafts)
         batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
         self.drafter.begin(batch)
         drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
         if self.drafter.needs_costs or drafts_less:
-            budget.measure()  # now, since it may take a second
+            budget.cost(batch_size, 1)  # measured now, since it may take a second
         native = native_drafting(self.drafter)
         if native is not None and runs_natively(self.lm, self.drafter, sampling):
             self.stepper = CpuStepper(self.lm, native, batch, self.keep)
@@ -104,11 +99,8 @@ class Engine:
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps. The prefill gives the first token, which is
-        a step of its own in the record.
-
-        Errors: `PromptError` where it cannot be served, or not by a batch this small; `ConfigError`
-        for another batch than the one opened last.
-        """
+        a step of its own in the record. Errors: `PromptError` where it cannot be served, or not by
+        a batch this small; `ConfigError` for another batch than the one opened last."""
         parts = self.prefill_chunks(batch, row, request)
         while True:
             try:
@@ -129,7 +121,6 @@ class Engine:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        assert self.stepper is not None
         lm, text = self.lm, request.text
         begun, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
@@ -142,21 +133,21 @@ class Engine:
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(reused, end, chunk):
             if first > reused:  # what steps leave behind in the row lies above what it has read
-                batch.fill(row, prompt_T[:first])
+                fill(batch, row, prompt_T[:first])
                 seconds += now(lm.device) - begun
                 yield
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
             last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
             read.append((tokens_1T, meta, taps))
-        batch.place(row, prompt_T, request)
+        place(batch, row, prompt_T, request)
         for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
             self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(last_11D)
         how = batch.sampling.reading(batch.settings_B3[row : row + 1])
         token = int(pick(logits_11V, at_11, how, seed_1))
-        batch.first(row, token)
+        write_first(batch, row, token)
         kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
@@ -165,35 +156,13 @@ class Engine:
         return generation
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, rather the free row itself, and how many of its
+        """The row whose text a prompt begins like, rather the free one itself, and how many of its
         tokens need not be read therefore."""
         if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0
         begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
         source = max(begins, key=begins.__getitem__)
         return source, begins[source]
-
-    @torch.inference_mode()
-    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """Propose, verify, commit, observe; one record a row. A short step has no drafts.
-
-        Errors: `ConfigError` for another batch than the one opened last.
-        """
-        self._check_is_current(batch is self.batch)
-        assert self.stepper is not None
-        entered = running()
-        records = self.stepper.step(drafts)
-        seconds = running() - entered
-        for record in records:
-            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
-        return records
-
-    def _check_is_current(self, current: bool) -> None:
-        if not current:
-            raise ConfigError(
-                "an engine decodes one batch, or one stream, at a time: finish this one before the "
-                "next, or make an Engine with a drafter of its own for each."
-            )
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
@@ -254,7 +223,6 @@ class Engine:
         that is done takes the next request at once.
 
         Args:
-            keep: that of `open`.
             after: what follows a request that has ended, in its row and under its index: the next
                 turn of a conversation.
             longest: tokens of the longest text; by default that of `requests`.
@@ -296,14 +264,9 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """Decode every prompt.
-
-        Args:
-            batch_size: rows decoded at a time; by default all prompts at once.
-            seeds: one a prompt; by default `sampling.seed`, `sampling.seed + 1`, ...
-
-        Errors: `PromptError` as of `check`; `ConfigError` for a batch of no rows.
-        """
+        """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
+        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError` as of `check`; `ConfigError`
+        for a batch of no rows."""
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
@@ -321,15 +284,10 @@ class Engine:
         ignore_eos: bool = False,
         batch: Batch | None = None,
     ) -> Stream:
-        """Decode one prompt, token by token as steps write them.
-
-        Args:
-            batch: of one row, opened before with this sampling; by default one is opened. In a
-                conversation's own batch its next turn goes on from the last one (`prefix_cache`).
-
-        Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose place
-        another one has taken.
-        """
+        """Decode one prompt, token by token as steps write them, in a batch of one row that was
+        opened with this sampling, where a conversation's next turn goes on from the last one
+        (`prefix_cache`); by default one is opened. Errors: `PromptError` as of `check`;
+        `ConfigError` for a batch or a stream whose place another one has taken."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)
@@ -353,3 +311,46 @@ class Engine:
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):
                 yield Token(token, drafted=i < record.accepted)
+
+
+def fill(batch: Batch, row: int, prompt_T: Tensor) -> None:
+    """A part of a prompt has entered a free row, which stays free until `place`."""
+    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
+    batch.texts[row] = [*prompt_T.tolist(), 0]  # its last token is scratch
+    batch.length_B[row] = len(prompt_T) + 1
+
+
+def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
+    """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own under
+    acceptance by rejection."""
+    sampling = request.sampling
+    if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
+        raise ConfigError(
+            f"a text of a batch under sampling.rule={batch.default.rule.value} cannot have "
+            "sampling of its own; matched noise (sampling.rule=match) can."
+        )
+    batch.budget.admit(row)
+    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
+    batch.length_B[row] = len(prompt_T)
+    batch.texts[row], batch.verified[row] = prompt_T.tolist(), []
+    batch.limit_B[row] = batch.limits[row] = len(request.prompt) + request.max_new_tokens
+    batch.seeds_B[row] = batch.seeds[row] = request.seed
+    batch.heeds_eos_B[row] = not request.ignore_eos
+    batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
+    batch.done_B[row] = batch.done[row] = False
+    batch.samplings[row] = sampling or batch.default
+    if sampling is None and batch.alike:  # as in a batch of thousands
+        return
+    batch.alike = False
+    batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
+    pairs = zip(batch.samplings, batch.done, strict=True)
+    batch.sampling = together([how for how, done in pairs if not done], batch.settings_B3)
+
+
+def write_first(batch: Batch, row: int, token: int) -> None:
+    """Append the token that the prefill of a row's prompt gave; it is pending."""
+    batch.tokens_BS[row, len(batch.texts[row])] = token
+    batch.length_B[row] += 1
+    batch.append(row, [token])
+    batch.whole[row] = True
+    batch.done_B[row] = batch.done[row]

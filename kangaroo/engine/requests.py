@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,8 +61,9 @@ class StepRecord:
     Args:
         tokens, accepted: what it wrote, and how many of these were draft tokens.
         drafted: how many were proposed.
-        draft_seconds, verify_seconds, host_seconds: time of the whole step (all rows), split.
         kept: a record for each token (`topk_logits.py`), and perhaps more, if asked for.
+
+    The seconds are those of the whole step, of all rows, split.
     """
 
     tokens: list[int]
@@ -79,13 +82,9 @@ class StepRecord:
 
 @dataclass
 class Generation:
-    """What became of a request.
-
-    Args:
-        steps: the first is the prefill, whose time is `prefill_seconds` instead.
-        finish: "eos", "length" or "stop"; empty while it is being written.
-        reused: tokens of the prompt that were in the cache already (`Engine.match_prefix`).
-    """
+    """What became of a request: its first step is the prefill, whose time is `prefill_seconds`
+    instead; `finish` is "eos", "length" or "stop", or empty while it is being written; and `reused`
+    tokens of the prompt were in the cache already."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -122,3 +121,55 @@ class Stream:
 
     def __iter__(self) -> Iterator[Token]:
         return self.tokens
+
+
+@dataclass
+class Acceptance:
+    """What became of drafts over the rounds that had one, by the names that vLLM gives a request's
+    statistics (`metrics.speculative_decoding`, vLLM's pull request 48915).
+
+    Args:
+        histogram: rounds by how many of their draft tokens were accepted.
+        drafted: draft tokens; all nodes of a tree.
+        longest: draft tokens of a round, at most.
+    """
+
+    histogram: Counter[int] = field(default_factory=Counter)
+    drafted: int = 0
+    longest: int = 0
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """Count a round; one without a draft does not count."""
+        if drafted:
+            self.histogram[accepted] += 1
+            self.drafted += drafted
+            self.longest = max(self.longest, drafted)
+
+    @property
+    def rounds(self) -> int:
+        """How many had a draft."""
+        return self.histogram.total()
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were."""
+        return sum(count * rounds for count, rounds in self.histogram.items())
+
+    @property
+    def by_position(self) -> list[int]:
+        """In how many rounds the first draft token was accepted, the second, and so on."""
+        last = max(self.histogram, default=0)
+        return [sum(n for k, n in self.histogram.items() if k > place) for place in range(last)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Lengths count the target's own token of a round, too: 1 is the least."""
+        last = max(self.histogram, default=0)
+        return {
+            "mean_acceptance_length": 1 + self.accepted / max(self.rounds, 1),
+            "draft_acceptance_rate": self.accepted / max(self.drafted, 1),
+            "acceptance_histogram": [self.histogram[count] for count in range(last + 1)],
+            "num_spec_steps": self.rounds,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": self.longest,
+        }

@@ -72,7 +72,7 @@ class Sampling(Ranged):
 
     @property
     def kind(self) -> str:
-        """All that is not in a tensor, by which recordings are told apart."""
+        """By which recordings are told apart: all that is not in a tensor."""
         return repr(self)
 
     def reading(self, settings_B3: Tensor) -> Sampling:
@@ -82,14 +82,9 @@ class Sampling(Ranged):
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """Texts that are decoded together, each by settings of its own. Not all are greedy.
-
-    Args:
-        settings_B3: temperature, top_p (infinite where it keeps all) and top_k of each text, which
-            the device reads.
-        most_k: a power of two, and no text's top_k is larger; 0 where none has one.
-        filters_p: whether any text's top_p removes tokens.
-    """
+    """Texts that are decoded together, not all of them greedy, each by settings of its own, which
+    the device reads: temperature, top_p (infinite where it keeps all) and top_k. No top_k is above
+    `most_k`, a power of two, or 0 where none has one; `filters_p` where a top_p removes tokens."""
 
     settings_B3: Tensor
     most_k: int
@@ -113,8 +108,7 @@ class Mixed:
         return list(self.settings_B3[:, :, None, None].unbind(1))
 
     def kth(self, likeliest_BNK: Tensor) -> Tensor:
-        """The logit that no token which is kept may be below, `[B, N, 1]`, of the `most_k` largest
-        in their order, or all."""
+        """The logit that no token which is kept is below, `[B, N, 1]`, of the largest in order."""
         _, _, top_k_B11 = self.columns
         index_B11 = (top_k_B11.long() - 1).clamp(0, likeliest_BNK.shape[-1] - 1)
         index_BN1 = index_B11.expand(len(likeliest_BNK), likeliest_BNK.shape[1], -1)
@@ -131,8 +125,7 @@ def settings(sampling: Sampling) -> list[float]:
 
 
 def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
-    """Settings of several texts, one at least, as one, whose seeds do not count; `settings_B3` may
-    have further texts."""
+    """Settings of several texts, one at least, as one; seeds do not count."""
     sampled = [row for row in rows if not row.greedy]
     if not sampled:
         return Sampling()
@@ -144,11 +137,8 @@ def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
 
 
 def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
-    """Tempered and filtered logits in float32, -inf where a filter removed the token.
-
-    Temperature, then top-k, then top-p: the order of transformers' `generate`. Tokens tied with the
-    k-th stay. Needs `temperature > 0`: a row without is rubbish.
-    """
+    """Logits in float32 after temperature, top-k and top-p, in transformers' order; -inf where a
+    filter removed the token. Tokens tied with the k-th stay. A row of temperature 0 is rubbish."""
     temperature: float | Tensor
     top_p: float | Tensor
     if isinstance(sampling, Mixed):
@@ -211,28 +201,21 @@ def perturb(
     return log_weights_BNV - race.log_()
 
 
-def scores(
-    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+def candidates(
+    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """Numbers `[B, N, V]` in whose order a target with these logits would choose; see `pick`."""
-    if sampling.greedy:
-        return logits_BNV
-    drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
+    """The `count` tokens `[B, N, count]` that a target with these logits would rather choose than
+    others after each node, the best first; `positions` are those of these tokens."""
+    scores_BNV = logits_BNV
+    if not sampling.greedy:
+        scores_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
     if isinstance(sampling, Mixed):
-        return torch.where(sampling.columns[0] == 0, logits_BNV.float(), drawn_BNV)
-    return drawn_BNV
+        scores_BNV = torch.where(sampling.columns[0] == 0, logits_BNV.float(), scores_BNV)
+    return scores_BNV.argmax(-1, True) if count == 1 else scores_BNV.topk(count).indices
 
 
 def pick(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """The token that follows each node, `[B, N]`; `positions` are those of these tokens."""
-    return scores(logits_BNV, positions_BN, sampling, seeds_B).argmax(-1)
-
-
-def candidates(
-    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
-) -> Tensor:
-    """The `count` tokens `[B, N, count]` that a target with these logits is likeliest to pick: the
-    token of `pick`, then those with the next best scores."""
-    return scores(logits_BNV, positions_BN, sampling, seeds_B).topk(count).indices
+    """The token that follows each node, `[B, N]`: the first of `candidates`."""
+    return candidates(logits_BNV, positions_BN, sampling, seeds_B, 1)[..., 0]

@@ -1,13 +1,14 @@
-"""One step of a batch by tensors: propose, verify, commit, observe.
+"""A step of a batch: propose, verify, commit, observe.
 
-This is the definition of a step. A backend (`kangaroo/cpu`) may make the same step faster.
+By tensors it is defined here. A backend (`kangaroo/cpu`) may make the same step faster.
 
-Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, D hidden size, V vocabulary.
+Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +16,51 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
-from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.clock import between, mark
+from kangaroo.engine.cache import Chunk, ForwardMeta
+from kangaroo.engine.clock import between, mark, running
 from kangaroo.engine.requests import StepRecord
-from kangaroo.engine.tree import Draft
-from kangaroo.engine.verify import Verdict, accept, decide
+from kangaroo.engine.sampling import Rule, pick
+from kangaroo.engine.tree import Draft, Verdict, accept
+from kangaroo.engine.verify import write
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
 
-Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+
+class CurrentBatch:
+    """The batch that is decoded; there is one at a time."""
+
+    batch: Batch | None = None
+    stepper: Any = None  # a `TensorStepper`, or a backend's
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        """Propose, verify, commit, observe; one record a row. Without drafts it is a short one.
+        Errors: `ConfigError` for another batch than the one opened last."""
+        self._check_is_current(batch is self.batch)
+        entered = running()
+        records: list[StepRecord] = self.stepper.step(drafts)
+        seconds = running() - entered
+        for record in records:
+            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+        return records
+
+    def _check_is_current(self, current: bool) -> None:
+        if not current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
 
 
 class TensorStepper:
-    """Makes the steps of one batch, of every drafter on every device.
-
-    `supports_prefix_reuse` tells whether a prompt that begins like a text in the cache is read from
-    where they differ.
-    """
+    """Steps of every drafter on every device; `keep` is that of `Engine.open`."""
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Of the first tokens of a prompt, which a row takes over from `source`, those that the
-        drafter has yet to read, as chunks."""
+        """Of what a prompt takes over from another row, the chunks that the drafter has to read."""
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
@@ -81,10 +103,11 @@ class TensorStepper:
     def _verify(
         self, draft: Draft, meta: ForwardMeta
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
-        """What the target says of a draft, and what is written therefore; the logits `[B, N, V]`,
-        where something of them is kept; the states that the drafter wants."""
+        """What becomes of a draft, and what is written; the logits `[B, N, V]`, where something of
+        them is kept; the states that the drafter wants."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
         keeps = self.keep > 0 or batch.likeliest > 0
+        by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
         drafted, placed = draft.tensors(), meta.tensors()
 
@@ -97,12 +120,13 @@ class TensorStepper:
             chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
             kept: tuple[Tensor, ...] = ()
             if chosen is not None:
-                verdict = accept(nodes, chosen[0])
+                choice_BN = chosen[0]
             else:
-                logits_BNV = lm.logits(x_BND)
-                how = sampling.reading(rows.settings_B3)
-                verdict = decide(nodes, logits_BNV, block.positions_RT + 1, how, rows.seeds_B)
+                logits_BNV, how = lm.logits(x_BND), sampling.reading(rows.settings_B3)
+                drawn_by = logits_BNV, block.positions_RT + 1, how, rows.seeds_B
+                choice_BN = pick(*drawn_by) if by_match else write(nodes, *drawn_by)
                 kept = (logits_BNV,) if keeps else ()
+            verdict = accept(nodes, choice_BN)
             return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
@@ -129,15 +153,12 @@ class TensorStepper:
         """Move the keys and values of an accepted path to where its tokens now stand."""
         batch = self.batch
         depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
-        from_BP = meta.slots_RT.gather(1, verdict.path_BP)
-        to_BP = batch.base_B[:, None] + depth_P
+        places = meta.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
 
         def work(from_BP: Tensor, to_BP: Tensor) -> tuple[Tensor, ...]:
             batch.cache.move(from_BP, to_BP)
             return ()
 
-        self.lm.acceleration.replay(
-            *((batch.cache,), ("move",), work, from_BP, to_BP),
-            tokens=from_BP.numel(),
-            rehearsal=(to_BP, to_BP),
-        )
+        tokens, rehearsal = places[0].numel(), (places[1], places[1])
+        args = (batch.cache,), ("move",), work, *places
+        self.lm.acceleration.replay(*args, tokens=tokens, rehearsal=rehearsal)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Range
 
 MOST = 64  # of `choice.h`
@@ -23,19 +22,9 @@ Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # None for each where nothing is kept
 
 
-def check(count: int, name: str) -> None:
-    """Errors: `ConfigError` for a number of likeliest tokens that cannot be kept."""
-    if not 0 <= count <= MOST:
-        raise ConfigError(
-            f"{name}={count} must be 1 to {MOST} likeliest tokens, or 0 to keep nothing."
-        )
-
-
 def layout(vocab_size: int, count: int) -> np.dtype:
-    """A record: `tokens`, the likeliest first, and their `chances`.
-
-    Half precision is exact to 1/2048 of a chance, and 0 below 3e-8.
-    """
+    """A record: `tokens`, the likeliest first, and their `chances` in half precision: exact to
+    1/2048 of a chance, and 0 below 3e-8."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     return np.dtype([("tokens", token, (count,)), ("chances", np.float16, (count,))])
 

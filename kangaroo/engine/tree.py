@@ -1,6 +1,7 @@
-"""What a drafter proposes: a tree of tokens below the pending token.
+"""What a drafter proposes, a tree of tokens below the pending token; and the walk that accepts.
 
-Shapes: B rows (1 where all rows share a topology), N nodes, D hidden size, V vocabulary.
+Shapes: B rows (1 where all rows share a topology), N nodes, P = 1 + the draft's largest depth,
+D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +69,7 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
             computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
-        probs_BNV: the distribution each node's token was drawn from, for the rules that need it.
+        probs_BNV: what each node's token was drawn from, for acceptance by rejection.
         meta: where the nodes lie; None leaves it to the engine.
     """
 
@@ -95,8 +97,7 @@ class Draft:
         return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
 
     def widen(self, size: int, depth: int) -> None:
-        """Add nodes, none of which ever matches, to a draft of tokens alone; the tree is taken for
-        one of this depth."""
+        """Add nodes that never match to a draft of tokens alone, as of a tree of this depth."""
         more = size - self.tree.size
         self.tokens_BN = F.pad(self.tokens_BN, (0, more))
         self.valid_BN = F.pad(self.valid_BN, (0, more))
@@ -117,13 +118,8 @@ class Draft:
         tokens: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
-        """A draft that was made on the host, as wide as the row with the most nodes.
-
-        Args:
-            tokens: the nodes below the pending token of each row.
-            parents: of each of them: 0 is the pending token, i the row's i-th node; None makes
-                chains.
-        """
+        """A draft that was made on the host: of each row the tokens below its pending one, and
+        their parents, where 0 is the pending token and i the i-th node; None makes chains."""
         size, device = 1 + max(map(len, tokens)), pending_B1.device
         padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]
         counts_B1 = torch.tensor([[len(row)] for row in tokens])
@@ -141,3 +137,39 @@ class Draft:
         drafted_BM = torch.tensor(padded, dtype=torch.long, device=device)
         tokens_BN = torch.cat([pending_B1, drafted_BM.view(len(tokens), -1)], 1)
         return Draft(tokens_BN, tree, valid_BN.to(device))
+
+
+class Verdict(NamedTuple):
+    """What verification decided: the token that the target writes after each node; the deepest node
+    whose whole path matched; how many draft tokens that accepts, 0 up to the draft's depth; the
+    nodes from the root to the best, which is then repeated."""
+
+    choice_BN: Tensor
+    best_B: Tensor
+    count_B: Tensor
+    path_BP: Tensor
+
+
+def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
+    """The longest path that the target would have written itself, by its choice after each node.
+    Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the matched-noise case
+    walk a tree in the same way (arXiv 2408.07978)."""
+    tree = draft.tree
+    steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
+    if tree.is_chain:  # node and depth are one
+        matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
+        count_B = best_B = matched_BN.cumprod(1).sum(1)
+        return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
+    parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
+    matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
+    is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
+    matched_BN = matched_BN | is_root_N  # the pending token is committed already
+    alive_BN = (~tree.ancestors_BNN | matched_BN[:, None]).all(-1)
+    best_B = (alive_BN * (tree.depth_BN + 1)).argmax(-1)
+    depth_BN = tree.depth_BN.expand_as(draft.tokens_BN)
+    count_B = depth_BN.gather(1, best_B[:, None])[:, 0]
+    rows_B = torch.arange(len(best_B), device=best_B.device)
+    on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
+    order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
+    path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
+    return Verdict(choice_BN, best_B, count_B, path_BP)

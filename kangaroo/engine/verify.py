@@ -1,6 +1,7 @@
-"""Walk a draft by the target's own choices and keep what matches.
+"""Acceptance by rejection and by blocks: rules by which a text's distribution is the target's, but
+its tokens depend on the drafts.
 
-Shapes: B rows, N draft nodes, P = 1 + the draft's largest depth, V vocabulary.
+Shapes: B rows, N draft nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,53 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.sampling import AnySampling, NoiseStream, Rule, perturb, pick, uniform, warp
+from kangaroo.engine.sampling import AnySampling, NoiseStream, Rule, perturb, uniform, warp
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
 
-class Verdict(NamedTuple):
-    """What verification decided.
+def write(
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
+    names; `positions` are those of the tokens after each node.
 
-    Args:
-        choice_BN: the token the target writes after each node.
-        best_B: the deepest node whose whole path matched.
-        count_B: accepted draft tokens, 0 up to the draft's depth.
-        path_BP: nodes from the root to `best`, then `best` repeated.
+    Errors: `ConfigError` for a draft that is no chain, or does not say what it was drawn from.
     """
-
-    choice_BN: Tensor
-    best_B: Tensor
-    count_B: Tensor
-    path_BP: Tensor
-
-
-def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
-    """The longest path of `draft` that the target would have written itself, by its choice after
-    each node.
-
-    Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the matched-noise case
-    walk a tree in the same way (arXiv 2408.07978).
-    """
-    tree = draft.tree
-    steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
-    if tree.is_chain:  # node and depth are one
-        matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
-        count_B = best_B = matched_BN.cumprod(1).sum(1)
-        return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
-    parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
-    matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
-    is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
-    matched_BN = matched_BN | is_root_N  # the pending token is committed already
-    alive_BN = (~tree.ancestors_BNN | matched_BN[:, None]).all(-1)
-    best_B = (alive_BN * (tree.depth_BN + 1)).argmax(-1)
-    depth_BN = tree.depth_BN.expand_as(draft.tokens_BN)
-    count_B = depth_BN.gather(1, best_B[:, None])[:, 0]
-    rows_B = torch.arange(len(best_B), device=best_B.device)
-    on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
-    order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
-    path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
-    return Verdict(choice_BN, best_B, count_B, path_BP)
+    rule = rejection if sampling.rule is Rule.rejection else block
+    return rule(draft, logits_BNV, positions_BN, sampling, seeds_B)
 
 
 class Chances(NamedTuple):
@@ -140,15 +109,3 @@ def block(
     drawn_from_BNV = torch.where((node_N > last_B1)[..., None], of.p_BNV, residual_BNV)
     other_BN = perturb(drawn_from_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
     return torch.where(node_N < last_B1, of.child_BN, other_BN)
-
-
-def decide(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
-) -> Verdict:
-    """Verify `draft` against the target's logits by the rule that `sampling` names; `positions` are
-    those of the tokens after each node."""
-    how = logits_BNV, positions_BN, sampling, seeds_B
-    if sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1:
-        return accept(draft, pick(*how))
-    write = rejection if sampling.rule is Rule.rejection else block
-    return accept(draft, write(draft, *how))

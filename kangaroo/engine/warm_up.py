@@ -23,10 +23,8 @@ log = logging.getLogger(__name__)
 
 def warm_up(engine: Engine, rows: int, longest: int) -> None:
     """Decode a few steps of random texts as batches of so many rows will, and stop: one text and
-    all, short ones and for each extent up to `longest` a longer one, greedy and sampled. What no
-    such step needed, a draft of another length for instance, is recorded when it first comes.
-
-    The cache is kept for the batch that follows. Where nothing is recorded, nothing is done.
+    all, short ones and for each extent up to `longest` a longer one, greedy and sampled. What none
+    of these needs is recorded when it first comes. The cache is kept for the batch that follows.
     """
     graphs = engine.lm.acceleration.graphs
     if graphs is None or longest < 2:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.engine.acceptance import Acceptance
+from kangaroo.engine.requests import Acceptance
 from kangaroo.evaluation.records import METHOD, MethodRun, Record
 from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.utils.errors import ConfigError

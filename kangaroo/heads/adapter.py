@@ -4,7 +4,7 @@ The paper's is `f' = f + Attention(Norm(f))`, drafted logits `Head(Norm(f'))`: o
 two norms, no feed-forward part, and the target's own LM head (Kangaroo, arXiv 2404.18911, section
 3.2). Its ablations add or swap parts; `fused` is ours.
 
-Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary, V vocabulary.
+Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class AdapterHeadConfig(base.HeadConfig):
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         fused: also read what goes into the target's last layer at the token before, and for a
             token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
-            2503.01840). Of a prompt it costs nothing, since that layer's keys need it; what comes
-            out of that layer would have to be computed for the whole prompt.
+            2503.01840). Of a prompt it costs nothing, since that layer's keys need it.
     """
 
     attention: bool = True
@@ -65,15 +64,15 @@ class AdapterHeadConfig(base.HeadConfig):
         return Adapter(lm, exit_layer, self, vocabulary_K)
 
     def steps(self, draft_steps: int) -> int:
-        if draft_steps > 1 and not self.fused:
+        if draft_steps > 1 and not self.fused and self.own_steps is None:
             raise ConfigError(
                 f"adapter.draft_steps={draft_steps} needs adapter.architecture.fused=true: the "
                 "states that other adapters read are the same at every draft step."
             )
-        return draft_steps
+        return super().steps(draft_steps)
 
     def graded_steps(self, most: int) -> int:
-        return most if self.fused else 1
+        return super().graded_steps(most) if self.fused or self.own_steps else 1
 
 
 class Adapter(Layer):
@@ -113,11 +112,9 @@ class Adapter(Layer):
         self.native_fusing: native.Fusing | None = None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Adapter:
-        """Copy the layers above the exit and, damped, the target's final norm.
-
-        At full strength that norm makes the untrained adapter surely wrong: on SmolLM2 the loss
-        starts at 18 nats, damped at 8, and 35 k tokens later it is 9.0 against 6.2.
-        """
+        """Copy the layers above the exit and, damped, the target's final norm: at full strength it
+        makes the untrained adapter surely wrong. On SmolLM2 the loss starts at 18 nats, damped at
+        8, and 35 k tokens later it is 9.0 against 6.2."""
         self.copy_layers(lm, self.exit_layer)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())

@@ -44,7 +44,6 @@ class AdapterConfig:
 
     Args:
         target, target_revision: the target model, and its revision on the hub, where it has one.
-        target_hash: of the fields of the target's config that fix its computation.
         exit_layer: how many of the target's `n_layers` lie below the adapter.
         parameters: how many were trained.
         vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
@@ -98,9 +97,8 @@ def describe(
 
 
 def kept_dtype(adapter: Trainable, lm: TargetModel) -> torch.dtype:
-    """The number format that an adapter trained for `lm` is kept in: the target's, in which it is
-    to run; bfloat16 where a weight is beyond float16.
-    """
+    """The number format that an adapter trained for `lm` is kept in: the target's; bfloat16 where a
+    weight is beyond float16."""
     largest = torch.finfo(lm.dtype).max
     fits = all(bool((p.detach().abs() <= largest).all()) for p in adapter.parameters())
     return lm.dtype if fits else torch.bfloat16
@@ -117,7 +115,7 @@ def save(
 
     Args:
         frequent_K: the tokens that a draft vocabulary is taken from, the most frequent first.
-        dtype: of the weights on disk, see `kept_dtype`; None keeps each as it is.
+        dtype: of the weights on disk; None keeps each as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
@@ -136,17 +134,11 @@ def find(
     fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
-    """The folder of an adapter: a local one, or a hub id that is downloaded.
+    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded, at a branch,
+    tag or commit. For `adapters/NAME` the shipped one will do, or the one that training the model
+    NAME saved; for `adapters/NAME-medusa` its Medusa heads.
 
-    For `adapters/NAME`, where a model's adapter is looked for, the shipped one will do, or the one
-    that training the model NAME saved; for `adapters/NAME-medusa` its Medusa heads.
-
-    Args:
-        files: what is fetched of it.
-        fix: what the user can do where there is none.
-        revision: branch, tag or commit on the hub; None is the repository's main branch.
-
-    Errors: `AdapterNotFound` names what was tried and what to do.
+    Errors: `AdapterNotFound` names what was tried and, by `fix`, what to do.
     """
     folder = located(path)
     if folder.is_dir():
@@ -197,7 +189,7 @@ def weights_hash(path: str) -> str:
 
 
 def made_by(path: str) -> dict[str, Any]:
-    """What training took, as far as the config says; with `start`, the adapter it went on from."""
+    """What training took, as far as the config says, and the adapter that it went on from."""
     training = read_config(path).training
     progress = training.get("progress", {})
     facts = {
@@ -235,8 +227,7 @@ def load(
     path: str, lm: TargetModel, kind: type[Kind], vocabulary: int | None = None
 ) -> tuple[Kind, list[DraftHead]]:
     """What `as_saved` gives, in the dtype of `lm` and where it drafts, and the heads that it drafts
-    with. Errors: also `AdapterMismatch` unless it is of that kind; `Trainable` takes any.
-    """
+    with. Errors: also `AdapterMismatch` unless it is of that kind; `Trainable` takes any."""
     adapter, vocabulary_K = as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
         head = adapter.architecture
@@ -293,11 +284,8 @@ def as_saved(
 
 
 def filled(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
-    """The adapter with these weights themselves, ready to draft.
-
-    Errors: `AdapterMismatch`, which begins with `fault` and names what is missing, left over or of
-    another shape.
-    """
+    """The adapter with these weights themselves, ready to draft. Errors: `AdapterMismatch`, which
+    begins with `fault` and names what is missing, left over or of another shape."""
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:

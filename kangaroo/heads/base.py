@@ -1,7 +1,4 @@
-"""What all trained parts of drafters have in common: how they are made, trained, saved and used.
-
-A further one is a module beside this, with a `HeadConfig` and a `Trainable`, and a drafter; see
-docs/add-a-drafter.md.
+"""What all trained parts of drafters have in common (docs/add-a-drafter.md adds one).
 
 Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
 """
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged
 
 if TYPE_CHECKING:
@@ -37,26 +35,36 @@ class HeadConfig(Ranged, ABC):
     @abstractmethod
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
         """An untrained one that drafts from these tokens, ascending, or None for all; of `lm` it
-        takes the shapes alone. Errors: `AdapterMismatch` for an exit layer that there is not.
-        """
+        takes the shapes alone. Errors: `AdapterMismatch` for an exit layer that there is not."""
 
     def fixed_exit(self, lm: TargetModel) -> int | None:
-        """The one exit layer that it can have, where there is no choice."""
+        """The only exit layer that it can have, where there is no choice."""
+        return None
+
+    @property
+    def own_steps(self) -> int | None:
+        """How many draft tokens in a row it has weights for; None where the same serve them all."""
         return None
 
     def steps(self, draft_steps: int) -> int:
         """How many draft tokens in a row it is trained for, where so many are asked for. Errors:
         `ConfigError` for a number that it cannot be trained for."""
-        return draft_steps
+        if self.own_steps is None:
+            return draft_steps
+        if draft_steps > 1:
+            raise ConfigError(
+                f"adapter.draft_steps={draft_steps} is not for a {self.kind()}: leave it out, its "
+                "adapter.architecture says how many."
+            )
+        return self.own_steps
 
     def graded_steps(self, most: int) -> int:
-        """How many of the first `most` draft tokens have grades of their own: from there on all
-        are alike."""
-        return most
+        """How many of `most` draft tokens have grades of their own: from there on all are alike."""
+        return self.own_steps or most
 
     def longest(self, most: int) -> int:
         """How many of `most` draft tokens it can draft in a row."""
-        return most
+        return min(most, self.own_steps or most)
 
     def passes(self, steps: int) -> int:
         """How often a token passes each of its weights in a training of so many draft steps."""
@@ -93,10 +101,8 @@ class Trainable(nn.Module, ABC):
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
         """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
-        each of the draft steps 1 to `steps`.
-
-        The state of step k at a position is the one it has there when its draft began k - 1 tokens
-        earlier, so that every step's states are judged by the same tokens.
+        each of the draft steps 1 to `steps`. That of step k is the one it has there when its draft
+        began k - 1 tokens earlier, so that every step is judged by the same tokens.
 
         Args:
             deep_BTD: the target's states at `deep_tap`, normed; of width 0 where that is None.
@@ -104,8 +110,7 @@ class Trainable(nn.Module, ABC):
         """
 
     def own_heads(self) -> list[nn.Linear]:
-        """LM heads of its own, one for each draft step or one for all; none if it reads the
-        target's."""
+        """Its LM heads, one for each draft step or one for all; none if it reads the target's."""
         return []
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
@@ -114,13 +119,8 @@ class Trainable(nn.Module, ABC):
         return [DraftHead(lm, head, vocabulary_K) for head in heads]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
-        """A loss besides the one on tokens, summed over positions; None where there is none.
-
-        Args:
-            states: `[M, D]` at each draft step.
-            valid: `[steps, M]`, where a draft has that step.
-            deep_MD: the states at `deep_tap`, normed, at the same positions.
-        """
+        """A loss besides the one on tokens, summed over positions, if there is one. The states are
+        `[M, D]` at each draft step, `valid` `[steps, M]` where a draft has that step."""
         return None
 
     def tally(
@@ -140,7 +140,7 @@ class Trainable(nn.Module, ABC):
 
 
 def new_head(lm: TargetModel, vocabulary_K: Tensor | None) -> nn.Linear:
-    """A head of its own over the draft vocabulary."""
+    """An LM head over the draft vocabulary."""
     outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
     return nn.Linear(lm.config.hidden_size, outputs, bias=False)
 

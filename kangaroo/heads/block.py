@@ -1,13 +1,12 @@
 """The block head: an adapter that makes the states of a whole draft in one pass.
 
-Beside the exit state of the pending token it reads that state again for every further place of the
-draft, plus a learnt vector of the place; a place attends to the text and to the places before it.
-What the token before is, a place learns only when that is chosen, from a low-rank table of
-neighbours: `logits = Head(state) + Table(Before(embedding of the token before))`. After P-EAGLE
-(arXiv 2602.01469), DFlash and DSpark (arXiv 2607.05147).
+Beside the exit state of the pending token it reads that state again for every further place, plus a
+learnt vector of the place, which attends to the text and to the places before it. The token before
+comes in when it is chosen, by a low-rank table of neighbours: `logits = Head(state) +
+Table(Before(embedding of the token before))`. After P-EAGLE (arXiv 2602.01469) and DSpark (arXiv
+2607.05147).
 
-Shapes: B rows, N tokens of a block, T tokens of a text, P places, D hidden size, K draft
-vocabulary, r rank.
+Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size, K draft vocabulary, R rank.
 """
 
 from __future__ import annotations
@@ -25,18 +24,13 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Unrolled, at_step, before
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
 
 @dataclass
 class BlockHeadConfig(AdapterHeadConfig):
-    """An adapter's parts, and how far they see ahead.
-
-    Args:
-        places: tokens of the longest draft; the first is what an adapter drafts.
-        rank: of the table of neighbours.
-    """
+    """An adapter's parts; tokens of the longest draft, the first of which is what an adapter
+    drafts; and the rank of the table of neighbours."""
 
     places: DraftSize = 6
     rank: Count = 32
@@ -46,23 +40,13 @@ class BlockHeadConfig(AdapterHeadConfig):
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> BlockHead:
         return BlockHead(lm, exit_layer, self, vocabulary_K)
 
-    def steps(self, draft_steps: int) -> int:
-        if draft_steps > 1:
-            raise ConfigError(
-                f"adapter.draft_steps={draft_steps} is not for a block, each place of which has "
-                "its token. Leave it out; adapter.architecture.places says how many."
-            )
+    @property
+    def own_steps(self) -> int:
         return self.places
-
-    def graded_steps(self, most: int) -> int:
-        return self.places
-
-    def longest(self, most: int) -> int:
-        return min(most, self.places)
 
 
 class BlockHead(Adapter):
-    """Its states from the second place on are `[B, N, D + r]`, the neighbour's part last, as its
+    """Its states from the second place on are `[B, N, D + R]`, the neighbour's part last, as its
     second draft head reads them; see `HeadConfig.build`."""
 
     architecture: BlockHeadConfig
@@ -77,8 +61,8 @@ class BlockHead(Adapter):
         parts = architecture or BlockHeadConfig()
         super().__init__(lm, exit_layer, parts, vocabulary_K)
         self.taps = 0, exit_layer  # the embeddings, too
-        size, tokens = lm.config.hidden_size, lm.config.vocab_size
-        outputs = tokens if vocabulary_K is None else len(vocabulary_K)
+        size = lm.config.hidden_size
+        outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
         self.places = nn.Parameter(torch.zeros(parts.places - 1, size))
         self.before = nn.Linear(size, parts.rank, bias=False)
         self.table = nn.Linear(parts.rank, outputs, bias=False)
@@ -106,7 +90,7 @@ class BlockHead(Adapter):
         return [first, further]
 
     def neighbours(self, embedded_XD: Tensor) -> Tensor:
-        """What the table reads of any tokens X, `[X, r]`; embeddings are small, and so normed."""
+        """What the table reads of any tokens X, `[X, R]`; embeddings are small, and so normed."""
         return self.before(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
 
     def add_places(

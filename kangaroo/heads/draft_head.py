@@ -1,7 +1,7 @@
 """The head that a drafter reads tokens from, over the whole vocabulary or a part of it.
 
-Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary,
-C candidates.
+Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
+rank of a table.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ class DraftHead:
 
     Drafting from the frequent tokens alone, which are given in ascending order, reads that part of
     the head only (FR-Spec, arXiv 2502.14856).
-
-    Attributes:
-        table_KR: what the last r numbers of each state are multiplied with, where it has these.
     """
 
     def __init__(
@@ -37,7 +34,7 @@ class DraftHead:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone
             self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
-        self.table_KR: Tensor | None = None
+        self.table_KR: Tensor | None = None  # for the last R numbers of each state, if it has them
         self.native: Any = None  # `native.Head`, or that of `kangaroo.cuda.layers`
         self.chooses = False
 
@@ -94,9 +91,7 @@ class DraftHead:
         seeds_B: Tensor,
         count: int,
     ) -> Tensor:
-        """The `count` tokens `[B, N, count]` that the target would likeliest choose from these
-        logits; see `kangaroo.engine.sampling.candidates`.
-        """
+        """Those of `sampling.candidates` for these logits, `[B, N, count]`."""
         if sampling.greedy:
             return self.token_of(logits_BNK.topk(count).indices)
         logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kangaroo.heads import adapter_files
@@ -56,13 +55,9 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
 
 def save(path: str, model: ModelConfig, folder: Path) -> None:
     """Write the adapter at `path` with the layers of its target below it, and the tokenizer, as a
-    checkpoint that transformers loads.
-
-    It drafts from the whole vocabulary, whatever the adapter does.
-
-    Errors: `ConfigError` for an adapter that is no layer, or a folder that is there already; those
-    of `models.load` and of `adapter_files.load`.
-    """
+    checkpoint that transformers loads, and that drafts from the whole vocabulary. Errors:
+    `ConfigError` for an adapter that is no layer, or a folder that is there already; those of
+    `models.load` and of `adapter_files.load`."""
     about = adapter_files.read_config(path)
     check(about.architecture, about.vocabulary)
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
@@ -75,16 +70,16 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
 
 
 def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
-    """The model whose logits are the adapter's over the whole vocabulary.
-
-    Errors: `ConfigError` for an adapter that is no layer.
-    """
+    """The model whose logits are the adapter's over the whole vocabulary. Errors: `ConfigError` for
+    an adapter that is no layer."""
     weights = adapter.state_dict()
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, vocabulary)
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
-    state = _shallow_state(lm, first) | {  # a part that the adapter does not have adds nothing
+    shallow = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(first)))
+    state = {name: w for name, w in lm.hf.state_dict().items() if name.startswith(shallow)}
+    state |= {  # a part that the adapter does not have adds nothing
         f"model.layers.{layer}.{name}": torch.zeros_like(weight)
         for layer in range(first, last + 1)
         for name, weight in lm.layers[first].state_dict().items()
@@ -101,31 +96,12 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     state["model.norm.weight"] = weights["norm.weight"]
     if head is not None:
         state["lm_head.weight"] = head
-    return _model(lm, last + 1, state, own_head=head is not None)
-
-
-def truncated(lm: TargetModel, layers: int) -> PreTrainedModel:
-    """The target's first layers with its own norm and head: a draft that nobody trained."""
-    state = _shallow_state(lm, layers)
-    state["model.norm.weight"] = lm.hf.state_dict()["model.norm.weight"]
-    return _model(lm, layers, state)
-
-
-def _shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
-    """Embeddings, head and the first layers, by the names that transformers gives them."""
-    wanted = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(layers)))
-    return {name: w for name, w in lm.hf.state_dict().items() if name.startswith(wanted)}
-
-
-def _model(
-    lm: TargetModel, layers: int, state: dict[str, Tensor], own_head: bool = False
-) -> PreTrainedModel:
     config: Any = deepcopy(lm.config)
-    config.num_hidden_layers = layers
-    if own_head:  # of the target's, the config knows whether it is tied
+    config.num_hidden_layers = last + 1
+    if head is not None:  # of the target's, the config knows whether it is tied
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * layers  # all of full attention
+        config.layer_types = config.layer_types[:1] * (last + 1)  # all of full attention
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=lm.dtype
     )

@@ -1,7 +1,5 @@
-"""A drafting layer: parts of a decoder layer of the target's own classes.
-
-In training a layer runs over whole texts as it runs when drafting, all positions and draft steps at
-once.
+"""A drafting layer: parts of a decoder layer of the target's own classes. In training it runs over
+whole texts as it runs when drafting, all positions and draft steps at once.
 
 Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a text, D hidden size.
 """
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
-from kangaroo.engine.cache import BlockCache, ForwardMeta, PastKeys
+from kangaroo.engine.cache import BlockCache, ForwardMeta
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import TargetModel
@@ -32,10 +30,8 @@ if TYPE_CHECKING:
 
 class Layer(Trainable):
     """Attention layers, a feed-forward part, or both, each with the norm before it that it has, and
-    the norm at the end; a subclass makes them, and says what goes in. Being of the target's own
-    classes, biases, GQA and RoPE follow the target.
-
-    With a `deep_tap` it also reads that state of the token before each, or its own in that place.
+    the norm at the end; a subclass makes them, and says what goes in. With a `deep_tap` it also
+    reads that state of the token before each, or its own in that place.
     """
 
     def __init__(self, architecture: HeadConfig, exit_layer: int, deep_tap: int | None):
@@ -70,18 +66,16 @@ class Layer(Trainable):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: PastKeys | None,
+        past: BlockCache | Unrolled | None,
         read_BN: Tensor | None = None,
     ) -> Tensor:
         """The state that a head reads, `[B, N, D]`.
 
         Args:
             f_BND: the target's hidden state after `exit_layer` layers.
-            deep_BND: where it reads one, the deep state of the token before each; zeros at the
-                start of a text.
+            deep_BND: if it reads one, the deep state of the token before each; zeros at the start.
             past: where keys and values go and come from; None sees the block alone.
             read_BN: where a head reads it: all others have keys and values, and a state of zeros.
-                None: everywhere.
         """
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
@@ -131,10 +125,9 @@ class Layer(Trainable):
         steps: int,
         read_BT: Tensor | None = None,
     ) -> list[Tensor]:
-        """Those of a draft read the target's deep states up to its beginning, and after that the
-        layer's. As in decoding, the keys of the tokens before the draft are those of step 1, and
-        those within it of their own steps (training-time test, EAGLE-3, arXiv 2503.01840).
-        """
+        """Drafts read the target's deep states up to their beginning, then the layer's. As in
+        decoding, keys before the draft are those of step 1, and within it of their own steps
+        (training-time test, EAGLE-3, arXiv 2503.01840)."""
         if steps > 1:
             read_BT = None  # later steps read states where no head does
         f_BTD, past = taps[self.exit_layer], Unrolled()
@@ -182,7 +175,7 @@ def weight(norm: nn.Module | None) -> Tensor | None:
     return None if norm is None else norm.get_parameter("weight")
 
 
-class Unrolled(PastKeys):
+class Unrolled:
     """Keys and values of all draft steps so far, one step's T tokens after another's."""
 
     def __init__(self) -> None:
@@ -218,8 +211,7 @@ def sees(meta: ForwardMeta) -> Tensor:
 
 def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
     """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys: of
-    step 1, what lies before the draft; of each later step, the draft's one token of that step.
-    """
+    step 1, what lies before the draft; of each later step, the draft's one token of that step."""
     past = [seen_RTT.tril(1 - step)]
     past += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
     return torch.cat(past, -1)

@@ -4,8 +4,8 @@
 cache: the target's own head says what follows it, and Medusa's k-th what comes k tokens after that
 (Medusa-1, arXiv 2401.10774, section 2.1).
 
-Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk,
-H heads, G guesses, D hidden size, K draft vocabulary.
+Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk, G guesses, D
+hidden size, K draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import before
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Layers
 
 GUESSES = 10  # of each head, of which the drafter's tree takes the best
@@ -33,12 +32,8 @@ CHUNK = 256  # positions whose logits exist at a time
 
 @dataclass
 class MedusaHeadsConfig(base.HeadConfig):
-    """How many heads, and what they read out with.
-
-    Args:
-        heads: how many tokens ahead they guess.
-        own_head: LM heads of their own, begun as the target's, instead of the target's.
-    """
+    """How many tokens ahead they guess, and whether by LM heads of their own, begun as the
+    target's, instead of the target's."""
 
     heads: Layers = 4
     own_head: bool = True
@@ -51,18 +46,8 @@ class MedusaHeadsConfig(base.HeadConfig):
     def fixed_exit(self, lm: TargetModel) -> int:
         return lm.n_layers  # they read what the target's own head reads
 
-    def steps(self, draft_steps: int) -> int:
-        if draft_steps > 1:
-            raise ConfigError(
-                f"adapter.draft_steps={draft_steps} is not for Medusa's heads, each of which has "
-                "its token. Leave it out; adapter.architecture.heads says how many."
-            )
-        return self.heads
-
-    def graded_steps(self, most: int) -> int:
-        return self.heads
-
-    def longest(self, most: int) -> int:
+    @property
+    def own_steps(self) -> int:
         return self.heads
 
     def passes(self, steps: int) -> int:

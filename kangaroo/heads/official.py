@@ -1,4 +1,4 @@
-"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo), read and written.
+"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo).
 
 There an adapter is a state dict of six tensors, named as in a Llama of one layer, beside that
 Llama's `config.json`. Neither says which target it is for, nor at which layer it sits.
@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.adapter import Adapter
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import new_folder
 
 WEIGHTS, CONFIG = "pytorch_model.bin", "config.json"
 SAFETENSORS = "model.safetensors"  # what newer versions of accelerate save instead
@@ -32,11 +31,7 @@ NAMES = {
 }
 # frequencies of positions, which older versions of transformers saved: they follow from the config
 IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
-KEPT = """
-    hidden_size intermediate_size max_position_embeddings num_attention_heads num_key_value_heads
-    rms_norm_eps vocab_size hidden_act
-""".split()  # fields of the target's config that go into the official one
-# those of the official one that no shape shows
+# fields of its config that no shape shows
 COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 WRAPPED = "module."  # before every name, if training in several processes saved the checkpoint
 ROPE_BASE = 10000.0  # of the official code, whatever the target's
@@ -45,10 +40,8 @@ EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}
 
 
 def exit_layer(given: int | None, lm: TargetModel) -> int:
-    """The given exit layer, else that of the checkpoint released for this target.
-
-    Errors: `ConfigError` where there is none.
-    """
+    """The given exit layer, else that of the checkpoint released for this target. Errors:
+    `ConfigError` where there is none."""
     layer = given if given is not None else EXIT_LAYERS.get(lm.name)
     if layer is None:
         released = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
@@ -105,30 +98,6 @@ def fitted(
         adapter = Adapter(lm, exit_layer)
     fault = f"'{path}' is not the paper's adapter (one attention layer, two norms, and the "
     return adapter_files.filled(adapter, state, f"{fault}target's head) for this target. {fit}")
-
-
-def write(path: str, lm: TargetModel, folder: Path) -> Adapter:
-    """Write the adapter at `path`, made for `lm`, as the official code reads it; the weights keep
-    their dtype.
-
-    Returns the adapter. Errors: `ConfigError` for an adapter that is not the paper's, or a folder
-    that is there already; `AdapterMismatch` for a target that the official code does not know;
-    those of `adapter_files.as_saved`.
-    """
-    _check_target(lm)
-    adapter, _ = adapter_files.as_saved(path, lm, vocabulary=None)
-    if not isinstance(adapter, Adapter) or adapter.architecture != AdapterHeadConfig():
-        raise ConfigError(
-            f"adapter '{path}' is not the paper's, and the official layout has room for nothing "
-            f"else: it is {adapter.architecture}. Pass adapter= one of adapter=attention."
-        )
-    weights, fields = adapter.state_dict(), {name: getattr(lm.config, name) for name in KEPT}
-    fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-    state = {name: weights[ours].contiguous() for name, ours in NAMES.items()}
-    with new_folder(folder) as partial:
-        torch.save(state, partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    return adapter
 
 
 def _state(path: Path) -> dict[str, Tensor]:

@@ -350,9 +350,9 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
 
 def test_any_two_drafters_make_a_cascade():
     options = ["drafter=cascade", "drafter@drafter.first=rest", "drafter@drafter.second=medusa"]
-    config = composed("evaluate", *options, "drafter.first.num_draft=7", "drafter.extend=true")
+    config = composed("evaluate", *options, "drafter.first.num_draft=7")
     cascade = OmegaConf.to_object(config.drafter)
-    assert isinstance(cascade, CascadeConfig) and cascade.extend
+    assert isinstance(cascade, CascadeConfig)
     assert isinstance(cascade.first, RestConfig) and cascade.first.num_draft == 7
     assert isinstance(cascade.second, MedusaConfig)
     assert cascade.second.adapter == "adapters/smollm2-135m-medusa"

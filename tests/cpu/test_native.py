@@ -5,29 +5,20 @@ Shapes: B rows, N tokens a row.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import VOCABULARY, adapter_for, random_prompts, recipe_of, tiny, tiny_model
+from helpers import VOCABULARY, recipe_of, tiny, tiny_model
 from scale_worker import train_tiny
 
 from kangaroo.cpu import compiling, native
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.cache import KVCache
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
-from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.outcomes import outcomes
 
 SLOTS = 160
 FAMILIES = {
@@ -107,39 +98,6 @@ def test_a_tokens_result_depends_on_nothing_beside_it(dtype, head_dim):
         assert all(torch.equal(mine, all_rows[here]) for mine, all_rows in both(alone, cache))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_what_does_not_stay_in_the_cache_gives_the_same_bits(monkeypatch, dtype):
-    hf = tiny_model(dtype=dtype)
-    found = []
-    for staying in (sys.maxsize, 0):
-        monkeypatch.setattr(native, "staying_bytes", lambda staying=staying: staying)
-        lm = TargetModel(hf).compile_for_decoding()
-        assert lm.native_head.passing == (not staying)
-        found.append([logits(lm, [9], random_tokens(1, n))[0] for n in range(1, 14)])
-    assert all(map(torch.equal, *found))
-
-
-def test_the_first_layers_stay_in_the_cache_as_far_as_they_fit(monkeypatch):
-    lm = tiny().compile_for_decoding()
-    stack = lm.native_layers
-    size = sum(w.nbytes for w in vars(stack.layers[0]).values() if w is not None)
-    monkeypatch.setattr(native, "staying_bytes", lambda: 2 * size + 1)
-    for names in (None, native.OF_KEYS):
-        table = native.layer_table(stack.layers, names)
-        columns = len(table) // lm.n_layers
-        assert list(table)[columns - 1 :: columns] == [0, 0, *[1] * (lm.n_layers - 2)]
-        assert columns * 8 == stack.per_layer
-
-
-def test_the_last_level_cache_is_what_the_system_says(tmp_path):
-    for index, size in enumerate(["48K", "1024K", "32768K", "", "unknown"]):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}/size").write_text(size + "\n")
-    (tmp_path / "index9").mkdir()
-    assert native.last_level_cache(tmp_path) == 32 << 20
-    assert native.last_level_cache(tmp_path / "nowhere") == 0
-
-
 def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
     """Bit by bit; more threads than processors, and in two Python threads at the same time."""
     lm, before = tiny(dtype=torch.bfloat16).compile_for_decoding(), torch.get_num_threads()
@@ -157,86 +115,6 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
 def built_fast(monkeypatch, level: str = "-O1"):
     """Builds from now on take few seconds; what they compute is the same."""
     monkeypatch.setattr(compiling, "FLAGS", [level if f == "-O3" else f for f in compiling.FLAGS])
-
-
-OTHERS = {"any": [], "AVX2": ["-march=haswell"], "AVX-512": ["-march=skylake-avx512"]}
-
-
-@pytest.mark.parametrize("target", OTHERS.values(), ids=OTHERS)
-def test_a_build_for_other_processors_computes_the_same(monkeypatch, target):
-    """Registers of 4, 8 and 16 numbers: what is computed at a time shows in the last bits only."""
-    if target and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("the build for this processor is no wider, or it is another kind")
-    hf = tiny_model("qwen3", dtype=torch.bfloat16)
-    expected, _ = logits(TargetModel(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
-    built_fast(monkeypatch)
-    other = ctypes.CDLL(str(compiling.build(compiling.compiler(), target)))
-    monkeypatch.setattr(native, "library", lambda: other)
-    found, _ = logits(TargetModel(hf).compile_for_decoding(), [3, 70], random_tokens(2, 5))
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.bfloat16], rtol=0)
-
-
-@torch.no_grad()
-def computed_in_two_threads() -> list[torch.Tensor]:
-    """Logits, texts that are drafted and drawn, and a loss's outcomes and gradient."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
-        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
-        engine = Engine(lm, Kangaroo(lm, adapter, steps=4, threshold=0))
-        texts = engine.generate(random_prompts(6, 40), 12, Sampling(temperature=1.0), 1)
-        assert any(step.accepted for text in texts for step in text.steps)
-        logits_CK = 4 * torch.randn(9, 70, generator=torch.Generator().manual_seed(3))
-        index_CJ, inside_CJ = torch.arange(8).expand(9, 8), torch.ones(9, 8, dtype=torch.bool)
-        with torch.enable_grad():
-            log_q_CO, best_C = outcomes(logits_CK.requires_grad_(), index_CJ, inside_CJ)
-            (gradient,) = torch.autograd.grad(log_q_CO.sum(), logits_CK)
-        chains, _ = logits(lm, [3, 70, 140], random_tokens(3, 11))
-        written = [torch.tensor(x.tokens) for x in texts]
-        return [chains, *written, log_q_CO.detach(), best_C, gradient]
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_standard_librarys_threads_compute_what_openmps_do(monkeypatch):
-    """Bit by bit: a compiler without OpenMP, such as a Mac's, builds the same code."""
-    built_fast(monkeypatch, "-O0")
-    results = []
-    for openmp in (compiling.OPENMP, ["-include", "no-such-header.h"]):
-        monkeypatch.setattr(compiling, "OPENMP", openmp)
-        library = ctypes.CDLL(str(compiling.build(compiling.compiler(), ["-march=native"])))
-        monkeypatch.setattr(native, "library", lambda library=library: library)
-        results.append(computed_in_two_threads())
-    assert not hasattr(library, "omp_get_thread_num") and all(map(torch.equal, *results))
-
-
-def test_the_sources_compile_for_arm64(tmp_path):
-    cross = shutil.which("aarch64-linux-gnu-g++")
-    if cross is None:
-        pytest.skip("there is no cross compiler for arm64")
-    for threads in (compiling.OPENMP, compiling.STANDARD):
-        output = ["-O0", "-S", str(compiling.MAIN), "-o", str(tmp_path / "decode.s")]
-        command = [cross, *compiling.FLAGS, *threads, *output]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-
-def test_a_compiler_is_asked_only_for_what_it_knows(tmp_path):
-    """As Apple's: no `-march=native` on ARM, no OpenMP."""
-    compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *march*|*openmp*) exit 1;; esac\necho macros\n')
-    compiler.chmod(0o755)
-    flags, macros = compiling.supported(str(compiler), ["-march=native"], ["-mcpu=native"])
-    assert flags == ["-mcpu=native"] and macros == "macros\n"
-
-
-def test_prompts_are_read_natively_where_torch_has_no_mkldnn(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", None)
-    native.torch_multiplies.cache_clear()
-    assert not native.torch_multiplies(torch.bfloat16) and native.torch_multiplies(torch.float32)
-    native.torch_multiplies.cache_clear()
 
 
 @pytest.mark.parametrize("overrides", [{"hidden_act": "gelu"}, {"dtype": torch.float16}])
@@ -291,43 +169,6 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     assert own_block.extent == meta.extent and own_block.rows == meta.rows
     for other in (cache, tapped):
         assert all(torch.equal(own, theirs) for own, theirs in both(whole, other))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@torch.no_grad()
-def test_what_a_fused_adapter_reads_is_the_same_for_one_token_and_for_many(dtype):
-    """As bits, and close to what the modules make of it."""
-    lm = tiny(dtype=dtype)
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True)).to(dtype)
-    f_BND, deep_BND = torch.randn(2, 2, 70, lm.config.hidden_size).to(dtype)
-    by_modules_BND = adapter.mix_inputs(f_BND, deep_BND)
-    adapter.accelerate(lm.compile_for_decoding())
-    many_BND = adapter.mix_inputs(f_BND, deep_BND)
-    assert not torch.equal(many_BND, f_BND)
-    for n in range(70):
-        one_B1D = adapter.mix_inputs(f_BND[:, n : n + 1], deep_BND[:, n : n + 1])
-        assert torch.equal(one_B1D, many_BND[:, n : n + 1])
-    near = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
-    torch.testing.assert_close(many_BND, by_modules_BND, rtol=near, atol=near)
-
-
-@pytest.mark.parametrize(
-    "parts", [{}, {"feed_forward": True}, {"fused": True}, {"attention_layers": 3}]
-)
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_an_adapter_remembers_what_it_would_pass_over(name, parts):
-    """Keys and values are those of a whole pass, bit by bit."""
-    lm = tiny(name.split("-")[0], **FAMILIES[name]).compile_for_decoding()
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts)).accelerate(lm)
-    devices = [lm.device] * adapter.depth
-    passed, remembered = (lm.cache_like(1, SLOTS, devices) for _ in range(2))
-    meta = lm.chunk(20, 50, 0, SLOTS)
-    f_1TD, deep_1TD = torch.randn(2, 1, 30, lm.config.hidden_size)
-    assert adapter.native_layer.takes(f_1TD, meta)
-    adapter(f_1TD, deep_1TD, meta, passed.at(meta))
-    adapter.write_kv(f_1TD, deep_1TD, meta, remembered.at(meta))
-    assert all(own.any() and torch.equal(own, other) for own, other in both(passed, remembered))
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):

@@ -1,39 +1,48 @@
-"""What a draft model and a target with skipped layers draft.
-
-Shapes: B rows, N draft nodes.
-"""
+"""What a draft model and a target with skipped layers draft, and two drafters in one: each follows
+what the other drafted."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from assistant import assistant
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
-from helpers import VOCABULARY, Sometimes, tiny, tiny_model, vanilla_texts
+from cases import (
+    CHUNK,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    case_of,
+    draft_lm,
+    drafted_without_cache,
+)
+from helpers import Sometimes, check_chains, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.cascade import Cascade, either
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.speed.trials import timed_generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
-from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import (
@@ -41,11 +50,9 @@ from kangaroo.utils.errors import (
     AdapterNotFound,
     ConfigError,
     CorruptFile,
-    ModelNotFound,
 )
 
 SAMPLED = SAMPLINGS["sampled"]
-Expected = Callable[[list[int], int, int], list[int]]  # text, seed, count
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +60,9 @@ def case() -> Case:
     return case_of("llama", "sampled")
 
 
-def drafts_are(
-    drafter: Drafter, whole: Drafter, case: Case, sampling: Sampling, expected: Expected
-) -> set[int]:
-    """Decode with `whole`, of which `drafter` is a part, and compare every draft of this with what
-    is expected after the text; how many were accepted."""
-    propose = drafter.propose
-
-    def check(batch):
-        draft = propose(batch)
-        for row in range(batch.size):
-            if not batch.done_B[row]:
-                drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
-                seed = int(batch.seeds_B[row])
-                assert drafted == expected(batch.texts[row], seed, len(drafted))
-        return draft
-
-    drafter.propose = check
-    engine = Engine(case.lm, whole, prefill_chunk=CHUNK)
+def accepted(drafter: Drafter, case: Case, sampling: Sampling) -> set[int]:
+    """How many tokens of a draft were, in some rounds."""
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     return {step.accepted for generation in done for step in generation.steps}
 
@@ -81,7 +73,7 @@ def another_model() -> TargetModel:
     return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
 
 
-def written_by(model: TargetModel, sampling: Sampling) -> Expected:
+def written_by(model: TargetModel, sampling: Sampling) -> Callable:
     """What a model writes after a whole text, without a cache."""
 
     @torch.no_grad()
@@ -108,11 +100,11 @@ def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, 
     model = draft_lm(case) if own else another_model()
     expected = written_by(model, sampling)
     drafter = DraftModel(case.lm, model, steps=3)
-    accepted = drafts_are(drafter, drafter, case, sampling, expected)
-    assert not own or {1, 3} <= accepted  # after rounds accepted whole and others
+    check_chains(drafter, expected)
+    assert not own or {1, 3} <= accepted(drafter, case, sampling)  # whole and others
     drafter = DraftModel(case.lm, model, steps=3)
-    cascade = Cascade(case.lm, Sometimes(case.texts), drafter)
-    drafts_are(drafter, cascade, case, sampling, expected)
+    assert check_chains(drafter, expected) == {}
+    accepted(Cascade(Sometimes(case.texts), drafter), case, sampling)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
@@ -169,8 +161,8 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
         return drafted
 
     drafter = DraftVerify(lm, skip, steps=3, threshold=0)
-    accepted = drafts_are(drafter, drafter, case, sampling, expected)
-    assert skip == [0, 1, 2] or len(accepted) > 2
+    check_chains(drafter, expected)
+    assert len(accepted(drafter, case, sampling)) > 2 or skip == [0, 1, 2]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -190,14 +182,6 @@ def test_rounds_are_those_of_transformers_assisted_generation(case, steps):
         prefill, *rounds = [len(step.tokens) for step in ours.steps]
         assert prefill == 1 and max(rounds) == steps + 1
         assert rounds[1:] == [count for count, _ in theirs.rounds]  # it times its first one apart
-
-
-def test_rejection_sampling_has_the_draft_models_probabilities(case):
-    drafter = DraftModel(case.lm, draft_lm(case), steps=3)
-    sampling = Sampling(temperature=0.8, seed=3, rule=Rule.rejection)
-    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, sampling)
-    steps = [step for generation in done for step in generation.steps]
-    assert 0.3 < sum(s.accepted for s in steps) / sum(s.drafted for s in steps) < 1
 
 
 def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) -> str:
@@ -227,27 +211,14 @@ def loaded(path: str) -> TargetModel:
     return TargetModel(models.load(config)[0])
 
 
-@pytest.mark.parametrize(
-    "swapped, difference",
-    [
-        ((7, 9), "its token 7 is {}, the target's {}"),
-        ((256, 258), "its token 256 is {}, the target's {}"),  # special ones
-        (None, r"its token 258 is None, the target's '<\|pad\|>'"),  # no room for the last
-    ],
-    ids=str,
-)
-def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(
-    tmp_path, swapped, difference
-):
+@pytest.mark.parametrize("low, high", [(7, 9), (256, 258)])  # the second are special ones
+def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tmp_path, low, high):
     lm, tokens = loaded(folder_of(tmp_path / "target")), byte_tokens()
     DraftModelConfig(model=folder_of(tmp_path / "same", tokens)).build(lm)
-    if swapped is None:
-        other = folder_of(tmp_path / "other", vocab_size=258)
-    else:
-        low, high = swapped
-        tokens[low], tokens[high] = tokens[high], tokens[low]
-        difference = difference.format(*(re.escape(repr(tokens[at])) for at in swapped))
-        other = folder_of(tmp_path / "other", tokens)
+    tokens[low], tokens[high] = tokens[high], tokens[low]
+    names = [re.escape(repr(tokens[at])) for at in (low, high)]
+    difference = f"its token {low} is {names[0]}, the target's {names[1]}"
+    other = folder_of(tmp_path / "other", tokens)
     with pytest.raises(ConfigError, match=rf"other'.*target': {difference}.*drafter\.model="):
         DraftModelConfig(model=other).build(lm)
 
@@ -271,28 +242,6 @@ def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, 
     assert sum(step.accepted for one in done for step in one.steps)
 
 
-def test_without_a_tokenizer_sizes_are_compared(case, monkeypatch):
-    """Random weights of a known shape have none, nor has a model that was made in memory."""
-    message = rf"random:tiny'.*it has 259 of them, the target {VOCABULARY}\."
-    with pytest.raises(ConfigError, match=message):
-        DraftModelConfig(model=models.TINY).build(case.lm)
-    shape = SHAPES["lmsys/vicuna-7b-v1.3"] | {"hidden_size": 32, "num_hidden_layers": 2}
-    monkeypatch.setitem(SHAPES, "small", shape | {"intermediate_size": 8})
-    monkeypatch.setitem(SHAPES, "smaller", shape | {"intermediate_size": 8, "vocab_size": 99})
-    lm = loaded("random:small")
-    DraftModelConfig(model="random:small").build(lm)
-    with pytest.raises(ConfigError, match=r"random:smaller'.*it has 99 of them, the target 32000"):
-        DraftModelConfig(model="random:smaller").build(lm)
-
-
-def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
-    draft, target = folder_of(tmp_path / "draft"), folder_of(tmp_path / "target")
-    lm = loaded(target)
-    shutil.rmtree(target)
-    with pytest.raises(ModelNotFound, match=f"'{target}' has no tokenizer that can be read"):
-        DraftModelConfig(model=draft).build(lm)
-
-
 def test_one_of_model_and_adapter_is_needed(case):
     with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
         DraftModelConfig().build(case.lm)
@@ -314,3 +263,50 @@ def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
     file.write_text('{"skip": [1], "target": "another", "target_hash": "0"}')
     with pytest.raises(AdapterMismatch, match="another"):
         DraftVerifyConfig(subset=str(file)).build(case.lm)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
+    """Whose caches then are as if it had drafted alone, whoever did before."""
+    first, who = Sometimes(case.texts), set()
+    by_length = first.continuation
+    first.continuation = lambda row, text: by_length(0, text)
+    cascade = Cascade(first, Kangaroo(case.lm, case.adapter, steps, 0))
+
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        found = first.continuation(0, text)
+        who.add("first" if found else "second")
+        return found or drafted_without_cache(case, text, steps, SAMPLED, seed)
+
+    check_chains(cascade, expected)
+    engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLED, batch_size=rows)
+    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
+    assert who == {"first", "second"}
+
+
+def rounds(case: Case, drafter) -> list[list[int]]:
+    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
+    return [[len(step.tokens) for step in generation.steps] for generation in done]
+
+
+@pytest.mark.parametrize("second", ["kangaroo", "tree", "model"])
+def test_a_first_that_finds_nothing_changes_nothing(case, second):
+    build = {
+        "kangaroo": lambda: Kangaroo(case.lm, case.adapter, 4, 0.3),
+        "tree": lambda: KangarooTree(case.lm, case.adapter, 3, 0.2, None, 3),
+        "model": lambda: DraftModel(case.lm, draft_lm(case), 3),
+    }[second]
+    assert rounds(case, Cascade(Vanilla(), build())) == rounds(case, build())
+
+
+def test_rows_of_two_drafts_keep_their_own_trees():
+    pending_B1 = torch.tensor([[5], [6]])
+    chain = Draft.listed(pending_B1, [[1, 2, 3], []])
+    tree = Draft.listed(pending_B1, [[7, 8], [7, 8]], [[0, 0], [0, 1]])
+    draft = either(torch.tensor([True, False]), chain, tree)
+    assert draft.tokens_BN.tolist() == [[5, 1, 2, 3], [6, 7, 8, 0]]
+    assert draft.valid_BN.tolist() == [[True] * 4, [True, True, True, False]]
+    assert draft.tree.parents_BN.tolist() == [[0, 0, 1, 2], [0, 0, 1, 0]]
+    assert draft.tree.max_depth == 3 and draft.entry == 0

@@ -23,7 +23,6 @@ from cases import (
     SCRIPTED,
     Case,
     case_of,
-    datastore_of,
     kangaroo,
     lm_of,
     samplings,
@@ -43,7 +42,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.prompt_lookup import PromptLookup
-from kangaroo.engine.budget import VerifyCosts
+from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
@@ -147,26 +146,21 @@ NATIVE = {
     name: DRAFTERS[name]
     for name in (
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
-        *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-reference", "rest-tree"),
+        *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-short", "rest-tree"),
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
         *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("block", "block-stops", "block-vocabulary"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
-        *("suffix", "suffix-store", "token-recycling-tree", "token-recycling-tree-kept"),
-        "cascade-token-recycling-tree",
+        *("suffix", "token-recycling-tree", "cascade-token-recycling-tree"),
     )
 }
 LOOKUP_OR_CHAIN = "cascade of what native rounds know"
 LOOKUP_OR_TREE = "cascade of the lookup and a tree"
 NATIVE[LOOKUP_OR_TREE] = lambda case: Cascade(
-    case.lm,
-    PromptLookup(2, 4, datastore_of(case)),
-    KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01),
+    PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
 )
-NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(
-    case.lm, PromptLookup(2, 4, datastore_of(case)), kangaroo(case.lm)
-)
+NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(PromptLookup(2, 4), kangaroo(case.lm))
 
 
 # Each drafter has two of these in turn; the slow tests have all.
@@ -216,7 +210,7 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
         ("kangaroo-tree", 0.02),
         ("block", 0.02),
         ("draft-model", 0.02),
-        ("prompt-lookup-reference", 0.1),
+        ("prompt-lookup-short", 0.1),
     ],
 )
 def test_both_keep_to_the_budget_of_a_batch_alike(name, slope, measured_budget, monkeypatch):
@@ -338,7 +332,6 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
         "kangaroo-fused-layer",
         "kangaroo-fused-two-layers",
         "sometimes",
-        "prompt-lookup-reference",
         "rest-tree",
     )
     steps = {

@@ -1,17 +1,23 @@
-"""Datastores: what they find, and that a folder is whole and of the right vocabulary."""
+"""Datastores: what they find, that a folder is whole and of the right vocabulary; and the tree that
+REST drafts, against brute force."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny
+from helpers import admit_text, tiny
 
 from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
+from kangaroo.drafters.rest import Rest, RestConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 
@@ -66,17 +72,10 @@ def test_a_loaded_datastore_is_the_one_that_was_saved_and_lies_on_the_disk(tmp_p
     assert np.array_equal(loaded.suffixes_L, store.suffixes_L)
     assert isinstance(loaded.tokens_L.base, np.memmap)
     assert loaded.about["texts"] == ["x"] and loaded.about["tokens"] == 120
-    assert datastore.fingerprint(str(folder)) == store.about["fingerprint"]
+    assert datastore.read_about(str(folder))["fingerprint"] == store.about["fingerprint"]
     again = save(index([[1, 2]], 64), lm, folder, {})  # replaces it
     assert load(str(again), lm).tokens_L.tolist() == [1, 2, 64]
     assert [path.name for path in folder.parent.iterdir()] == ["store"]
-
-
-def test_a_folder_that_is_something_else_is_left_alone(tmp_path):
-    (tmp_path / "mine").write_text("x")
-    with pytest.raises(DataError, match=r"exists and is no datastore.*output="):
-        save(index([[1]], 64), tiny(), tmp_path, {})
-    assert (tmp_path / "mine").read_text() == "x"
 
 
 def test_a_datastore_of_another_vocabulary_is_refused_and_both_are_named(tmp_path):
@@ -120,3 +119,81 @@ def test_no_documents_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(DataError, match=r"cannot be read.*UTF-8"):
         documents(None, [str(tmp_path / "bytes")], tokenizer)
+
+
+VOCABULARY = 64
+
+
+def documents_of(count: int, alphabet: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 60, (count,), generator=generator).tolist()
+    return [torch.randint(alphabet, (n,), generator=generator).tolist() for n in lengths]
+
+
+def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig):
+    """Tokens and parents, by the definition; all occurrences are read."""
+    for span in range(
+        min(options.max_token_span, len(text)), min(2, options.max_token_span) - 1, -1
+    ):
+        gram, following = tuple(text[-span:]), []
+        for document in documents:
+            for end in range(span, len(document)):
+                if tuple(document[end - span : end]) == gram:
+                    following.append(document[end : end + options.steps])
+        if following:
+            break
+    else:
+        return [], []
+    counts: Counter[tuple[int, ...]] = Counter()  # keeps the order in which prefixes were met
+    for tokens in following:
+        counts.update(tuple(tokens[:depth]) for depth in range(1, len(tokens) + 1))
+    ranked = sorted(counts, key=lambda prefix: (-counts[prefix], len(prefix)))  # it is stable
+    chosen = ranked[: options.num_draft]
+    number = {prefix: i for i, prefix in enumerate(chosen, start=1)} | {(): 0}
+    return [prefix[-1] for prefix in chosen], [number[prefix[:-1]] for prefix in chosen]
+
+
+def tree_after(rest: Rest, text: list[int]):
+    return rest.tree_of(SimpleNamespace(texts=[text]), 0)
+
+
+OPTIONS = [
+    RestConfig(),
+    RestConfig(max_token_span=4, steps=3, num_draft=7),
+    RestConfig(max_token_span=1, steps=4, num_draft=20),
+    RestConfig(max_token_span=3, steps=1, num_draft=2),
+]
+
+
+@pytest.mark.parametrize("alphabet", [2, 5, 30])
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_the_tree_is_that_of_the_most_frequent_prefixes(options, alphabet):
+    documents = documents_of(20, alphabet, seed=alphabet)
+    rest = Rest(index(documents, VOCABULARY), options)
+    nodes = 0
+    begun = [document[: 1 + len(document) // 2] for document in documents]
+    for text in documents_of(30, alphabet + 1, seed=99) + begun:
+        expected = brute_tree(documents, text, options)
+        assert tree_after(rest, text) == expected
+        nodes += len(expected[0])
+    assert nodes > 10
+
+
+def test_of_many_occurrences_those_read_keep_the_distribution():
+    documents = [[1, 2, follower] for follower in [3] * 60 + [4] * 30 + [5] * 10]
+    options = RestConfig(max_matches=10, num_draft=2)
+    assert tree_after(Rest(index(documents, VOCABULARY), options), [1, 2]) == ([3, 4], [0, 0])
+
+
+def test_a_tree_of_rows_with_and_without_matches():
+    lm = tiny()
+    documents = [[1, 2, 3, 4], [1, 2, 5]]
+    rest = Rest(index(documents, VOCABULARY), RestConfig(num_draft=3))
+    engine = Engine(lm, rest)
+    batch = engine.open(3, 40, Sampling())
+    for row, text in enumerate(([9, 1, 2], [8, 9], [2, 3])):
+        admit_text(engine, batch, row, text)
+    draft = rest.propose(batch)
+    assert draft.valid_BN.tolist() == [[True] * 4, [True, *[False] * 3], [True, True, *[False] * 2]]
+    assert draft.tokens_BN[0].tolist() == [2, 3, 5, 4]
+    assert draft.tree.parents_BN[0].tolist() == [0, 0, 0, 1]

@@ -1,6 +1,7 @@
-"""What Kangaroo drafts, and where it stops. That every drafter is lossless: `test_conformance.py`.
+"""What Kangaroo drafts, a chain or a tree, and where it stops, against the definition. That every
+drafter is lossless: `test_conformance.py`.
 
-Shapes: B rows, N draft nodes, V vocabulary.
+Shapes: B rows, N draft nodes.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, drafted_without_cache
-from helpers import adapter_for
+from helpers import adapter_for, check_chains
 
 from kangaroo.drafters import chain as chain_file
-from kangaroo.drafters.chain import confidence
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
 
@@ -32,34 +34,21 @@ def case() -> Case:
 @pytest.mark.parametrize("threshold", [0, 0.4])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
-    case, monkeypatch, sampling, threshold, layers
+    case, sampling, threshold, layers
 ):
-    """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
     parts = AdapterHeadConfig(attention_layers=layers)
     case = replace(case, adapter=adapter_for(case.lm, architecture=parts))
     drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
-    propose, checked = drafter.propose, []
-
-    def check(batch):
-        draft = propose(batch)
-        for row in range(batch.size):
-            if batch.done_B[row]:
-                continue
-            text = batch.tokens_BS[row, : batch.lengths[row]].tolist()
-            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
-            seed = int(batch.seeds_B[row])
-            expected = drafted_without_cache(case, text, len(drafted), sampling, seed)
-            assert drafted == expected
-            checked.append(len(drafted))
-        return draft
-
-    monkeypatch.setattr(drafter, "propose", check)
+    lengths = check_chains(
+        drafter,
+        lambda text, seed, count: drafted_without_cache(case, text, count, sampling, seed),
+    )
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     # rounds that were accepted whole and rounds that were not both lie behind later drafts
     whole = [s.accepted == s.drafted for generation in done for s in generation.steps]
     assert set(whole) == {False, True}
-    assert set(checked) == ({3} if threshold == 0 else {1, 2, 3})
+    assert set(lengths) == ({3} if threshold == 0 else {1, 2, 3})
 
 
 def test_low_confidence_token_is_still_verified(case):
@@ -95,37 +84,98 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     assert next(calls) == (3 if rows == 1 else 6)  # drafting ends with the last row, or at `steps`
 
 
-def test_a_row_that_has_ended_does_not_keep_the_others_drafting(case, monkeypatch):
-    """However sure the drafter is of what would follow there."""
-    calls = []
-
-    def stub(logits_BK):
-        calls.append(len(logits_BK))
-        return torch.tensor([0.9, 0.1])
-
-    monkeypatch.setattr(chain_file, "confidence", stub)
-    engine = Engine(case.lm, Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5))
-    batch = engine.open(2, 60, SAMPLED)
-    for row, limit in enumerate((2, 15)):
-        engine.admit(batch, row, Request(PROMPTS[row], limit, seed=row))
-    engine.step(batch)
-    calls.clear()
-    ended, going = engine.step(batch)
-    assert (ended.drafted, going.drafted) == (0, 1)
-    assert len(calls) == 1
+Path = tuple[int, ...]
 
 
-def test_confidence_is_the_top_probability_before_temperature_and_filters(case, monkeypatch):
-    logits_BK = torch.randn(3, 9)
-    torch.testing.assert_close(confidence(logits_BK), logits_BK.softmax(-1).amax(-1))
-    seen = []
+@torch.no_grad()
+def children(
+    case: Case, text: list[int], path: Path, sampling: Sampling, seed: int, count: int
+) -> list[tuple[int, float]]:
+    """(token, confidence) of a node's candidates, by a whole forward without a cache."""
+    tokens_1T = torch.tensor([[*text, *path]])
+    length = tokens_1T.shape[1]
+    meta = case.lm.chunk(0, length, row=0, n_slots=length)
+    f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
+    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+    tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
+    sure = logits_11V.softmax(-1).sort(descending=True).values
+    return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
 
-    def spy(logits_BK):
-        seen.append(logits_BK.clone())
-        return confidence(logits_BK)
 
-    monkeypatch.setattr(chain_file, "confidence", spy)
-    drafter = Kangaroo(case.lm, case.adapter, steps=2, threshold=0.5)
-    for sampling in (Sampling(), SAMPLED, Sampling(temperature=0.1, top_k=2)):
-        Engine(case.lm, drafter).generate(PROMPTS[:1], 2, sampling)
-    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+def tree_by_definition(
+    case: Case, text: list[int], drafter: KangarooTree, sampling: Sampling, seed: int
+) -> dict[Path, float]:
+    """The verified nodes as paths of tokens, with their confidence."""
+    top_k, scores, level = drafter.top_k, dict[Path, float](), {(): 1.0}
+    for _ in range(drafter.steps):
+        found = [
+            ((*path, token), score * sure)
+            for path, score in level.items()
+            for token, sure in children(case, text, path, sampling, seed, top_k)
+        ]
+        level = dict(sorted(found, key=lambda node: -node[1])[:top_k])
+        scores |= level
+        if max(level.values()) <= drafter.threshold:
+            break
+    parents = {path[:-1] for path in scores}
+    childless = sorted((path for path in scores if path not in parents), key=lambda p: scores[p])
+    for path in childless[: len(childless) // 2]:
+        del scores[path]
+    best = sorted(scores, key=lambda path: (-scores[path], len(path)))[: drafter.nodes]
+    return {path: scores[path] for path in best}
+
+
+@pytest.mark.parametrize("threshold, nodes", [(0, 30), (0.2, 30), (0, 5)])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_tree_is_the_one_of_the_definition(case, monkeypatch, sampling, threshold, nodes):
+    """Also after drafts that were accepted on a branch: a gap in a cache would go unseen else."""
+    drafter = KangarooTree(case.lm, case.adapter, 3, threshold, None, 3, nodes)
+    propose, sizes = drafter.propose, set()
+
+    def check(batch):
+        draft = propose(batch)
+        for row in range(batch.size):
+            if batch.done_B[row]:
+                continue
+            parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
+            paths: list[Path] = [()]
+            for node in range(1, len(tokens)):
+                paths.append((*paths[parents[node]], tokens[node]))
+            valid = draft.valid_BN[row].tolist()
+            drafted = {path for path, is_valid in zip(paths, valid, strict=True) if is_valid}
+            seed = int(batch.seeds_B[row])
+            expected = tree_by_definition(case, batch.texts[row], drafter, sampling, seed)
+            assert drafted - {()} == set(expected)
+            sizes.add(len(expected))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", check)
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    accepted = {s.accepted for generation in done for s in generation.steps}
+    assert len(accepted) > 2
+    assert max(sizes) <= nodes and (threshold == 0 or len(sizes) > 1)
+
+
+def test_pruning_keeps_parents_and_the_most_confident():
+    # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
+    parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])
+    score_BN = torch.tensor([[1.0, 0.6, 0.3, 0.5, 0.1, 0.4]])
+    every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
+    root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
+
+    def nodes(score_BN, valid_BN, *limits) -> list[int]:
+        return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
+
+    assert nodes(score_BN, every_BN, 9) == [0, 1, 2, 3, 5]
+    assert nodes(score_BN, every_BN, 2) == nodes(score_BN, every_BN, 2, 0.05) == [0, 1, 3]
+    assert nodes(score_BN, root_BN, 9) == [0]
+    assert nodes(score_BN, every_BN, 9, 0.3) == [0, 1, 3, 5]
+    assert nodes(sure_BN, every_BN, 1) == [0, 1]
+
+
+def test_trees_that_cannot_be_are_refused_by_name(case):
+    with pytest.raises(ConfigError, match=r"top_k=65 is more than the 64 tokens"):
+        KangarooTree(case.lm, case.adapter, top_k=65)
+    with pytest.raises(ConfigError, match=r"top_k=10, drafter.steps=103 make 1030 nodes"):
+        KangarooTreeConfig(top_k=10, steps=103)

@@ -1,7 +1,9 @@
-"""What the hybrid drafts, in every round, from the text alone; and what it refuses."""
+"""What the hybrid drafts, in every round; what is verified, against all trees there are."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,17 +11,19 @@ from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_
 from helpers import adapter_for, admit_text, longest_earlier_match, tiny
 from syncs import Syncs
 
-from kangaroo.cpu.drafting import HybridDrafting
-from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.datastore import index, save
-from kangaroo.drafters.expected_gain import Chances, Costs, Sources, best_tree, drafting_pays
-from kangaroo.drafters.hybrid import Hybrid, HybridConfig, Lookup
-from kangaroo.engine.cache import BUCKET
+from kangaroo.drafters.expected_gain import (
+    Chances,
+    Costs,
+    Sources,
+    best_tree,
+    candidates,
+    drafting_pays,
+)
+from kangaroo.drafters.hybrid import Hybrid, Lookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
@@ -88,44 +92,6 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
     assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
 
 
-def test_where_the_lookup_is_nearly_sure_nothing_is_drafted(case, sure, monkeypatch):
-    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
-    engine = Engine(case.lm, drafter)
-    batch = engine.open(1, 60, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 4, 1, 2, 3])
-
-    def fail(*_):
-        raise AssertionError("it drafted")
-
-    monkeypatch.setattr(drafter, "tokens", fail)
-    (record,) = engine.step(batch)
-    assert record.drafted == NODES
-
-
-def test_a_native_draft_computes_the_states_of_the_lookup_with_those_of_the_pending_token():
-    """So that a chain that says what the lookup says passes the shallow layers once."""
-    lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), 1, costs=COSTS, nodes=NODES)
-    engine = Engine(lm, drafter)
-    batch = engine.open(1, 60, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 4, 5, 3])
-    assert isinstance(engine.stepper, CpuStepper)
-    rounds = engine.stepper.buffers
-    engine.stepper._begin([0])
-    engine.stepper.drafting.draft(rounds, batch, [0])
-    lookup = drafter.looked_up(batch, 0).lookup
-    parents, tokens = rounds.parent[0].tolist(), rounds.token[0].tolist()
-    node, found = 0, 0
-    for wanted in lookup:
-        below = [i for i in range(1, rounds.count[0]) if (parents[i], tokens[i]) == (node, wanted)]
-        if not below:
-            break
-        (node,) = below
-        assert rounds.has_state[0, node]
-        found += 1
-    assert found
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
     monkeypatch, rows
@@ -160,69 +126,6 @@ def test_a_draft_ends_with_what_ends_the_text(sure):
         assert drafter.looked_up(batch, 0).lookup == expected
 
 
-def test_a_chain_stays_a_chain(sure, monkeypatch):
-    """Whose slots need no moving, and which is exact in bfloat16 too."""
-    case = case_of("llama", "greedy")
-    monkeypatch.setattr(expected_gain, "NEXT", 0.0)
-    monkeypatch.setattr(Chances, "lookup", lambda self, length: 0.9)
-    engine = Engine(case.lm, Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES))
-    batch = engine.open(2, 60, Sampling())
-    admit_text(engine, batch, 0, [1, 2, 3, 1])
-    admit_text(engine, batch, 1, [1, 2, 3, 4])
-    draft = engine.drafter.propose(batch)
-    assert draft.tree.is_chain and draft.valid_BN.sum(1).tolist() == [1 + NODES, 1]
-
-
-def test_a_reference_is_asked_for_longer_matches_alone():
-    store = index([[7, 1, 2, 3, 50, 51], [9, 3, 60], [8, 1, 2, 3, 50, 52]], 64)
-    text = [3, 40, 1, 2, 3]
-    lookup = Lookup(text, store)
-    length, tokens = lookup.find(3)
-    assert length == 3 and tokens[0] == 50 and len(tokens) == 2  # to the end of the document
-    text += [40, 1, 2, 3]
-    assert lookup.find(3) == (5, [40, 1, 2])  # the text itself has a longer one
-    assert Lookup([3, 40, 1, 2, 3]).find(3) == (1, [40, 1, 2])
-
-
-def test_the_rejection_rule_is_refused_since_it_needs_chains(case):
-    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
-    sampling = Sampling(temperature=0.8, rule=Rule.rejection)
-    with pytest.raises(ConfigError, match=r"sampling\.rule=rejection needs a drafter of chains"):
-        Engine(case.lm, drafter).generate(PROMPTS[:1], 5, sampling)
-
-
-def test_settings_that_cannot_work_are_refused_by_name(case, tmp_path):
-    config = HybridConfig(adapter="untrained:2")
-    assert config.build(case.lm).max_nodes == 15
-    with pytest.raises(DataError, match="no datastore"):
-        replace(config, reference=str(tmp_path)).build(case.lm)
-
-
-def test_a_reference_is_a_datastore_on_the_disk_and_its_fingerprint_is_a_setting(case, tmp_path):
-    configs = []
-    for name, token in ("a", 4), ("b", 5):
-        save(index([[1, 2, 3, token]], 64), case.lm, tmp_path / name, {})
-        configs.append(HybridConfig(adapter="untrained:2", reference=str(tmp_path / name)))
-    drafter = configs[0].build(case.lm)
-    assert Lookup([7, 2, 3], drafter.reference).find(2) == (2, [4])
-    first, second = (config.settings()["fingerprint"] for config in configs)
-    assert first != second
-
-
-@pytest.mark.parametrize("nodes, steps", [(15, 6), (2, 6)])
-def test_a_row_has_slots_for_all_places_that_a_native_draft_may_take(nodes, steps):
-    """Lookup, chain and further choices together take more of them than the tree has nodes."""
-    lm = tiny().compile_for_decoding()
-    drafter = Hybrid(lm, adapter_for(lm), steps, nodes=nodes)
-    engine = Engine(lm, drafter)
-    longest = 2 * BUCKET - engine.spare_slots  # so that no slot is left over
-    batch = engine.open(2, longest, Sampling())
-    assert batch.n_slots == 2 * BUCKET
-    assert (
-        longest - 2 + HybridDrafting(drafter).nodes < batch.n_slots
-    )  # from the last pending token on
-
-
 def test_what_a_text_has_taught_is_forgotten_with_it(case):
     drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
     engine = Engine(case.lm, drafter)
@@ -233,3 +136,114 @@ def test_what_a_text_has_taught_is_forgotten_with_it(case):
         while not batch.done[0]:
             engine.step(batch)
         assert drafter.lookups[0].chances.shifts != expected_gain.START
+
+
+START = Chances()
+CHEAP = Costs([1.0] * 20, 0.0, 1.0)
+
+
+def random_sources(rng: random.Random) -> Sources:
+    """Of few tokens, so that the two often say the same."""
+    chain = [rng.randrange(3) for _ in range(rng.randrange(4))]
+    lookup = [rng.randrange(3) for _ in range(rng.randrange(5))]
+    further = [
+        [(token, rng.uniform(0.01, 0.3)) for token in range(3) if token != best] for best in chain
+    ]
+    length = rng.randrange(1, 20) if lookup else 0
+    return Sources(START, length, lookup, chain, [rng.random() for _ in chain], further)
+
+
+def shape(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
+    """A tree as the paths of its nodes."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths), "two nodes of one path"
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("min_gain_per_step", [1.0, 2.5])
+@pytest.mark.parametrize("most", [1, 3, 6])
+def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
+    rng, sizes = random.Random(most), set()
+    costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, min_gain_per_step)
+    for _ in range(60):
+        sources = random_sources(rng)
+        nodes = candidates(sources)
+        tokens, parents, gains = nodes.tokens, nodes.parents, nodes.gains
+        worth = {(): 0.0}
+        for count in range(1, min(most, len(tokens)) + 1):
+            for some in itertools.combinations(range(len(tokens)), count):
+                if all(not parents[node] or parents[node] - 1 in some for node in some):
+                    worth[some] = sum(gains[node] for node in some) - costs.of_nodes(count)
+        own_tokens, own_parents = best_tree(costs, sources, most)
+        number = {path: i for i, path in enumerate(all_paths(tokens, parents))}
+        chosen = tuple(sorted(number[path] for path in shape(own_tokens, own_parents)))
+        assert worth[chosen] == pytest.approx(max(worth.values()), abs=1e-12)
+        sizes.add(len(chosen))
+    assert len(sizes) > 1
+
+
+def all_paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def test_nothing_that_a_source_says_is_lost_and_nothing_comes_twice():
+    rng = random.Random(7)
+    for _ in range(200):
+        sources = random_sources(rng)
+        said = {tuple(sources.lookup[:n]) for n in range(1, len(sources.lookup) + 1)}
+        said |= {tuple(sources.chain[:n]) for n in range(1, len(sources.chain) + 1)}
+        for depth, further in enumerate(sources.further):
+            said |= {(*sources.chain[:depth], token) for token, _ in further}
+        nodes = candidates(sources)
+        assert shape(nodes.tokens, nodes.parents) == said
+        of_children = dict.fromkeys(range(len(nodes.tokens) + 1), 0.0)
+        for gain, parent in zip(nodes.gains, nodes.parents, strict=True):
+            assert gain >= 0
+            of_children[parent] += gain
+        for parent, gain in of_children.items():
+            assert gain <= (nodes.gains[parent - 1] if parent else 1) + 1e-9
+
+
+def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
+    chances = Chances()
+    sources = Sources(chances, 2, [5, 6, 7], [5, 9], [0.6, 0.6])
+    sources.learn([5])
+    assert chances.lookup(2) > START.lookup(2) and chances.chain(0.6) > START.chain(0.6) > 0.6
+    raised = dict(chances.shifts)
+    sources.learn([])
+    assert chances.shifts == raised
+    sources.learn([8, 6, 7])  # from where a source is wrong, what it says next shows nothing
+    once = Chances()
+    once.shifts = dict(raised)
+    once.learn("lookup", once.lookup(2), False)
+    assert chances.shifts["lookup"] == once.shifts["lookup"] < raised["lookup"]
+    for _ in range(99):
+        sources.learn([8])
+    assert chances.lookup(2) < 0.1 and chances.chain(0.6) < 0.1
+
+
+@pytest.mark.parametrize(
+    "sources, pays",
+    [
+        (Sources(START, 0, []), True),  # nothing is known
+        (Sources(START, 1, [5, 6]), True),  # hardly anything
+        (Sources(START, 40, [5, 6]), False),  # the lookup is nearly sure
+        (Sources(START, 0, [], [5], [0.8]), True),
+        (Sources(START, 0, [], [5], [0.1]), False),  # the chain has become unsure
+        (Sources(START, 0, [], [5, 6, 7], [0.4, 0.4, 0.4]), False),
+        (Sources(START, 2, [5, 6, 7], [5], [0.8]), True),  # the match is short
+        (Sources(START, 16, [5, 6, 7], [5], [0.8]), False),
+        (Sources(START, 16, [5, 6, 7], [9], [0.8]), False),  # it is likelier
+    ],
+)
+def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
+    sources.further = [[] for _ in sources.chain]
+    costs = Costs([1 + 0.03 * node for node in range(20)], 0.05, 1.5)
+    assert drafting_pays(costs, sources, 15) == pays
+    assert drafting_pays(CHEAP, sources, 15)
+    assert not drafting_pays(replace(costs, draft=0.5), sources, 15)

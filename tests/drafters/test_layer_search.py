@@ -1,13 +1,10 @@
-"""The search for layers to skip: what a subset is worth, and that a search can be stopped."""
+"""The search for layers to skip: what a subset is worth, and which is found."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from helpers import random_prompts, tiny, vanilla_texts
 
-from kangaroo.drafters import layer_search
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.layer_search import (
     SearchConfig,
@@ -40,67 +37,18 @@ def samples(lm):
 
 @pytest.mark.parametrize("skip", [(1,), (2, 3), (0,)])
 def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, skip):
-    right = total = 0
     drafter = DraftVerify(lm, skip, steps=1, threshold=0)
+    right = total = 0
     for sample, prompt in zip(samples, PROMPTS, strict=True):
-        for length in range(len(prompt) + 1, len(sample["input_ids"])):
-            # the prefill gives the last token of the text up to here: one step drafts what follows
-            text = sample["input_ids"]
-            (done,) = Engine(lm, drafter).generate([text[: length - 1]], 2)
-            assert done.tokens == text[length - 1 : length + 1]
-            _, step = done.steps
-            right += step.accepted
-            total += 1
-    texts = [look(lm, sample, 512) for sample in samples]
-    # each text's first answer token is judged there, and here its last is not reached
-    firsts = [
-        look(lm, {**s, "loss_mask": mask_of(s, len(p))}, 512)
-        for s, p in zip(samples, PROMPTS, strict=True)
-    ]
-    whole, first = (agreement_of(lm, some, skip) * count(some) for some in (texts, firsts))
-    assert round(whole - first) == right and count(texts) - count(firsts) == total
-    assert 0 < right < total
-
-
-def mask_of(sample, start):
-    return [int(i == start) for i in range(len(sample["input_ids"]))]
-
-
-def count(texts) -> int:
-    return sum(len(text.top_M) for text in texts)
-
-
-def test_a_search_that_was_stopped_goes_on_and_ends_alike(lm, samples, tmp_path, monkeypatch):
-    config = SearchConfig(budget=8, conversations=3)
-    whole = search(lm, samples, config, tmp_path / "whole.json")
-    assert found(str(tmp_path / "whole.json")).skip == whole.skip
-    assert 0 < len(whole.skip) < 4
-    calls = []
-
-    def counted(*args):
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        calls.append(args)
-        return agreement_of(*args)
-
-    monkeypatch.setattr(layer_search, "agreement_of", counted)
-    with pytest.raises(KeyboardInterrupt):
-        search(lm, samples, config, tmp_path / "part.json")
-    tried = tmp_path / "part.tried.jsonl"
-    with tried.open("a") as stream:
-        stream.write('{"skip": [1')  # a kill -9 in the middle of a line
-    calls.clear()
-    monkeypatch.setattr(
-        layer_search, "agreement_of", lambda *a: calls.append(a) or agreement_of(*a)
-    )
-    again = search(lm, samples, config, tmp_path / "part.json")
-    assert again.skip == whole.skip and len(calls) == 3
-    assert all(json.loads(line) for line in tried.read_text().splitlines())
-    # other settings begin anew
-    other = SearchConfig(budget=4, conversations=2)
-    calls.clear()
-    search(lm, samples, other, tmp_path / "part.json")
-    assert len(calls) == 4
+        text = sample["input_ids"]
+        # the prefill gives a text's last token, and one step drafts what follows it
+        for length in range(len(prompt), len(text) - 1):
+            (done,) = Engine(lm, drafter).generate([text[:length]], 2)
+            right, total = right + done.steps[1].accepted, total + 1
+    masks = [[0] * (len(prompt) + 1) + [1] * 29 for prompt in PROMPTS]
+    judged = [sample | {"loss_mask": m} for sample, m in zip(samples, masks, strict=True)]
+    share = agreement_of(lm, [look(lm, sample, 512) for sample in judged], skip)
+    assert 0 < right < total == 3 * 29 and right == round(share * total)
 
 
 def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
@@ -114,3 +62,4 @@ def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
     }
     assert worth[tuple(best.skip)] == max(worth.values())
     assert best.search["expected_speedup"] == pytest.approx(max(worth.values()))
+    assert found(str(tmp_path / "best.json")) == best

@@ -7,6 +7,7 @@ import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from helpers import random_prompts, tiny
 
+from kangaroo.drafters import lookahead
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -14,7 +15,6 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 
 
 class Reference:
@@ -26,14 +26,13 @@ class Reference:
         tail = [prompt[i % len(prompt)] for i in range(len(prompt) - reach, len(prompt))]
         self.levels = [tail[j : j + options.window] for j in range(n - 1)]
         self.pool: list[tuple[int, ...]] = []
-        if options.pool_from_prompt:
-            for i in range(len(prompt) - n + 1):
-                self.insert(tuple(prompt[i : i + n]))
+        for i in range(len(prompt) - n + 1):
+            self.insert(tuple(prompt[i : i + n]))
 
     def insert(self, gram: tuple[int, ...]) -> None:
         if gram in self.pool:
             self.pool.remove(gram)
-        self.pool = [gram, *self.pool][: self.options.pool]
+        self.pool = [gram, *self.pool][: lookahead.POOL]
 
     def paths(self, pending: int) -> list[tuple[int, ...]]:
         """The tokens from the root to every node, in the order of the nodes."""
@@ -68,9 +67,8 @@ def paths_of(draft: Draft, row: int) -> list[tuple[int, ...]]:
 
 OPTIONS = [
     LookaheadConfig(window=4, ngram=4, guesses=3),
-    LookaheadConfig(window=3, ngram=3, guesses=2, pool=7),  # the pool overflows
-    LookaheadConfig(window=5, ngram=2, guesses=4, pool_from_prompt=False),
-    LookaheadConfig(window=1, ngram=5, guesses=1, pool=1),
+    LookaheadConfig(window=3, ngram=3, guesses=2),  # the pool overflows
+    LookaheadConfig(window=1, ngram=5, guesses=1),
     LookaheadConfig(),
 ]
 
@@ -95,6 +93,7 @@ def again_four_later(lm: TargetModel, sampling: Sampling, seed: int) -> list[int
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampling):
     """In every round of every row, rows admitted later included."""
+    monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
     lm, drafter = case_of("llama", sampling).lm, Lookahead(options)
     propose, observe = drafter.propose, drafter.observe
     references: dict[int, tuple[list[int], Reference]] = {}
@@ -138,9 +137,3 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     drafter.observe(batch, other, None, {})
     assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
     assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)
-
-
-@pytest.mark.parametrize("name, value", [("pool", 14), ("window", 300)])
-def test_settings_that_cannot_work_are_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=f"{name}.*{value}"):
-        LookaheadConfig(**{name: value})

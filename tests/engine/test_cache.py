@@ -5,7 +5,6 @@ Shapes as in `kangaroo/engine/cache.py`.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from helpers import random_prompts, tiny
 
@@ -53,37 +52,7 @@ def test_update_writes_the_block_and_nothing_else():
     assert torch.equal(seen_v[0, :, 4], v_RKTC[0, :, 0])
 
 
-def test_what_attention_reads_is_the_cache_itself_not_a_copy():
-    cache, new = filled_cache(), torch.randn(3, 2, 1, 4)
-    seen = cache.at(block_at([[0], [0], [0]], slice(0, 3), 5)).update(new, new, 0)
-    assert [x.data_ptr() for x in seen] == [cache.keys[0].data_ptr(), cache.values[0].data_ptr()]
-
-
-def test_move_copies_slots_within_each_row_as_if_all_at_once():
-    cache = filled_cache()
-    generator = torch.Generator().manual_seed(0)
-    before = [c.clone().unflatten(0, (3, 10)) for c in (*cache.keys, *cache.values)]
-    # as after a tree: path [0, 2, 3, 3] below slot 4, where slot 3 of the path is read and written
-    src = torch.stack([torch.randint(10, (4,), generator=generator) for _ in range(3)])
-    src[0] = torch.tensor([4, 6, 7, 7])
-    dst = torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3], [6, 7, 8, 9]])
-    cache.move(src, dst)
-    for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
-        expected = old.clone()
-        for row in range(3):
-            for s, d in zip(src[row].tolist(), dst[row].tolist(), strict=True):
-                expected[row, d] = old[row, s]
-        assert torch.equal(new.unflatten(0, (3, 10)), expected)
-
-
 # ---- attention ---------------------------------------------------------------------------------
-
-
-def test_transformers_own_generate_does_not_go_wrong_silently():
-    """It gives no mask to an attention that it does not know."""
-    hf = tiny().hf
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        hf.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
 
 
 # ---- extent ------------------------------------------------------------------------------------

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from cases import case_of, choices_without_cache
 from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
-from safetensors.torch import load_file, save_file
 
 from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
 from kangaroo.drafters.draft_model import DraftModel
@@ -20,9 +16,9 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine import costs
-from kangaroo.engine.budget import Budget, VerifyCosts
+from kangaroo.engine.budget import Budget
+from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
@@ -46,13 +42,6 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert [FLAT.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0] * 4
     slow_at_first = VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1])  # never less than was measured
     assert slow_at_first.expected(2) == 1.9
-
-
-def test_costs_are_measured_where_no_file_can_keep_them(monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "file"))
-    assert costs.measured(tiny()).seconds[0] > 0
-    assert "measured again in the next process" in caplog.text and "file/costs" in caplog.text
 
 
 def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
@@ -138,7 +127,7 @@ def test_auto_drafts_what_pays_alone_too_and_the_same_for_the_same_text(
 
 
 def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
-    budget = Budget(lambda: VerifyCosts([1, 2, 16], [1.0, 1.02, 1.3]))
+    budget = Budget(VerifyCosts([1, 2, 16], [1.0, 1.02, 1.3]).curve)
     first = budget.limits([0], 3, 0.05, auto=True)
     assert (first < 1).all() and budget.limits([], 3, 0.05, auto=True).shape == (0, 3)
     for _ in range(20):
@@ -173,33 +162,6 @@ def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
     assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["native", "tensors"])
-def test_a_batch_that_begins_to_draft_drafts_what_it_would_have_drafted_from_the_start(
-    monkeypatch, compiled
-):
-    case = case_of("llama", "greedy")
-    lm = TargetModel(case.lm.hf).compile_for_decoding() if compiled else case.lm
-    drafter = Kangaroo(lm, adapter_for(lm), 3, 0)
-    engine = Engine(lm, drafter)
-    batch = engine.open(2, 160, Sampling())
-    for row, prompt in enumerate(random_prompts(9, 30)):
-        engine.admit(batch, row, Request(prompt, 120))
-    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [1.0] * nodes)
-    for _ in range(80):
-        assert not any(record.drafted for record in engine.step(batch))
-    monkeypatch.setattr(batch.budget, "min_chain_chances", lambda rows, nodes, *_: [0.0] * nodes)
-    before = [list(text) for text in batch.texts]
-    if compiled:
-        engine.step(batch)
-        tokens = engine.stepper.buffers.token
-    else:
-        tokens = drafter.propose(batch).tokens_BN
-    for row, text in enumerate(before):
-        for drafted in tokens[row, 1:4].tolist():
-            assert choices_without_cache(case, text, Sampling(), 0)[0][0] == drafted
-            text.append(drafted)
-
-
 def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     tensors = [torch.nn.Parameter(torch.randn(n, 7)) for n in (3, 100, 1)]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -208,48 +170,3 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
     assert [b - a for a, b in pairwise(places)] == [128, 2816]
-
-
-def bytes_of(name: str, file: str) -> int:
-    """Of a kind of this process's memory."""
-    return 1024 * int(Path(file).read_text().partition(f"{name}:")[2].split()[0])
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_pages_of_a_checkpoint_are_given_back_and_what_stays_in_it_is_whole(tmp_path):
-    size = 2**23  # floats, 32 MiB
-    whole = {name: torch.randn(size + 3) for name in "abc"}
-    save_file(whole, tmp_path / "weights.safetensors")
-    mapped = load_file(tmp_path / "weights.safetensors")
-    kept = mapped["b"]
-    assert all(torch.equal(mapped[name], whole[name]) for name in "abc")  # all pages are read
-    before = bytes_of("RssFile", "/proc/self/status")
-    move_to_huge_pages([mapped["a"], mapped["c"]])
-    assert before - bytes_of("RssFile", "/proc/self/status") > 7 * size  # of 8 * size bytes
-    assert all(torch.equal(mapped[name], whole[name]) for name in "ac")
-    assert torch.equal(kept, whole["b"])
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_what_was_written_to_a_mapped_checkpoint_is_not_lost(tmp_path):
-    save_file({"a": torch.zeros(2**20)}, tmp_path / "weights.safetensors")
-    tensor = load_file(tmp_path / "weights.safetensors")["a"]
-    alias = tensor.detach()
-    tensor += 1
-    move_to_huge_pages([tensor])
-    assert tensor.data_ptr() != alias.data_ptr() and bool((alias == 1).all())
-
-
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the system has no huge pages"
-)
-def test_weights_are_on_huge_pages():
-    tensor, file = torch.ones(8 * PAGE // 4), "/proc/self/smaps_rollup"
-    before = bytes_of("AnonHugePages", file)
-    move_to_huge_pages([tensor])
-    assert bytes_of("AnonHugePages", file) - before >= 6 * PAGE and torch.equal(
-        tensor, torch.ones_like(tensor)
-    )

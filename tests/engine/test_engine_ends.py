@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import engine_cases
 import pytest
 from cases import DRAFTERS
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
-from helpers import VOCABULARY, oracle, vanilla_texts
+from helpers import oracle
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -96,42 +94,6 @@ def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
     assert decoded(place + 3, new_tokens=place + 1).finish == "eos"
 
 
-@pytest.fixture(scope="module")
-def after_eos(case) -> tuple[int, list[list[int]], list[list[int]]]:
-    """A token, prompts that end with it, and vanilla's texts."""
-    unused = next(t for t in range(VOCABULARY) if t not in continuations(case)[0])
-    prompts = [[*PROMPTS[0], unused], [unused]]
-    return unused, prompts, vanilla_texts(case.lm, prompts, NEW_TOKENS, HOT)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_an_eos_in_the_prompt_ends_nothing(case, after_eos, ends_with, name):
-    """The end of the user's turn, as a chat template writes it just before the answer."""
-    unused, prompts, texts = after_eos
-    ends_with(unused)
-    engine = Engine(case.lm, DRAFTERS[name](replace(case, texts=texts)))
-    done = engine.generate(prompts, NEW_TOKENS, HOT)
-    for prompt, text, generation in zip(prompts, texts, done, strict=True):
-        assert generation.tokens == until(text[len(prompt) :], {unused})
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_row_that_has_ended_writes_nothing_more(case, ends_with, name):
-    ends_with(continuations(case)[0][0])
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    batch = engine.open(2, 60, HOT)
-    first, _ = (
-        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=HOT.seed + row))
-        for row in range(2)
-    )
-    assert first.tokens == continuations(case)[0][:1] and first.finish == "eos"
-    length = batch.lengths[0]
-    for _ in range(3):
-        after, _ = engine.step(batch)
-        assert (after.tokens, after.accepted, after.drafted) == ([], 0, 0)
-    assert batch.lengths[0] == int(batch.length_B[0]) == length
-
-
 # ---- stop strings ------------------------------------------------------------------------------
 
 
@@ -178,18 +140,3 @@ def test_a_stop_string_may_be_of_parts_of_a_character_or_a_space_but_not_begin_i
     stop = Letters().decode([PROMPTS[0][-1], tokens[0]])
     (done,) = Engine(case.lm, Vanilla(), Letters()).generate(PROMPTS[:1], 4, HOT, stop=[stop])
     assert len(done.tokens) == 4
-
-
-def test_a_row_that_stopped_writes_nothing_more_and_makes_room_for_the_next(
-    case, first, monkeypatch
-):
-    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), Letters())
-    stop, steps, step = [f"<{first[0][first[1]]}>"], [], engine.step
-    monkeypatch.setattr(engine, "step", lambda batch: steps.append(step(batch)) or steps[-1])
-    together = engine.generate(PROMPTS, NEW_TOKENS, HOT, stop=stop)
-    taken = len(together[0].steps) - 1  # the first is the prefill
-    assert 0 < taken < len(steps)
-    for record, *_ in steps[taken:]:
-        assert (record.tokens, record.accepted, record.drafted) == ([], 0, 0)
-    in_turn = engine.generate(PROMPTS, NEW_TOKENS, HOT, batch_size=1, stop=stop)
-    assert [g.tokens for g in in_turn] == [g.tokens for g in together]

@@ -100,7 +100,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
 @pytest.mark.parametrize(
     "name, asked",
     [
-        *((name, 0) for name in ("prompt-lookup-reference", "rest-tree", "suffix")),
+        *((name, 0) for name in ("prompt-lookup", "rest-tree", "suffix")),
         *((name, 0) for name in ("lookahead-tree", "lookahead-tree-small")),
         ("token-recycling-tree", 1),  # what is likeliest
     ],
@@ -112,16 +112,3 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, monkey
             engine.step(batch)
         monkeypatch.undo()
         assert syncs.total == 1 + asked, syncs.seen
-
-
-def test_a_tree_step_waits_for_the_device_but_once(eager_case, monkeypatch):
-    """The drafter aside: the engine moves accepted paths without asking how long they are."""
-    engine, batch = begun(eager_case.lm, DRAFTERS["tree"](eager_case), HOT, PROMPTS)
-    for _ in range(3):
-        draft = engine.drafter.propose(batch)
-        monkeypatch.setattr(engine.drafter, "propose", lambda batch, draft=draft: draft)
-        monkeypatch.setattr(engine.drafter, "observe", lambda *args: None)
-        with Syncs(monkeypatch) as syncs:
-            engine.step(batch)
-        monkeypatch.undo()
-        assert syncs.total == 1, syncs.seen

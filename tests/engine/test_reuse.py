@@ -203,19 +203,6 @@ def test_a_layer_reads_what_was_written_without_drafts():
         torch.testing.assert_close(known, read, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_that_was_given_up_leaves_nothing_to_go_on_from():
-    lm, (prompt,) = lm_of("llama-compiled"), random_prompts(40)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK, prefix_cache=True)
-    batch = engine.open(1, LONGEST, Sampling())
-    parts = engine.prefill_chunks(batch, 0, Request(prompt, 5))
-    next(parts)
-    next(parts)
-    parts.close()
-    assert engine.match_prefix(batch, 0, prompt) == (0, 0)
-    done = engine.admit(batch, 0, Request(prompt, 5))
-    assert prompt + done.tokens == vanilla_texts(lm, [prompt], 1)[0]
-
-
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():
     lm = lm_of("llama-compiled")
     drafter = Kangaroo(lm, adapter_for(lm))

@@ -5,9 +5,7 @@ Shapes: B rows, N positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import (
     Mixed,
     NoiseStream,
-    Rule,
     Sampling,
     candidates,
     perturb,
@@ -34,7 +31,6 @@ from kangaroo.engine.sampling import (
     uniform,
     warp,
 )
-from kangaroo.utils.errors import ConfigError
 
 DRAWS = 20_000
 
@@ -77,19 +73,6 @@ def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling
         assert_distributed(pick(logits_B1V, positions_B1, sampling, seeds_B)[:, 0], probs_V)
 
 
-def test_a_large_vocabulary_is_sampled_evenly_and_its_tail_as_often_as_it_should():
-    size, draws = 20_000, 300
-    positions_1N, seeds_1 = torch.arange(draws)[None], torch.tensor([1])
-    even = perturb(torch.zeros(1, draws, size), seeds_1, positions_1N)[0].argmax(-1)
-    assert_distributed(even % 8, torch.full((8,), 1 / 8))
-    assert_distributed(even * 8 // size, torch.full((8,), 1 / 8))
-    # one token has 0.6, 20,000 others share 0.4: the race is decided by very small numbers
-    log_weights_V = torch.full((size,), math.log(0.4 / (size - 1)))
-    log_weights_V[17] = math.log(0.6)
-    peaked = perturb(log_weights_V.expand(1, draws, -1), seeds_1, positions_1N)[0].argmax(-1)
-    assert_distributed((peaked == 17).long(), torch.tensor([0.4, 0.6]))
-
-
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     numbers = uniform(torch.arange(10), torch.arange(100).expand(10, -1), NoiseStream.choice, 1000)
     assert numbers.min() > 0 and numbers.max() < 1
@@ -122,28 +105,6 @@ def test_positions_and_seeds_are_independent_and_not_exchangeable(lag):
     assert_independent(tokens, flat_choice(torch.tensor([5]), positions_1N - 1)[0])
     first, second = (flat_choice(seeds_B + more, positions_1N.T * 0)[:, 0] for more in (0, lag))
     assert_independent(first, second)
-
-
-@pytest.mark.parametrize("other", [NoiseStream.accept, NoiseStream.residual])
-def test_streams_are_independent(other):
-    positions_1N, seeds_1 = torch.arange(DRAWS)[None], torch.tensor([3])
-    first = flat_choice(seeds_1, positions_1N)[0]
-    assert_independent(first, flat_choice(seeds_1, positions_1N, other)[0])
-    accept = (uniform(seeds_1, positions_1N, other, 1)[0, :, 0] * 6).long()
-    assert_independent(first, accept)
-
-
-def test_tokens_of_one_position_are_independent():
-    numbers = uniform(torch.tensor([0]), torch.arange(DRAWS)[None], NoiseStream.choice, 10)[0]
-    for a, b in ((0, 1), (0, 2), (3, 9), (4, 8)):
-        assert_independent((numbers[:, a] * 6).long(), (numbers[:, b] * 6).long())
-
-
-@pytest.mark.parametrize("seed", [-1, -(2**62), 2**63 - 1])
-def test_any_64_bit_seed_works(seed):
-    tokens = over_positions(SAMPLINGS[0], seed)
-    assert_distributed(tokens, LOGITS_V.softmax(-1))
-    assert not torch.equal(tokens, over_positions(SAMPLINGS[0], 0))
 
 
 # ---- filters -----------------------------------------------------------------------------------
@@ -214,30 +175,6 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
             assert texts[row].tokens == greedy.tokens, sampling
 
 
-def test_greedy_is_argmax_whatever_the_seed_and_the_filters():
-    logits_BNV, positions = torch.randn(4, 3, 50), torch.zeros(4, 3, dtype=torch.long)
-    assert Sampling(9e-7) == Sampling() and Sampling(9e-7).greedy and not Sampling(1e-6).greedy
-    sampling = Sampling(temperature=0, top_p=0.1, top_k=7, seed=9)
-    chosen = pick(logits_BNV, positions, sampling, torch.arange(4))
-    assert sampling.greedy and torch.equal(chosen, logits_BNV.argmax(-1))
-
-
-@pytest.mark.parametrize(
-    "bad, named",
-    [
-        ({"temperature": -0.1}, "temperature.*-0.1"),
-        ({"temperature": math.nan}, "temperature.*nan"),
-        ({"top_p": 0.0}, "top_p.*0.0"),
-        ({"top_p": 1.01}, "top_p.*1.01"),
-        ({"top_p": math.nan}, "top_p.*nan"),
-        ({"top_k": -1}, "top_k.*-1"),
-    ],
-)
-def test_values_that_cannot_work_are_refused_by_name(bad, named):
-    with pytest.raises(ConfigError, match=named):
-        Sampling(**bad)
-
-
 # ---- seeds -------------------------------------------------------------------------------------
 
 
@@ -276,22 +213,3 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
 
 def settings_of(rows) -> torch.Tensor:
     return torch.tensor([settings(own) for own in rows])
-
-
-def test_settings_are_of_few_kinds():
-    """What a recording is told apart by."""
-
-    def kind(*rows):
-        return together(rows, settings_of(rows)).kind
-
-    warm, cold = Sampling(0.5, seed=1), Sampling(0.2, seed=2)
-    assert kind(warm, cold) == kind(cold, cold) == kind(Sampling(1.7), warm)
-    assert kind(replace(warm, top_k=5), cold) == kind(replace(cold, top_k=7))
-    assert kind(replace(warm, top_p=0.5), cold) == kind(replace(cold, top_p=0.9))
-    greedy = Sampling(top_p=0.5, seed=3)
-    assert kind(greedy, Sampling()) == kind(greedy) == Sampling().kind
-    assert kind(greedy, warm) == kind(warm)
-    kinds = kind(warm), kind(greedy), kind(replace(warm, top_p=0.5))
-    assert len({*kinds, kind(replace(warm, top_k=5)), kind(replace(warm, top_k=9))}) == 5
-    classic = Sampling(0.5, rule=Rule.rejection)
-    assert together([replace(classic, seed=4)], settings_of([classic])) == classic

@@ -1,5 +1,5 @@
 """A tree is what a walk from node to parent finds, a verdict what a walk down the tree finds, and
-rejection leaves the target's distribution.
+either rule leaves the target's distribution.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, of_round, perturb, warp
-from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import accept, decide, rejection
+from kangaroo.engine.tree import Draft, Tree, accept
+from kangaroo.engine.verify import rejection, write
 
 CPU = torch.device("cpu")
 
@@ -167,7 +167,8 @@ class Markov:
         tree, probs_BNV = Tree.chain(steps + 1, CPU), torch.cat(probs, 1)
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        verdict = decide(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        choice_BN = write(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        verdict = accept(draft, choice_BN)
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
 

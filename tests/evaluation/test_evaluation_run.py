@@ -16,7 +16,7 @@ from helpers import adapter_for
 from spec_bench_contract import lines
 
 import kangaroo.engine.engine
-import kangaroo.engine.verify
+import kangaroo.engine.stepper
 import kangaroo.evaluation.bench
 import kangaroo.evaluation.run
 from kangaroo.engine.sampling import Rule, Sampling
@@ -274,14 +274,14 @@ def test_baselines_can_be_left_out(bench, tmp_path):
 
 def test_an_engine_that_accepts_wrong_tokens_fails_the_run(bench, tmp_path, monkeypatch):
     """Every draft is taken as it is; vanilla drafts nothing and stays right."""
-    accept = kangaroo.engine.verify.accept
+    accept = kangaroo.engine.stepper.accept
 
     def credulous(draft, choice_BN):
         wrong = draft.tokens_BN.roll(-1, 1)
         wrong[:, -1] = choice_BN[:, -1]
         return accept(draft, wrong)
 
-    monkeypatch.setattr(kangaroo.engine.verify, "accept", credulous)
+    monkeypatch.setattr(kangaroo.engine.stepper, "accept", credulous)
     with pytest.raises(NotLossless, match=r"of 7 turns leave vanilla's text .* question \d+, turn"):
         evaluate_tiny(tmp_path, bench)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -293,12 +293,12 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
     """Tokens 2n and 2n + 1 have equal logits; the method's verification takes the other one."""
     lm = tiny_lm()
     lm.head.weight.data[1:256:2] = lm.head.weight.data[:256:2]
-    accept = kangaroo.engine.verify.accept
+    accept = kangaroo.engine.stepper.accept
 
     def other(draft, choice_BN):
         return accept(draft, choice_BN ^ (choice_BN < 256) if draft.tree.size > 1 else choice_BN)
 
-    monkeypatch.setattr(kangaroo.engine.verify, "accept", other)
+    monkeypatch.setattr(kangaroo.engine.stepper, "accept", other)
     summary = evaluate_tiny(tmp_path, bench, lm)
     forks = summary["lossless"]["forks"]
     assert forks

@@ -1,4 +1,4 @@
-"""Checkpoints of the authors' code draft here what they draft there, and come back as they were.
+"""Checkpoints of the authors' code draft here what they draft there.
 
 Shapes: T tokens of a text, D hidden size, H heads, C their size.
 """
@@ -11,15 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 from commands import python as run
-from helpers import EXIT, adapter_for, random_prompts, saved_adapter, tiny, tiny_target
+from helpers import (
+    EXIT,
+    adapter_for,
+    check_chains,
+    random_prompts,
+    saved_adapter,
+    tiny,
+    tiny_target,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files, official
-from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.heads.adapter import Adapter
 from kangaroo.models.loading import Dtype, ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
@@ -132,52 +139,26 @@ def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> l
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file, dtype):
+    """And keeps every bit, and says where it came from."""
     state = random_state(lm, dtype)
     source = checkpoint(tmp_path / "official", state, config_of(lm), file)
     path = imported(source, lm, tmp_path / "ours")
+    weights = adapter_files.read_weights(tmp_path / "ours")
+    assert all(torch.equal(weights[official.NAMES[n]], x) for n, x in state.items())
+    config = adapter_files.read_config(path)
+    assert (config.target, config.exit_layer, config.vocabulary) == ("tiny/llama", EXIT, None)
+    origin = config.training["imported"]
+    assert (origin["source"], origin["file"]) == (source, file) and len(origin["sha256"]) == 16
     drafter = KangarooConfig(adapter=path, steps=STEPS, threshold=THRESHOLD).build(lm)
-    propose, lengths = drafter.propose, set()
-
-    def check(batch):
-        draft = propose(batch)
-        for row in (row for row in range(batch.size) if not batch.done_B[row]):
-            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
-            assert drafted == plain_draft(lm, state, batch.texts[row])
-            lengths.add(len(drafted))
-        return draft
-
-    drafter.propose = check
+    lengths = check_chains(drafter, lambda text, seed, count: plain_draft(lm, state, text))
     engine = Engine(lm, drafter, prefill_chunk=8)
     done = engine.generate(random_prompts(1, 2, 7, 19, 30), 24, batch_size=2)
     steps = [step for generation in done for step in generation.steps]
-    assert {1, STEPS} <= lengths and len(lengths) > 3  # stopped by doubt, at once and later, or not
+    assert {1, STEPS} <= set(lengths) and len(lengths) > 3  # stopped by doubt, early, late, or not
     # after rounds that were accepted whole, in part and not at all
     assert any(step.accepted == step.drafted for step in steps)
     assert any(0 < step.accepted < step.drafted for step in steps)
     assert any(step.accepted == 0 for step in steps)
-
-
-# ---- there and back ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_there_and_back_every_bit_is_the_same(lm, tmp_path, file, dtype):
-    state = random_state(lm, dtype)
-    source = checkpoint(tmp_path / "official", state, config_of(lm), file)
-    path = imported(source, lm, tmp_path / "ours")
-    adapter = official.write(path, lm, tmp_path / "back")
-    assert adapter.exit_layer == EXIT
-    back = torch.load(tmp_path / "back" / official.WEIGHTS, weights_only=True)
-    assert back.keys() == state.keys()
-    for name, tensor in state.items():
-        assert back[name].dtype == dtype and torch.equal(back[name], tensor)
-    config, same = json.loads((tmp_path / "back" / official.CONFIG).read_text()), config_of(lm)
-    shared = config.keys() & same.keys()
-    assert all(config[name] == same[name] for name in shared)
-    assert shared >= {"num_hidden_layers", "num_key_value_heads", "rms_norm_eps"}
-    again, _ = official.read(str(tmp_path / "back"), lm, EXIT)  # what was written can be read
-    assert all(torch.equal(again.get_parameter(official.NAMES[n]), state[n]) for n in state)
 
 
 def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_path):
@@ -188,15 +169,6 @@ def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_pat
     for i, kind in enumerate((saved, wrapped)):
         adapter, _ = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
         assert all(torch.equal(adapter.get_parameter(official.NAMES[n]), state[n]) for n in state)
-
-
-def test_an_import_says_where_it_came_from(lm, tmp_path):
-    source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
-    config = adapter_files.read_config(imported(source, lm, tmp_path / "ours"))
-    assert (config.target, config.exit_layer, config.vocabulary) == ("tiny/llama", EXIT, None)
-    origin = config.training["imported"]
-    assert origin["source"] == source and origin["file"] == official.WEIGHTS
-    assert len(origin["sha256"]) == 16
 
 
 def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
@@ -215,7 +187,7 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_import_and_export(tmp_path):
+def test_the_command_imports(tmp_path):
     lm = tiny_target()
     state = random_state(lm, torch.float16)
     checkpoint(tmp_path / "official", state, config_of(lm))
@@ -231,12 +203,6 @@ def test_the_commands_import_and_export(tmp_path):
     assert adapter.exit_layer == 2
     again = run(*asked, "exit_layer=2", cwd=tmp_path)
     assert again.returncode == 1 and "already holds an adapter" in again.stderr
-    back = run("scripts/convert.py export", "to=official", "model=tiny", cwd=tmp_path)
-    assert back.returncode == 0 and "--exitlayer 2" in back.stdout, back.stderr
-    written = torch.load(
-        tmp_path / "outputs/export/tiny-official" / official.WEIGHTS, weights_only=True
-    )
-    assert all(torch.equal(written[name], state[name]) for name in state)
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -253,7 +219,7 @@ def test_what_is_no_official_checkpoint_is_refused_by_what_it_lacks(lm, tmp_path
         official.read(source, lm, EXIT)
 
 
-@pytest.mark.parametrize("length", [0, 1, 9, 100, 1000, -1000, -1])
+@pytest.mark.parametrize("length", [0, 100, -1])
 @pytest.mark.parametrize("kind", ["bin", "old bin", "safetensors"])
 def test_truncated_weights_are_reported_as_such(lm, tmp_path, kind, length):
     state, file = random_state(lm), FILES[kind == "safetensors"]
@@ -273,16 +239,6 @@ def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
     """A function would be code to run: it is not even loaded."""
     source = checkpoint(tmp_path, held, config_of(lm))
     with pytest.raises(CorruptFile, match=official.WEIGHTS):
-        official.read(source, lm, EXIT)
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"[1]", b"\xff\xfe", b'{"hidden_size": "large"}', b'{"rms_norm_eps": null}']
-)
-def test_a_config_that_cannot_be_read_is_reported_as_such(lm, tmp_path, text):
-    source = checkpoint(tmp_path, random_state(lm), {})
-    (tmp_path / official.CONFIG).write_bytes(text)
-    with pytest.raises(CorruptFile, match=official.CONFIG):
         official.read(source, lm, EXIT)
 
 
@@ -324,14 +280,6 @@ def test_a_setting_that_no_shape_shows_has_to_be_the_targets(lm, tmp_path, field
         official.read(source, lm, EXIT)
 
 
-def test_a_config_without_key_heads_has_as_many_as_query_heads(tmp_path):
-    """As Vicuna's, which has no such field."""
-    lm = tiny(num_key_value_heads=4)
-    config = config_of(lm)
-    del config["num_key_value_heads"]
-    official.read(checkpoint(tmp_path, random_state(lm), config), lm, EXIT)
-
-
 OTHER_TARGETS = {
     "rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "rope scaling": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
@@ -343,14 +291,12 @@ OTHER_TARGETS = {
 
 
 @pytest.mark.parametrize("what", OTHER_TARGETS)
-def test_a_target_that_the_official_code_does_not_know_is_refused_both_ways(lm, tmp_path, what):
+def test_a_target_that_the_official_code_does_not_know_is_refused(lm, tmp_path, what):
     other = tiny(**OTHER_TARGETS[what])
     other.config.name_or_path = "some/other"
     source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
         official.read(source, other, EXIT)
-    with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
-        official.write(str(tmp_path / "nothing"), other, tmp_path / "back")
 
 
 def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
@@ -360,23 +306,3 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
     source = checkpoint(tmp_path, random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 1 to 3"):
         official.read(source, lm, 4)
-
-
-@pytest.mark.parametrize("part", ["feed_forward", "own_head", "fused", "heads"])
-def test_what_is_not_the_papers_is_not_exported(lm, tmp_path, part):
-    adapter = (
-        MedusaHeads(lm, MedusaHeadsConfig(heads=2))
-        if part == "heads"
-        else adapter_for(lm, architecture=AdapterHeadConfig(**{part: True}))
-    )
-    path = str(saved_adapter(lm, adapter, tmp_path / "ours"))
-    with pytest.raises(ConfigError, match=f"is not the paper's.*{part}=(True|2)"):
-        official.write(path, lm, tmp_path / "official")
-    assert not (tmp_path / "official").exists()
-
-
-def test_a_folder_that_holds_a_checkpoint_is_not_written_over(lm, tmp_path):
-    source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
-    path = imported(source, lm, tmp_path / "ours")
-    with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
-        official.write(path, lm, tmp_path / "official")

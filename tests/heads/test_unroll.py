@@ -1,21 +1,37 @@
-"""What an adapter learns at a draft step is what it does there when it drafts.
+"""What a layer learns at a draft step, or a place, is what it does there when it drafts.
 
-Shapes: T tokens, D hidden size.
+Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
+
+from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import adapter_for, eagle_for, random_prompts, tiny
+from helpers import (
+    EXIT,
+    adapter_for,
+    block_for,
+    check_chains,
+    eagle_for,
+    random_prompts,
+    saved_adapter,
+    tiny,
+    vanilla_texts,
+)
 from torch import Tensor
 
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.block import Block, BlockConfig
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate
+from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.utils.errors import ConfigError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
@@ -76,31 +92,22 @@ def test_a_fused_adapter_reads_the_deep_state_and_its_own(fused):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_fused_drafter_drafts_by_that_definition(fused, monkeypatch, batch_size):
-    """Texts are right whatever is drafted, so a stale state would cost acceptance unseen."""
+def test_a_fused_drafter_drafts_by_that_definition(fused, batch_size):
     lm, adapter = fused
     drafter = Kangaroo(lm, adapter, steps=3, threshold=0.2)
-    propose, checked = drafter.propose, []
 
-    def check(batch):
-        draft = propose(batch)
-        for row in range(batch.size):
-            if batch.done_B[row]:
-                continue
-            ids = batch.tokens_BS[row, : batch.lengths[row]].tolist()
-            pending = len(ids) - 1
-            for token in draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist():
-                state_D = last_state(lm, adapter, ids, pending)
-                assert token == drafter.head(state_D[None])[0].argmax()
-                ids.append(token)
-            checked.append(len(ids) - 1 - pending)
-        return draft
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        ids = list(text)
+        for _ in range(count):
+            state_D = last_state(lm, adapter, ids, len(text) - 1)
+            ids.append(int(drafter.head(state_D[None])[0].argmax()))
+        return ids[len(text) :]
 
-    monkeypatch.setattr(drafter, "propose", check)
+    lengths = check_chains(drafter, expected)
     engine = Engine(lm, drafter, prefill_chunk=7)
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
-    assert {1, 3} <= set(checked)  # some stopped at once, and some went on to the end
+    assert {1, 3} <= set(lengths)  # some stopped at once, and some went on to the end
 
 
 @pytest.mark.parametrize("feed_forward", [False, True])
@@ -129,3 +136,89 @@ def test_states_are_computed_only_where_they_are_read(feed_forward):
     assert not part_BTD[~read_BT].any()
     for gradient, expected in zip(part, whole, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
+PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
+
+
+@pytest.fixture(scope="module", params=PARTS, ids=str)
+def trained(request) -> tuple[TargetModel, BlockHead]:
+    lm = tiny()
+    return lm, block_for(lm, **request.param)
+
+
+@torch.no_grad()
+def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
+    """By the definition, `[P, D]`: the states of all places after a text, in one causal pass."""
+    f_1TD, deep_1TD = states(lm, text, EXIT), None
+    if head.deep_tap is not None:
+        deep_1TD = lm.norm(states(lm, text, head.deep_tap))[:, :-1]
+        deep_1TD = torch.cat([torch.zeros_like(f_1TD[:, :1]), deep_1TD], 1)
+    f_1TD, deep_1TD = head.add_places(f_1TD, deep_1TD, 4)
+    length = f_1TD.shape[1]
+    return head(f_1TD, deep_1TD, lm.chunk(0, length, 0, length), None)[0, len(text) - 1 :]
+
+
+def test_every_step_of_training_is_a_place_of_the_block(trained):
+    lm, head = trained
+    (ids,) = random_prompts(12)
+    deep_1TD = lm.norm(states(lm, ids, lm.n_layers - 1))
+    taps = {tap: states(lm, ids, tap) for tap in head.taps}
+    with torch.no_grad():
+        learnt = head.states(taps, deep_1TD, lm.chunk(0, 12, 0, 12), 5)
+        neighbours_TR = head.neighbours(taps[0])[0]
+    for step, state_1TX in enumerate(learnt):
+        for position in range(step + 1, 12):
+            expected_PD = places(lm, head, ids[: position + 1 - step])
+            state_D, near_R = state_1TX[0, position].split([lm.config.hidden_size, 8 * (step > 0)])
+            torch.testing.assert_close(state_D, expected_PD[step], **TOLERANCE)
+            assert not step or torch.equal(near_R, neighbours_TR[position])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_draft_is_that_of_the_definition(trained, batch_size):
+    lm, head = trained
+    drafter, further = Block(lm, head, steps=4, threshold=0.3), head.draft_heads(lm, None)[1]
+
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        tokens = text[-1:]
+        for place, state_D in enumerate(places(lm, head, text)[:count]):
+            near_1R = head.neighbours(lm.embed(torch.tensor([tokens[-1]])))
+            read_1X = torch.cat([state_D[None], near_1R], -1)
+            logits_1K = further(read_1X) if place else drafter.head(state_D[None])
+            tokens.append(int(logits_1K.argmax()))
+        return tokens[1:]
+
+    lengths = check_chains(drafter, expected)
+    engine = Engine(lm, drafter, prefill_chunk=7, always_drafts=True)
+    # one token, in a row used before; 9: two chunks
+    engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
+    assert len(lengths) > 1 and 4 in lengths  # some stopped at once, some went on to the end
+
+
+def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
+    lm = tiny()
+    head = block_for(lm, torch.arange(0, 64, 2))
+    folder = saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
+    drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
+    assert drafter.steps == 5 and drafter.head.size == 32
+    assert torch.equal(drafter.table_KR, head.table.weight)
+    (prompt,) = random_prompts(9)
+    chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
+    first = [Engine(lm, x).generate([prompt], 9)[0] for x in (drafter, chain)]
+    assert first[0].tokens == first[1].tokens == vanilla_texts(lm, [prompt], 9)[0][9:]
+
+
+def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
+    lm = tiny()
+    adapter = adapter_for(lm)
+    folder = saved_adapter(lm, adapter, tmp_path / "attention")
+    parts = BlockHeadConfig(places=3, feed_forward=True)
+    recipe = AdapterRecipe("block", parts, [EXIT], start=str(folder))
+    (trainee,) = trainees(lm, [recipe], None)
+    head, begun = trainee.adapter.state_dict(), adapter.state_dict()
+    assert all(torch.equal(head[name], weight) for name, weight in begun.items())
+    assert not head["feed_forward.down_proj.weight"].any() and not head["table.weight"].any()
+    assert recipe.steps == 3
+    with pytest.raises(ConfigError, match=r"is not for a block: .*adapter\.architecture says"):
+        AdapterRecipe("block", parts, [EXIT], draft_steps=2).steps  # noqa: B018

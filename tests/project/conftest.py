@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 from commands import questions, talks
-from helpers import adapter_for
+from helpers import adapter_for, tiny_target
 from stand_ins import BRIEF, ONE, SHORT, typed
 
-from kangaroo.heads import adapter_files, medusa_heads
+from kangaroo.heads import adapter_files, medusa_heads, official
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads
@@ -49,13 +49,17 @@ def here(begun, tmp_path):
 
 @pytest.fixture(scope="module")
 def made(begun, tmp_path_factory):
-    """And what earlier commands left: data, a datastore, a subset of layers, an export."""
+    """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
         typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
     typed("scripts/prepare.py datastore", f"model=tiny {SHORT}", here)
     options = "model=tiny search.budget=4 search.conversations=2"
     typed("scripts/prepare.py layers", f"{options} {SHORT}", here)
-    options = "to=official source=adapters/tiny model=tiny output=kangaroo-tiny-v1.3"
-    typed("scripts/convert.py export", options, here)
+    lm, checkpoint = tiny_target(), here / "kangaroo-tiny-v1.3"  # of the authors' code
+    state = adapter_for(lm).state_dict()
+    checkpoint.mkdir()
+    named = {name: state[ours] for name, ours in official.NAMES.items()}
+    torch.save(named, checkpoint / official.WEIGHTS)
+    lm.config.to_json_file(checkpoint / official.CONFIG)
     return here

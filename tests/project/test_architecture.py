@@ -14,7 +14,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"utils", "cpu.huge_pages", "cpu.compiling", "engine.acceptance"},
+    {"utils", "cpu.huge_pages", "cpu.compiling"},
     {"engine.cache", "engine.sampling", "models.attention", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "cpu.native", "cuda"},
@@ -24,7 +24,6 @@ ORDER = [
     {"models"},
     {"heads"},
     {"drafters"},
-    {"engine.stepper"},
     {"cpu"},
     {"engine"},
     {"data", "evaluation"},
@@ -98,7 +97,7 @@ def test_the_core_imports_torch_alone():
 
 
 def test_drafters_import_neither_the_engine_nor_each_other():
-    in_common = {"base", "chain", "early_exit", "kangaroo", "kangaroo_tree"}
+    in_common = {"autoregressive", "base", "chain", "early_exit", "kangaroo", "kangaroo_tree"}
     made_from = {"datastore", "layer_search", "medusa", "suffix", "expected_gain"}
     shared = {f"kangaroo.drafters.{other}" for other in in_common | made_from}
     for name in (name for name in MODULES if part(name) == "drafters"):

@@ -46,7 +46,7 @@ def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling,
     drafter = bigram.BigramConfig().build(case.lm)
     for engine in (
         Engine(case.lm, drafter, prefill_chunk=CHUNK),
-        Engine(case.lm, Cascade(case.lm, drafter, Kangaroo(case.lm, case.adapter, 4, 0.3), True)),
+        Engine(case.lm, Cascade(drafter, Kangaroo(case.lm, case.adapter, 4, 0.3))),
     ):
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], BATCHES[batch])
         assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts

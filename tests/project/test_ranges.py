@@ -132,7 +132,7 @@ def test_variants_and_what_is_no_number_are_refused():
             adapter="untrained:2", steps=16, top_k=64, nodes=1024, min_confidence=0.0
         ),
         HybridConfig(adapter="untrained:2", steps=1024, nodes=1024, min_gain_per_step=1e300),
-        LookaheadConfig(window=1, ngram=2, guesses=1, pool=1),
+        LookaheadConfig(window=1, ngram=2, guesses=1),
         PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
     ],
     ids=lambda config: config.name,

@@ -139,8 +139,8 @@ BROKEN = {
 def test_what_is_broken_is_caught_and_stays_in_the_records(broken, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "FAMILIES", ["llama"])  # whose rounds are the tensors'
     if broken == "verifier":
-        decide = kangaroo.engine.stepper.decide
-        monkeypatch.setattr(kangaroo.engine.stepper, "decide", accepts_one_too_many(decide))
+        accept = kangaroo.engine.stepper.accept
+        monkeypatch.setattr(kangaroo.engine.stepper, "accept", accepts_one_too_many(accept))
     for _ in range(2):  # the next start fails, too
         with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
             run.soak({broken: BROKEN[broken]}, tmp_path, 1)
