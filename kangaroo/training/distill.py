@@ -1,10 +1,9 @@
 """Grade adapters against the target in chunks, so that logits never stand whole in memory.
 
 The target's distributions are computed by its head, or were stored when the data was written. A
-stored one has the likeliest tokens and the mass of all others together. So the adapter's is
-compared as one over as many outcomes: each of these tokens, and any other one. With a draft
-vocabulary, stored tokens outside of it fall out, as they do from a whole distribution; which of the
-others lie outside is not known, and they count as inside.
+stored one is over the likeliest tokens and any other one, so the adapter's is compared over as many
+outcomes. Of tokens that are not stored it is not known which lie in a draft vocabulary: they count
+as inside.
 
 Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
 V vocabulary, J stored tokens, O outcomes, F results.
@@ -26,8 +25,7 @@ from kangaroo.training.outcomes import outcomes
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
-def parts(count: int, size: int) -> list[slice]:
-    """So many positions, in parts of a size."""
+def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -36,12 +34,11 @@ class WholeDistributions:
 
     Args:
         state_MD: the target's normed final states.
-        chunk_size: positions whose logits exist at a time. None: the head is not run here, since
-            all tokens are drafted from and so each part will run it whole.
+        chunk_size: positions whose logits exist at a time. None: all tokens are drafted from, so
+            that `chances` runs the whole head, and not before.
 
     Attributes:
-        top_M, total_M: the target's likeliest tokens, and the logarithms of the sums of all
-            exponentiated logits; there once `chances` has been asked for every part.
+        top_M, total_M: the likeliest tokens, and the logarithms of the sums of exponentials.
         single_tokens: which of the outcomes are single tokens.
     """
 
@@ -53,13 +50,13 @@ class WholeDistributions:
         self.top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
         self.total_M = torch.empty(len(state_MD), device=lm.device)
         self.computed = 0  # positions, from the first on
-        for part in parts(len(state_MD), chunk_size) if chunk_size else ():
+        for part in _parts(len(state_MD), chunk_size) if chunk_size else ():
             self._sum_up(part, lm.head(state_MD[part]).to(lm.device).float())
 
     @torch.no_grad()
     def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """Probabilities `[C, O]` of the outcomes at some positions; 0 for what the target's head
-        over the draft vocabulary cannot draft."""
+        """Probabilities `[C, O]` of the outcomes, by the target's head over the draft vocabulary;
+        0 for what cannot be drafted."""
         logits_CK = head(self.state_MD[part]).float()
         if part.start >= self.computed:
             assert head.vocabulary_K is None
@@ -80,10 +77,7 @@ class WholeDistributions:
 class StoredDistributions:
     """The same where distributions were stored; the outcomes are these tokens, and any other one.
 
-    Args:
-        state_MD: the target's normed final states; of width 0 where no adapter reads them.
-        tokens_MJ, chances_MJ: the target's likeliest tokens, and their probabilities.
-        head: the target's, over the draft vocabulary.
+    `state_MD` is of width 0 where no adapter reads it.
     """
 
     single_tokens = slice(-1)
@@ -103,11 +97,11 @@ class StoredDistributions:
         self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
 
     def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """As of `WholeDistributions`."""
+        """See `WholeDistributions`."""
         return self.p_MO[part]
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `WholeDistributions`."""
+        """See `WholeDistributions`."""
         return outcomes(logits_CK, self.index_MJ[part], self.inside_MJ[part])
 
 
@@ -116,17 +110,12 @@ TargetDistributions = WholeDistributions | StoredDistributions
 
 @dataclass
 class Student:
-    """One adapter at one draft step, and what `distill` says of it.
-
-    Args:
-        state_MD: its normed states.
-        valid_M: where it would have drafted at this step.
-        weight: of its loss.
+    """One adapter at one draft step: its normed states, where it would have drafted, the weight of
+    its loss; and what `distill` says of it.
 
     Attributes:
-        sums_F: sums over its valid positions: loss (unweighted), positions where adapter and target
-            have the same likeliest token, `sum min(p, q)` over single tokens, and their number.
-        agrees_M: where those likeliest tokens are the same.
+        sums_F: of `MEASURES` over its valid positions; `expected_acceptance` is `sum min(p, q)`.
+        agrees_M: where adapter and target have the same likeliest token.
         gradients: of the weighted sum of losses, with respect to the student's states and, where it
             is trained, the head's weight; empty if none were asked for.
     """
@@ -148,11 +137,8 @@ def distill(
     chunk_size: int,
     backward: bool,
 ) -> None:
-    """Grade every student against the target, in chunks.
-
-    Args:
-        head: the target's, over the students' draft vocabulary.
-        backward: also compute gradients, which the caller passes on, once for all chunks.
+    """Grade every student against the target, in chunks; with `backward` also its gradients, which
+    the caller passes on, once for all chunks. `head` is the target's, over their draft vocabulary.
     """
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
@@ -160,14 +146,13 @@ def distill(
         leaves = [student.state_MD, *student.head.trained]
         zeros = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves if backward]
         student.gradients = zeros
-    for part in parts(len(target.state_MD), chunk_size):
+    for part in _parts(len(target.state_MD), chunk_size):
         p_CO = target.chances(part, head)
         for student in students:
             _grade(student, part, target, p_CO)
 
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
-    """One chunk of one student, added to its results."""
     head, valid_C, backward = student.head, student.valid_M[part], bool(student.gradients)
     with torch.set_grad_enabled(backward):
         # a leaf of its own: the adapter's graph is walked once, after the last chunk

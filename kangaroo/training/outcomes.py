@@ -18,13 +18,10 @@ LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still 
 
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[C, O]` of some tokens and of all others together, in float32; and the
-    argmax `[C]`.
+    """Log-probabilities `[C, O]` of some tokens and of all others together, in float32, any for
+    those that are not inside; and the argmax `[C]`.
 
     On a CPU by native code (`cpp/outcomes.h`), without a copy of the logits in float32.
-
-    Args:
-        index_CJ, inside_CJ: the tokens, and which of them count; of others the result is any.
     """
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
