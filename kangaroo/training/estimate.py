@@ -114,9 +114,10 @@ class Text:
         if folders or isinstance(data, MixConfig):
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            counts = (sum(part[name] for part in parts) for name in names)
+            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            return Text(*counts, max(lengths), stored, f"as they lie in {', '.join(folders)}")
+            source = f"as they lie in {', '.join(folders)}"
+            return Text(count, tokens, learnt, max(lengths), stored, source)
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:

@@ -26,8 +26,7 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, lo
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.jobs import Event, Job
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.serving.scheduler import Event, Job, Scheduler
 
 LONGEST = 200
 SAMPLINGS = [
@@ -71,8 +70,8 @@ def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Schedul
 class Heard(Job):
     """A job that keeps what it is told."""
 
-    def __init__(self, request: Request, deadline: float | None = None):
-        super().__init__(request, self.hear, deadline)
+    def __init__(self, request: Request):
+        super().__init__(request, self.hear)
         self.tokens: list[int] = []
         self.finish, self.reused = "", 0
         self.begun, self.ended = threading.Event(), threading.Event()

@@ -88,8 +88,6 @@ def test_texts_are_right_and_memory_does_not_grow_until_a_kill_and_after_it(tmp_
         before = memory().rss
         asyncio.run(clients.run(2000))
         assert memory().rss < 1.05 * before and process.poll() is None
-        health = httpx.get(f"{address}/health").json()
-        assert health == {"status": "ok", "running": 0, "entering": 0, "waiting": 0}
 
         async def until_killed() -> None:
             running, count = asyncio.create_task(clients.run(500)), len(clients.texts)
