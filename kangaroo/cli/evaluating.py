@@ -27,7 +27,7 @@ from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, provenance
 from kangaroo.utils.ranks import check_alone, join
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker
+from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -146,7 +146,7 @@ def _race(
     race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
 
 
-def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:
+def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: NoTracker) -> None:
     """Hand a finished run's results to the tracker."""
     overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
     numbers = scalars(results[0]["overall"] if len(results) == 1 else flat(overall))

@@ -54,7 +54,8 @@ def prepare_split(config: SplitCommand) -> None:
     unreadable = Counter[str]() if config.skip_bad else None
     parts = splitting.split(Source(config.source), config.held, config.seed, unreadable)
     parts.write(Path(config.output))
-    tasks = ", ".join(f"{count} of {task}" for task, count in parts.tasks.items())
+    held = Counter(question["category"] for question in parts.held_out)
+    tasks = ", ".join(f"{count} of {task}" for task, count in held.items())
     log.info(
         f"{len(parts.training)} questions to learn from, {len(parts.held_out)} held out ({tasks}); "
         f"{parts.left_out} left out, since they share a passage with those. In {config.output}."

@@ -22,7 +22,7 @@ from kangaroo.training.loop import Trainer
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks, join
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker
+from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _rate(numbers: dict[str, float]) -> float:
     return numbers["compression_rate"]
 
 
-def _report(folder: Path, model: ModelConfig, tracker: Tracker) -> dict[str, float]:
+def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:
     """Hand a trained adapter to the tracker, and say how to measure it. Returns its numbers."""
     saved = adapter_files.read_config(str(folder))
     described = asdict(saved)

@@ -1,7 +1,5 @@
-"""Split questions into some to write training text from, and others to measure on.
-
-The first are in the form that `data=conversations` reads, the others are a bench.
-"""
+"""Split questions into some to write training text from (by `data=conversations`), and others to
+measure on (a bench)."""
 
 from __future__ import annotations
 
@@ -23,22 +21,12 @@ SHARED = 20  # words in a row: passages that questions share, rather than words 
 
 @dataclass(frozen=True)
 class Split:
-    """Two lists with no question in common.
-
-    Args:
-        training: records as their source has them.
-        held_out: questions of a bench (`kangaroo.evaluation.bench`), as JSON values.
-        left_out: how many questions are in neither, since they share a passage with the second.
-    """
+    """Two lists with no question in common: records as their source has them, and questions of a
+    bench; and how many questions are in neither, since they share a passage with the second."""
 
     training: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     left_out: int
-
-    @property
-    def tasks(self) -> dict[str, int]:
-        """How many questions of each task are held out."""
-        return dict(Counter(question["category"] for question in self.held_out))
 
     def write(self, folder: Path) -> None:
         """Both as files of JSON lines, whole or not at all; `mended`."""
@@ -51,21 +39,13 @@ class Split:
 
 
 def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
-    """Shuffle questions and hold some out of each task.
-
-    A record's task is its field `task` or `category`, and `all` where it has neither. A question
-    that has `SHARED` words in a row in common with one that is held out is in neither list: many
-    ask about the same passage.
-
-    Args:
-        held: questions of each task.
-        left_out: as of `kangaroo.data.reading.read`.
+    """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
+    `all`. One that has `SHARED` words in a row in common with one that is held out is in neither
+    list: many ask about the same passage. `left_out` is that of `kangaroo.data.reading.read`.
 
     Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
     `held` questions.
     """
-    if held < 1:
-        raise DataError(f"{held} questions of each task cannot be held out; give 1 or more.")
     questions = []
     for record, messages in named_records(source, left_out):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
@@ -97,6 +77,5 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
 
 
 def _runs(turns: list[str]) -> set[tuple[str, ...]]:
-    """Every `SHARED` words in a row."""
     texts = [turn.split() for turn in turns]
     return {tuple(ws[i : i + SHARED]) for ws in texts for i in range(len(ws) - SHARED + 1)}

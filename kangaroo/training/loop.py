@@ -33,7 +33,7 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, Diverged
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import Tracker
+from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Trainer:
             self.backend.load_state(state)
         self.target_states: dict[tuple[int, ...], TargetOutputs] = {}  # where they are cached
 
-    def train(self, tracker: Tracker) -> list[Path]:
+    def train(self, tracker: NoTracker) -> list[Path]:
         """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
         progress, output, is_first = self.progress, self.checkpoint.folder, self.ranks.is_first
         if progress.step:

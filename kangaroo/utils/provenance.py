@@ -37,11 +37,7 @@ def provenance() -> dict[str, Any]:
 
 
 def machine(about: dict[str, Any]) -> str:
-    """What computed, in words.
-
-    Args:
-        about: what `provenance` returned.
-    """
+    """What computed, in words, of what `provenance` returned."""
     hardware = about["hardware"]
     names = ", ".join(name for name in (hardware["cuda"], hardware["cpu"]) if name)
     return f"{names}, CPU threads: {hardware['threads']}"
@@ -62,10 +58,8 @@ def processor() -> str:
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    try:
-        names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -92,21 +92,12 @@ def check_nodes(count: int, **options: int) -> None:
     """Errors: `ConfigError` where options of a drafter make more nodes than a draft may have."""
     if count > MOST_NODES:
         settings = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
-        raise ConfigError(
-            f"{settings} make {count} nodes in a round; {MOST_NODES} is the most. Lower one of "
-            "them."
-        )
+        raise ConfigError(f"{settings} make {count} nodes, of {MOST_NODES} at most. Lower one.")
 
 
 def check(kind: type, values: Mapping[str, Any], place: str = "") -> None:
-    """Refuse values that do not lie in the ranges of a dataclass's fields.
-
-    Args:
-        values: by field; those that are not there are not looked at.
-        place: what the message puts before a field's name, such as "trainer.".
-
-    Errors: `ConfigError` names the first one with its range.
-    """
+    """Refuse values, by field, that do not lie in the ranges of a dataclass's fields. Errors:
+    `ConfigError` names the first one with its range, after a place such as "trainer."."""
     for name, hint in _types(kind).items():
         wanted = _wanted(hint, values[name]) if name in values else None
         if wanted is not None:

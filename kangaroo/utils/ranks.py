@@ -53,11 +53,9 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device())
 
     def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This process's share: items `rank`, `rank + world`, ...
-
-        All shares have the same length, since all processes run a sharded target at once. The bool
-        is false for an item that only fills a share up and must not count.
-        """
+        """This process's share: items `rank`, `rank + world`, ... All shares have the same length,
+        since all processes run a sharded target at once; the bool is false for an item that only
+        fills a share up and must not count."""
         rounds = -(-len(items) // self.world)
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
@@ -104,11 +102,8 @@ class Ranks:
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, each on its own GPU; without it, there is one.
-
-    Enter it before a model is loaded, since the model goes to this process's GPU. The first process
-    alone logs, and none leaves before all have come to the end.
-    """
+    """Join the processes that torchrun started, each on its own GPU, before a model is loaded;
+    without it, there is one. The first alone logs, and none leaves before all are at the end."""
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
         return
@@ -130,8 +125,7 @@ def check_alone() -> None:
     """Errors: `ConfigError` where torchrun started several processes of a command for one."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        script = Path(sys.argv[0]).name
         raise ConfigError(
-            f"{script} runs in one process, and torchrun started {world}. They would all do the "
-            "same and overwrite each other's files. Start it without torchrun."
+            f"{Path(sys.argv[0]).name} runs in one process, and torchrun started {world}, which "
+            "would overwrite each other's files. Start it without torchrun."
         )
