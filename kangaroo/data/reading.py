@@ -194,7 +194,7 @@ def _turns(record: Any, column: str | None) -> list[Any]:
             raise BadRecord(f"a turn that is a {type(turn).__name__}, not an object")
         role = _first(turn, "role", "from")  # before texts: a tool's turn may lack one
         if not isinstance(role, str) or role not in ROLES:
-            raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from'), not {'|'.join(ROLES)}")
+            raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
     return turns
 
 

@@ -16,21 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kangaroo.utils.errors import ConfigError, ProcessLost
+from kangaroo.utils.errors import ConfigError
 
 T = TypeVar("T")
-
-
-@contextmanager
-def _all_there() -> Iterator[None]:
-    """Errors: `ProcessLost` where a process has ended while others wait for it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ProcessLost(
-            "another process of this run has ended; its message is above or below this line. Fix "
-            "that, then start the same command again: it continues where it was stopped."
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,6 @@ class Ranks:
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
 
-    @_all_there()
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; each a small object that can be pickled."""
         if self.world == 1:
@@ -74,7 +61,6 @@ class Ranks:
         shares = self.all_gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
-    @_all_there()
     def broadcast(self, value: T) -> T:
         """The value of process 0, in all of them; what the others pass is not used."""
         if self.world == 1:
@@ -83,13 +69,11 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    @_all_there()
     def add_up(self, value: Tensor) -> None:
         """Replace the tensor of every process by the sum of all, in place."""
         if self.world > 1:
             dist.all_reduce(value)
 
-    @_all_there()
     def copy_from(self, rank: int, value: Tensor) -> None:
         """Replace the tensor of every process by that of one, in place."""
         if self.world > 1:

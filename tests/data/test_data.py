@@ -1,16 +1,14 @@
 """Self-synthesis: what it writes, how it resumes, and what it says beforehand."""
 
 import json
-import logging
 import shutil
-from collections import namedtuple
 from dataclasses import replace
 
 import data_cases
 import pytest
 from data_cases import HEALTHY, NO_FILTERS, settings
 
-from kangaroo.data import making, store
+from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.mix import MixConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -106,19 +104,6 @@ def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path, monk
     settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30).make(lm, tokenizer)
     samples, _ = store.load(tmp_path / "data")
     assert samples and all(len(sample["input_ids"]) <= 120 for sample in samples)
-
-
-def test_tokens_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog, monkeypatch):
-    with caplog.at_level(logging.INFO):
-        settings(tmp_path / "data").make(*target)
-    announced, wrote = caplog.messages[:2]
-    assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
-    assert "MB on disk" in announced and "tokens/s" in wrote
-    usage = namedtuple("usage", "total used free")(10**6, 10**6 - 100, 100)
-    monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match="Make room"):
-        settings(tmp_path / "full").make(*target)
-    assert not list((tmp_path / "full.shards").glob("*.jsonl"))
 
 
 def test_questions_begin_with_their_openings_in_turn(target, tmp_path):

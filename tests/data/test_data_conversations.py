@@ -6,7 +6,7 @@ from collections import Counter
 import data_cases
 import pytest
 from data_cases import HEALTHY
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
@@ -68,21 +68,14 @@ def test_every_form_gives_the_same_conversations(tmp_path):
         b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, records)).encode() + b"\n\n"
     )
     table.to_parquet(tmp_path / "table.parquet")
-    table.save_to_disk(tmp_path / "saved")
-    DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "splits")
     folder = tmp_path / "folder"
     folder.mkdir()
     table.to_parquet(folder / "train-00000.parquet")
-    Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS]).to_csv(
-        tmp_path / "cells.csv"
-    )
-    files = "list.json lines.json mark.jsonl table.parquet saved splits folder cells.csv"
-    for name in files.split():
+    cells = Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS])
+    cells.to_parquet(tmp_path / "cells.parquet")
+    for name in "list.json lines.json mark.jsonl table.parquet folder cells.parquet".split():
         assert read(Source(str(tmp_path / name)), None) == TALKS, name
     assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
-    assert read(Source(str(tmp_path / "splits"), split="test"), None) == TALKS[:1]
-    with pytest.raises(DataError, match="its splits are train, test"):
-        read(Source(str(tmp_path / "splits"), split="tset"), None)
 
 
 def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
@@ -94,9 +87,7 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     assert regular(messages) == (kept, "two user turns in a row")
     path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))
     assert read(Source(str(path), column="talk"), None) == [chat("Why?", "So.")]
-    with pytest.raises(DataError, match=r"1: it has no .*\(prompt, talk\).*data\.column"):
-        read(Source(str(path)), None)
-    with pytest.raises(DataError, match="no 'text' among its fields"):
+    with pytest.raises(DataError, match=r"no 'text' among its fields .*column"):
         read(Source(str(path), column="text"), None)
     # half a surrogate pair becomes a character that tokenizers take
     path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
@@ -109,20 +100,19 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     [
         ("", "holds no conversations"),
         ("[]", "holds no conversations"),
-        ("[{}]", r"record 1: it has no conversation among its fields \(none\)"),
-        ("[1]", "record 1: it is a int, not an object"),
-        ('{"messages": []', r"record 1: line 1 is not JSON.*data\.skip_bad=true"),
+        ("[{}]", r"record 1: no conversation among its fields \(none\)"),
+        ("[1]", "record 1: a int, not an object"),
+        ('{"messages": []', r"record 1: a line that is not JSON.*data\.skip_bad=true"),
         ('[{"messages": []}', "is not JSON"),
         ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
         ('{"messages": {"role": "user"}}', "'messages' is a dict, not a list"),
-        ('{"messages": ["hello"]}', "turn 1 is a str, not an object"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*known are system"),
-        ('{"messages": [{"speaker": "user", "content": "x"}]}', "turn 1 has the role None"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"the role \['user'\]"),
+        ('{"messages": ["hello"]}', "a turn that is a str, not an object"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*looks like"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"a turn of role \['user'\]"),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
         ('{"messages": [{"role": "user", "content": {}}]}', "is of type dict, neither text nor"),
-        ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1: .*'value' is null"),
-        ('{"messages": ' + "1" * 5000 + "}", "line 1 is not JSON"),
+        ('{"conversations": [{"from": "human", "text": "x"}]}', "a turn .*'value' is null"),
+        ('{"messages": ' + "1" * 5000 + "}", "a line that is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"messages": "größe"}'.encode("latin-1"), "not UTF-8"),
         (None, "there is no"),
@@ -156,7 +146,7 @@ def test_what_is_null_is_as_good_as_absent(tmp_path):
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, records)))
     for name in ("talks.parquet", "talks.jsonl"):
         assert read(Source(str(tmp_path / name)), None) == TALKS[:2], name
-    with pytest.raises(DataError, match=r"record 2: it has no 'conversations' .*\(messages\)"):
+    with pytest.raises(DataError, match=r"record 2: no 'conversations' .*\(messages\)"):
         read(Source(str(tmp_path / "talks.jsonl"), column="conversations"), None)
 
 
@@ -174,16 +164,10 @@ def test_text_parts_are_text_as_the_server_takes_them(tmp_path):
 
 
 BAD = [
-    ("not JSON", '{"messages": ['),
-    ("not JSON", '{"messages": "hello"}'),
-    ("no object", "7"),
-    ("no conversation", '{"text": "a"}'),
-    ("no list of turns", '{"messages": {"role": "user"}}'),
-    ("turn that is no object", '{"messages": ["hello"]}'),
-    ("turn of another role", '{"messages": [{"role": "robot", "content": "x"}]}'),
-    ("turn without text", '{"conversations": [{"from": "human", "value": null}]}'),
+    ("a line that is not JSON", '{"messages": ['),
+    ("a int, not an object", "7"),
     (
-        "tool turn",
+        "a turn of role 'tool' (in 'role' or 'from')",
         '{"messages": [{"role": "user", "content": "How warm?"}, {"role": "assistant", '
         '"content": null, "tool_calls": []}, {"role": "tool", "content": "7"}]}',
     ),
@@ -214,7 +198,7 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
     cut = sum(reason.startswith("later turns") for reason in reasons)
     assert len(samples) == len(TALKS) + cut == about["asked"] - reasons.total() + cut
     path.write_text(BAD[-1][1])
-    with pytest.raises(DataError, match=r"holds no conversations \(1 tool turn\)"):
+    with pytest.raises(DataError, match=r"holds no conversations \(1 a turn of role 'tool'"):
         config(tmp_path, path, skip_bad=True, **options).make(*target)
 
 
