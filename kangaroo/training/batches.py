@@ -61,7 +61,7 @@ def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
         spans = ", ".join(f"{start} to {stop - 1}" for start, stop in answers(sample["loss_mask"]))
         text = "; ".join(f"{m['role']}: {m['content'][:200]!r}" for m in sample["messages"])
         raise DataError(
-            f"sample {index} has no trainable token among its first {max_length}, the assistant's "
+            f"sample {index} has no trainable token among its first {max_length}: the assistant's "
             f"are {spans or 'none'}. Raise trainer.max_length or drop the sample. It reads: {text}"
         )
 

@@ -107,7 +107,7 @@ def test_wanted_positions_are_those_before_a_token_of_the_assistant():
 
 
 def test_a_sample_without_trainable_tokens_is_refused_and_shown():
-    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8,.*user: 'Why\?'"
+    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
     with pytest.raises(DataError, match=refused):
         check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 
