@@ -13,7 +13,6 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.models.prompts import masked_ids, prompt_ids
-from kangaroo.serving.protocol import ChatMessage
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
@@ -126,15 +125,6 @@ def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
         read(Source(str(path)), None)
 
 
-def test_what_nothing_reads_is_refused(tmp_path):
-    (tmp_path / "talks.xml").write_text("<a/>")
-    with pytest.raises(DataError, match=r"nothing reads files that end in '.xml'"):
-        read(Source(str(tmp_path / "talks.xml")), None)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        read(Source(str(tmp_path / "empty")), None)
-
-
 def test_what_is_null_is_as_good_as_absent(tmp_path):
     """In a table every record has all fields."""
     absent = {"role": None, "content": None, "messages": None}
@@ -148,19 +138,6 @@ def test_what_is_null_is_as_good_as_absent(tmp_path):
         assert read(Source(str(tmp_path / name)), None) == TALKS[:2], name
     with pytest.raises(DataError, match=r"record 2: no 'conversations' .*\(messages\)"):
         read(Source(str(tmp_path / "talks.jsonl"), column="conversations"), None)
-
-
-def test_text_parts_are_text_as_the_server_takes_them(tmp_path):
-    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": " so?", "image_url": None}]
-    asked = [{"role": "user", "content": parts}]
-    path = written(tmp_path, [asked])
-    assert read(Source(str(path)), None) == [chat("Why so?")]
-    Dataset.from_list([{"messages": asked}]).to_parquet(tmp_path / "talks.parquet")
-    assert read(Source(str(tmp_path / "talks.parquet")), None) == [chat("Why so?")]
-    assert ChatMessage(role="user", content=[parts[0]]).text == "Why"
-    parts[1]["type"] = "image_url"
-    with pytest.raises(DataError, match=r"no text \(part 2, of type 'image_url'"):
-        read(Source(str(written(tmp_path, [asked]))), None)
 
 
 BAD = [
@@ -311,10 +288,3 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
         config(tmp_path, written(tmp_path)).make(*target)
-
-
-def test_system_turns_can_be_left_out(target, tmp_path):
-    source = written(tmp_path, [chat("Why?", "So.", system="Rhyme.")])
-    config(tmp_path, source, regenerate=False, keep_system=False).make(*target)
-    (sample,), _ = store.load(tmp_path / "data")
-    assert sample["messages"] == chat("Why?", "So.")

@@ -52,16 +52,6 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(source_of, 
     assert [one.turns[0] for one in bench] == asked
 
 
-def test_half_a_surrogate_pair_becomes_a_character_in_both_files(source_of, tmp_path):
-    """Where it is said, in a record's other fields, and in the name of its task."""
-    broken = [question(f"Add {i} \ud83d", task="\udcff", source="\ud83e") for i in range(3)]
-    made = split(source_of(broken), held=1, seed=0)
-    made.write(tmp_path / "made")
-    (held_out,) = load_questions(BenchConfig(path=str(tmp_path / "made" / HELD_OUT)))
-    assert held_out.turns[0].endswith(" ?") and held_out.category == "?"
-    assert len(read(Source(str(tmp_path / "made" / TRAINING)), None)) == 2
-
-
 @pytest.mark.parametrize(
     ("passage", "learnt"), [(PASSAGE, 0), (PASSAGE.rsplit(" ", 1)[0], 5)], ids=["shared", "short"]
 )

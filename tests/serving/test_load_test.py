@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from importlib.util import module_from_spec, spec_from_file_location
 
-import psutil
 import pytest
 from commands import ROOT
 
@@ -155,45 +149,3 @@ def test_what_is_no_result_is_told(tmp_path, monkeypatch):
         pass
     with pytest.raises(SystemExit):
         load_test.parsed(["--users", "64"])
-
-
-def command(here: Path, serve: str = "") -> subprocess.Popen[str]:
-    words = "vanilla kangaroo='drafter=kangaroo drafter.adapter=untrained:2' --requests 2 --users 1"
-    words += f" 2 --rounds 1 --max-new-tokens 8 --serve 'model=tiny max_batch_size=2 {serve}'"
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *shlex.split(words)],
-        cwd=here,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("guidellm") is None, reason="needs kangaroo[load]")
-def test_the_command_goes_on_after_a_kill_and_leaves_no_server(tmp_path):
-    first = tmp_path / "outputs/load/cells/0-1-vanilla.json"
-    killed = command(tmp_path)
-    while not first.exists():
-        assert killed.poll() is None, killed.communicate()[0]
-        time.sleep(0.1)
-    left = psutil.Process(killed.pid).children(recursive=True)
-    killed.kill()
-    killed.wait()
-    _, alive = psutil.wait_procs(left, timeout=60)
-    assert not alive, "servers and client end with the command"
-    kept = first.stat().st_mtime_ns
-    again = command(tmp_path)
-    told, _ = again.communicate(timeout=600)
-    assert again.returncode == 0 and "1 of 4 cells are in" in told, told
-    assert first.stat().st_mtime_ns == kept
-    summary = json.loads((tmp_path / "outputs/load/load.json").read_text())
-    assert [(row["users"], row["method"]) for row in summary["rows"]] == [
-        *((1, "vanilla"), (1, "kangaroo"), (2, "vanilla"), (2, "kangaroo"))
-    ]
-    assert all(row["as_vanilla"] == [2, 2] for row in summary["rows"])
-    (tmp_path / "other").mkdir()
-    nowhere = command(tmp_path / "other", "model.path=nowhere/at-all")
-    told, _ = nowhere.communicate(timeout=600)
-    assert nowhere.returncode == 1 and "ModelNotFound: 'nowhere/at-all'" in told, told

@@ -33,7 +33,6 @@ from kangaroo.serving.scheduler import (
     STOPPED,
     Busy,
     Closing,
-    Event,
     Scheduler,
 )
 from kangaroo.utils.errors import PromptError
@@ -79,16 +78,6 @@ def test_of_several_choices_the_prompt_is_read_once():
         for job in jobs:
             job.check()
     assert [job.reused for job in jobs] == [0, 29, 29]
-
-
-def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
-    texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
-    with scheduling() as scheduler:
-        for text in texts:  # the fourth takes the row of the first
-            assert written(scheduler, text).reused == 0
-        for text in texts[1:]:
-            assert written(scheduler, [*text, 5]).reused == len(text)
-        assert written(scheduler, [*texts[0], 5]).reused == 0
 
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
@@ -277,18 +266,6 @@ def test_a_step_that_fails_ends_the_texts_that_have_a_row_and_the_others_are_wri
         assert 1 <= ends.count(FAILED) <= 3
         check_others(scheduler, [job for job in jobs if job.finish != FAILED])
     assert failed == [number]
-
-
-def test_who_cannot_be_told_holds_up_nobody():
-    def gone(event: Event) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    jobs, deaf = crowd()
-    deaf.tell = gone
-    with scheduling() as scheduler:
-        scheduler.submit(*jobs)
-        check_others(scheduler, [job for job in jobs if job is not deaf])
-    assert deaf.cancelled
 
 
 def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch):

@@ -1,8 +1,6 @@
 """What a training takes is told from shapes, held to what it did take, and refused if too much."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,7 +12,6 @@ from omegaconf import OmegaConf
 from training_cases import sample
 
 from kangaroo import cli
-from kangaroo.data import store
 from kangaroo.engine import topk_logits
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.target import TargetModel
@@ -24,7 +21,7 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
 from kangaroo.training.micro_batch import forward_target
 from kangaroo.training.recipe import trainees
-from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 
 GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
@@ -94,21 +91,6 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     assert step - frozen - states == pytest.approx(real, rel=0.4)
 
 
-def test_kept_distributions_save_the_deep_layers_and_the_head():
-    lm, config = meta_model(MODEL), TrainerConfig(epochs=2, holdout=8)
-    text = Text(64, 64 * 200, 64 * 184, 200, likeliest=4)
-    whole = replace(text, likeliest=0)
-    for recipes, depth in ([RECIPES[0]], 3), ([RECIPES[0], RECIPES[3]], lm.n_layers - 1):
-        kept, full = estimate(lm, recipes, config, text), estimate(lm, recipes, config, whole)
-        parameters = sum(p.numel() for p in lm.layers.parameters())
-        forward = 2 * 2.0 * parameters * int(56 / 64 * text.tokens)
-        head = 2 * 2.0 * lm.config.vocab_size * lm.config.hidden_size * 56 * 184
-        saved = forward * (1 - depth / lm.n_layers) + head
-        assert full[2] - kept[2] == pytest.approx(saved)
-        assert sum(kept[1].values()) < sum(full[1].values())
-        assert estimate(lm, recipes, replace(config, use_stored_logits=False), text) == full
-
-
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A machine with GPUs of these names and free bytes, or with so much memory alone."""
@@ -154,24 +136,6 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(mach
     assert 20 < alone < 500 and eight == pytest.approx(alone / 8, rel=0.05)
 
 
-def test_a_local_file_is_read_before_anything_is_said_of_it(machine, tmp_path):
-    machine((A100, 80 * GB))
-    file = tmp_path / "talks.json"
-    talk = [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 400}]
-    file.write_text(json.dumps([{"conversations": talk}] * 60))
-    line = "model=smollm2-135m", "data=conversations", f"data.source={file}", "trainer.holdout=6"
-    lines = foreseen(*line, "data.limit=20", "data.max_length=32")
-    assert f"for 20 conversations, 640 tokens (as many as in {file}, of an assumed" in lines[1]
-    with pytest.raises(ConfigError, match=r"holdout=60 .* of 60 .*Pass trainer\.holdout=6\."):
-        foreseen(*line, "trainer.holdout=60")
-    file.write_text("[]")
-    with pytest.raises(DataError, match="holds no conversations"):
-        foreseen(*line)
-    file.unlink()
-    with pytest.raises(DataError, match=f"there is no '{file}'"):
-        foreseen(*line)
-
-
 @pytest.mark.parametrize(
     ("free", "line", "refused"),
     [
@@ -214,16 +178,3 @@ def test_a_sharded_target_is_read_in_host_memory_and_trained_in_parts(machine, m
 def test_the_speed_of_a_cpu_is_measured():
     for dtype in torch.float32, torch.bfloat16:
         assert 1e8 < Devices("CPU", 8 * GB).speed(dtype) < 1e14
-
-
-def test_data_that_are_there_are_counted(machine):
-    machine((A100, 10 * GB))
-    sample = {"messages": [], "input_ids": [1] * 50, "loss_mask": [0] * 20 + [1] * 30}
-    with pytest.raises(DataError, match="no complete dataset"):
-        foreseen("model=tiny", "data=mix")
-    paths = [Path("outputs/data", kind, "tiny") for kind in ("self_synthesis", "tasks")]
-    for path in paths:
-        store.save([sample] * 300, path, {}, {})
-    for line in ([], ["data=mix"]):
-        assert f"as they lie in {paths[0]}" in (told := foreseen("model=tiny", *line)[1])
-    assert "600 conversations, 30000 tokens" in told

@@ -8,7 +8,6 @@ import torch
 import training_cases
 from helpers import EXIT, tiny
 from safetensors.torch import load_file
-from torch import nn
 from training_cases import (
     ABOUT,
     Killed,
@@ -23,8 +22,7 @@ from training_cases import (
 
 from kangaroo.cli.training import check_format
 from kangaroo.cpu.native import torch_multiplies
-from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.adapter_files import WEIGHTS, load, read_config
+from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
@@ -111,12 +109,6 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
     assert torch.equal(started(1, start=None), started(2, start=None))
 
 
-def test_a_draft_vocabulary_larger_than_the_data_is_all_of_it_and_loads_again(tmp_path):
-    (folder,) = train(tiny(), samples(6), config(vocabulary=10**6), tmp_path)
-    _, (head,) = load(str(folder), tiny(), Adapter)
-    assert head.size == read_config(str(folder)).vocabulary < 64
-
-
 RUNS = {
     "plain": ({}, {}),
     "cached": ({"cache_target_states": True}, {}),
@@ -192,24 +184,6 @@ def test_a_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
     assert kept["progress"]["step"] == (8 if last else 4)
     assert all(weight.isfinite().all() for weight in kept["backend"]["weights"].values())
     assert not list(tmp_path.glob(f"*/{WEIGHTS}"))
-
-
-def test_a_learning_rate_that_is_far_too_high_is_noticed(tmp_path):
-    with pytest.raises(Diverged, match=r"has diverged\. Train anew, with a lower [\w.]+=\.$"):
-        train(tiny(), samples(6), config(learning_rate=1e20, warmup_steps=0), tmp_path)
-
-
-def test_gradient_norms_are_clipped_for_each_adapter(tmp_path, monkeypatch):
-    norms, clip = [], nn.utils.clip_grad_norm_
-
-    def spy(parameters, largest):
-        norms.append(largest)
-        return clip(parameters, largest)
-
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", spy)
-    both = [recipe(exit_layers=[1, 2])]
-    train(tiny(), samples(4), config(clip=0.5), tmp_path, recipes=both)
-    assert set(norms) == {0.5} and len(norms) % 2 == 0
 
 
 def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 import training_cases
 from helpers import adapter_for, admit_text, random_prompts, tiny
 from torch.overrides import TorchFunctionMode
-from training_cases import VARIANTS, config, curve, recipe, sample, samples, taught, train
+from training_cases import VARIANTS, config, recipe, sample, samples, taught, train
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.models import attention
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan
+from kangaroo.training.batches import check_trainable, collate, plan
 from kangaroo.training.config import schedule
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
@@ -160,15 +160,3 @@ def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothin
     (kept,) = train(lm, data, settings, tmp_path / "kept")
     assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
     assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
-
-
-def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):
-    for accumulate in (1, 3):
-        settings = config(accumulate=accumulate)
-        train(tiny(), samples(11), settings, tmp_path / str(accumulate))
-    assert len(curve(tmp_path / "3")) == math.ceil(len(curve(tmp_path / "1")) / 3)
-
-
-def test_frequent_tokens_are_those_of_the_assistant_in_order():
-    some = [sample([9, 9, 5, 4, 5, 4, 8], 2), sample([1, 4], 1)]
-    assert frequent_tokens(some).tolist() == [4, 5, 8]

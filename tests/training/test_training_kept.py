@@ -214,15 +214,6 @@ def test_a_run_learns_from_what_was_kept_unless_told_otherwise(tmp_path):
     assert not uses_stored(run("computed", use_stored_logits=False))
 
 
-@pytest.mark.parametrize("deep", READING_DEEP, ids=["fused", "eagle", "medusa"])
-def test_adapters_that_read_the_final_state_are_trained_from_what_was_kept(deep, tmp_path):
-    samples = stored_samples(tiny(), count=4, samples=4)
-    folders = train(tiny(), samples, config(epochs=2), tmp_path, recipes=[recipe(), deep])
-    for folder in folders:
-        told = read_config(str(folder)).training
-        assert uses_stored(folder) and told["progress"]["held_out"]["loss"] > 0
-
-
 def test_data_without_kept_distributions_or_with_others_is_refused(tmp_path):
     lm = tiny()
     samples = stored_samples(lm, count=4, samples=4)
