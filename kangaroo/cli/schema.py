@@ -17,7 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.mix import MixConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig

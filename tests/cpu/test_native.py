@@ -27,7 +27,7 @@ from kangaroo.engine.tree import Tree
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.outcomes import outcomes
+from kangaroo.training.distill import outcomes
 
 SLOTS = 160
 FAMILIES = {

@@ -10,7 +10,7 @@ from data_cases import HEALTHY, NO_FILTERS, settings
 
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig
-from kangaroo.data.mix import MixConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling

@@ -19,7 +19,7 @@ from helpers import vanilla_texts as texts_of
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, answers
-from kangaroo.data.mix import MixConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla

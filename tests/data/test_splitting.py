@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kangaroo.data.reading import Source, read
-from kangaroo.data.splitting import HELD_OUT, SHARED, TRAINING, split
+from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, read, split
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.utils.errors import DataError
 

@@ -23,11 +23,11 @@ from kangaroo.training.distill import (
     Student,
     WholeDistributions,
     distill,
+    outcomes,
 )
 from kangaroo.training.loop import Trainer
 from kangaroo.training.losses import Loss, divergence
 from kangaroo.training.micro_batch import forward_target, train_step
-from kangaroo.training.outcomes import outcomes
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
 
