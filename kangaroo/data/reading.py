@@ -1,5 +1,5 @@
-"""Conversations that others wrote, in ShareGPT or chat form, from a file or any `datasets` id; split
-into some to train on and some to measure on, if need be."""
+"""Conversations that others wrote, in ShareGPT or chat form, from a file or any `datasets` id, and
+a split of them into some to train on and some to measure on."""
 
 from __future__ import annotations
 
