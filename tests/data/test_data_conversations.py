@@ -98,7 +98,6 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     ("text", "message"),
     [
         ("", "holds no conversations"),
-        ("[]", "holds no conversations"),
         ("[{}]", r"record 1: no conversation among its fields \(none\)"),
         ("[1]", "record 1: a int, not an object"),
         ('{"messages": []', r"record 1: a line that is not JSON.*data\.skip_bad=true"),
@@ -222,20 +221,6 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
         assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
     check_trainable(samples, 2048)
     assert len(samples) == 5
-
-
-def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
-    lm, tokenizer = target
-    lengths = [len(masked_ids(tokenizer, talk[:2])[0]) for talk in TALKS]
-    limit = sorted(lengths)[2]
-    source = written(tmp_path)
-    config(tmp_path, source, regenerate=False, max_length=limit).make(lm, tokenizer)
-    samples, about = store.load(tmp_path / "data")
-    assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
-    assert about["dropped"] == {
-        "too long": 5 - len(samples),
-        "later turns: too long": len(samples),
-    }
 
 
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):

@@ -10,7 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import pytest
 from commands import ROOT
 
-from kangaroo.utils.errors import ConfigError, DataError, ProcessLost
+from kangaroo.utils.errors import ConfigError
 
 SCRIPT = ROOT / "integrations/load_test/load_test.py"
 found = spec_from_file_location("load_test", SCRIPT)
@@ -120,32 +120,3 @@ def test_a_run_that_was_stopped_measures_what_is_missing(tmp_path):
     assert len(run(tmp_path, ask=all_of_them)[0]) == 12  # goes on with a third round
     with pytest.raises(ConfigError, match="requests=2 there, 3 now"):
         run(tmp_path, "--requests", "3", ask=all_of_them)
-
-
-def test_what_is_no_result_is_told(tmp_path, monkeypatch):
-    file, texts = tmp_path / "0-1-ours.json", {"a question": "an answer", "another": "one more"}
-    failed = {"info": {"error": "400 Bad Request"}}
-    for text, requests, told in (
-        (written(texts, errored=[failed]), 3, "2 of 3 requests were answered: 400 Bad Request"),
-        (written(texts, tokens=4), 2, "4 to 4 tokens instead of 5"),
-        ("{", 2, r"is no result of guidellm\. Delete it"),
-    ):
-        file.write_text(text)
-        with pytest.raises(DataError, match=told):
-            load_test.read(file, requests, 5)
-    file.write_text(written(dict([*texts.items()][:1])))
-    with pytest.raises(load_test.TooFew, match=r"1 of 2 .* guidellm asked no more\. Run it again"):
-        load_test.read(file, 2, 5)
-    (tmp_path / "ending.py").write_text("print('why it ended'); raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(load_test, "CLIENT", "ending")
-    server = load_test.Server("http://127.0.0.1:9", tmp_path / "log")
-    with pytest.raises(ProcessLost, match=r"(?s)ended with code 3.*0-1-ours.*why it ended"):
-        load_test.ask(server, tmp_path / "p", 1, 1, file)
-    with (
-        pytest.raises(ConfigError, match="Start it first"),
-        load_test.serving("http://127.0.0.1:9", file),
-    ):
-        pass
-    with pytest.raises(SystemExit):
-        load_test.parsed(["--users", "64"])

@@ -125,33 +125,21 @@ def test_a_server_that_asks_for_its_key_gets_it(driver):
 
 
 class StandIn:
-    """A server whose answers a test chooses, and which keeps what it was sent.
-
-    Args:
-        parts: of the answer: text, and how many of its characters were drafted.
-    """
+    """A server whose answers a test chooses: texts, and how much of each was drafted."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, int]] = []
         self.error, self.address = "", ""
-        self.bodies: list[dict[str, Any]] = []
-        self.go = threading.Event()
-        self.go.set()
 
     def stream(self) -> Iterator[str]:
         for i, (text, drafted) in enumerate(self.parts, start=1):
             choice = {"index": 0, "delta": {"content": text}, "drafted": drafted}
             usage = {"completion_tokens": 3 * i, "rounds": 2 * i}
             yield event({"choices": [choice], "usage": usage})
-            self.go.wait(30)
         if self.error:
             yield event({"error": {"message": self.error}})
         else:
             yield "data: [DONE]\n\n"
-
-    def turns(self, number: int) -> list[tuple[str, str]]:
-        """Who said what, by a body."""
-        return [(turn["role"], turn["content"]) for turn in self.bodies[number]["messages"]]
 
 
 @pytest.fixture
@@ -165,8 +153,7 @@ def stand_in() -> Iterator[StandIn]:
             self.answer("text/html", page if self.path == "/" else model)
 
         def do_POST(self) -> None:
-            length = int(self.headers["content-length"])
-            stand_in.bodies.append(json.loads(self.rfile.read(length)))
+            self.rfile.read(int(self.headers["content-length"]))
             self.send_response(200)
             self.end_headers()
             for part in stand_in.stream():

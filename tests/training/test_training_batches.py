@@ -4,17 +4,14 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import training_cases
 from helpers import adapter_for, admit_text, random_prompts, tiny
-from torch.overrides import TorchFunctionMode
 from training_cases import VARIANTS, config, recipe, sample, samples, taught, train
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models import attention
 from kangaroo.training.batches import check_trainable, collate, plan
 from kangaroo.training.config import schedule
 from kangaroo.training.micro_batch import forward_target, grade
@@ -61,40 +58,6 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
         at = [(epoch * len(first) + i) % step for i in range(len(later))]
         moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
         assert moved < step
-
-
-class Masks(TorchFunctionMode):
-    """Whether each attention had a mask, or was plainly causal."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.seen.append("causal" if mask is None and kwargs["is_causal"] else "mask")
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("changes", [{}, {"attention_layers": 2}], ids=str)
-def test_no_attention_of_training_has_a_mask_on_a_gpu(family, changes, monkeypatch):
-    """So each runs as flash attention there. On a CPU an adapter computes only what is read."""
-    lm = tiny(family)
-    tokens = collate([sample(ids, 3) for ids in random_prompts(20, 5, 17, seed=1)], 100, lm.device)
-    layers, own = lm.n_layers * ["causal"], changes.get("attention_layers", 1)
-    with Masks() as on_a_cpu:
-        (grades,), gradients = taught(lm, [tokens], **changes)
-    assert on_a_cpu.seen == layers + (own - 1) * ["causal"] + ["mask"]
-    monkeypatch.setattr(attention, "skips_unseen", lambda device: True)
-    with Masks() as on_a_gpu:
-        (others,), other_gradients = taught(lm, [tokens], **changes)
-    assert on_a_gpu.seen == layers + own * ["causal"]
-    # float32, attention summed in another order
-    torch.testing.assert_close(grades, others, rtol=1e-5, atol=1e-4)
-    for gradient, other in zip(gradients, other_gradients, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
