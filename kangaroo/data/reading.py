@@ -28,10 +28,14 @@ FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, ...]} or '
     '{"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
+LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 HUB_FILE = "hf://datasets/"  # followed by owner/name/file
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # what a split writes
 SHARED = 20  # words in a row: passages that questions share, rather than words that ask
-SOURCES = f"a .json, .jsonl or .parquet file, a folder, a hub id, or {HUB_FILE}owner/name/file"
+SOURCES = (
+    "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "
+    f"{HUB_FILE}owner/name/file"
+)
 
 
 @dataclass
@@ -106,13 +110,13 @@ def regular(messages: list[Message]) -> tuple[list[Message], str]:
 def is_local(source: str) -> bool:
     """Whether a source is a file or folder of this machine, or by its name has to be one."""
     path = Path(source).expanduser()
-    named = path.suffix in (".json", ".jsonl", ".parquet") or path.is_absolute()
+    named = path.suffix in (".json", ".jsonl", *LOADERS) or path.is_absolute()
     return not source.startswith(HUB_FILE) and (named or path.exists())
 
 
 def _records(source: Source) -> Iterator[Any]:
     # imported where it is used: it takes seconds, which other commands need not wait for
-    from datasets import load_dataset
+    from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     try:
@@ -128,9 +132,12 @@ def _records(source: Source) -> Iterator[Any]:
         if is_local(source.path) and not path.exists():
             raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
         if path.is_file():
-            if path.suffix != ".parquet":
+            if path.suffix not in LOADERS:
                 raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-            table: Iterable[Any] = load_dataset("parquet", data_files=str(path), split="train")
+            loader = LOADERS[path.suffix]
+            table: Iterable[Any] = load_dataset(loader, data_files=str(path), split="train")
+        elif (path / "state.json").is_file():
+            table = load_from_disk(path)
         else:
             name = str(path) if path.is_dir() else source.path
             options = {"split": source.split, "revision": source.revision}

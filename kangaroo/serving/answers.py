@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -16,14 +16,29 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
 from kangaroo.models.prompts import mended
+from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.metrics import Metrics, Usage
-from kangaroo.serving.scheduler import Event, Job, Scheduler
+from kangaroo.serving.scheduler import Scheduler
+
+
+@dataclass
+class Piece:
+    """Text of a choice that can be shown.
+
+    Args:
+        drafted: how many of its characters, its first ones, came with accepted draft tokens.
+        finish: as OpenAI calls it, or how the job ended otherwise; empty where it goes on.
+    """
+
+    choice: int
+    text: str
+    drafted: int = 0
+    finish: str = ""
 
 
 @dataclass
 class AnswerChoice:
-    """One of the texts of an answer, as it grows. `finish` is OpenAI's word, or how the job ended
-    otherwise; empty where it goes on."""
+    """One of the texts of an answer, as it grows."""
 
     index: int
     pieces: Pieces
@@ -31,9 +46,8 @@ class AnswerChoice:
     text: str = ""
     finish: str = ""
 
-    def push(self, event: Event) -> tuple[str, int]:
-        """What a step adds that can be shown, and how many of its characters, the first ones, came
-        with accepted draft tokens."""
+    def push(self, event: Event) -> Piece:
+        """What a step adds that can be shown."""
         drafted = shown = ""
         for i, token in enumerate(event.tokens):
             text = self.until.push(self.pieces.push(token))
@@ -41,31 +55,32 @@ class AnswerChoice:
             if i < event.accepted:
                 drafted += text
         if event.finish:
-            self.finish = "stop" if event.finish == "eos" else event.finish
+            self.finish = "stop" if event.finish == "eos" else event.finish  # as OpenAI calls it
             shown += self.until.push(self.pieces.end()) + self.until.end()
         self.text += shown
-        return shown, len(drafted)
+        return Piece(self.index, shown, len(drafted), self.finish)
 
 
+@dataclass
 class Answer:
-    """The texts that a request gets, step by step; begun when it is made. Errors: those of
-    `Scheduler.submit`."""
+    """The texts that a request gets, step by step; begun when it is made.
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        tokenizer: PreTrainedTokenizerBase,
-        requests: Sequence[Request],
-        metrics: Metrics,
-    ):
-        self.scheduler, self.metrics, self.usage = (
-            scheduler,
-            metrics,
-            Usage(len(requests[0].prompt)),
-        )
+    Errors: those of `Scheduler.submit`.
+    """
+
+    scheduler: Scheduler
+    tokenizer: PreTrainedTokenizerBase
+    requests: Sequence[Request]
+    deadline: float | None
+    metrics: Metrics
+    usage: Usage = field(init=False)
+    choices: list[AnswerChoice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usage = Usage(len(self.requests[0].prompt))
         self.choices = [
-            AnswerChoice(i, Pieces(tokenizer), UntilStop(request.stop))
-            for i, request in enumerate(requests)
+            AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop))
+            for i, request in enumerate(self.requests)
         ]
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -74,21 +89,21 @@ class Answer:
                 loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
         self.jobs = [
-            Job(request, lambda event, i=i: tell(i, event))  # type: ignore[misc]
-            for i, request in enumerate(requests)
+            Job(request, lambda event, i=i: tell(i, event), self.deadline)  # type: ignore[misc]
+            for i, request in enumerate(self.requests)
         ]
-        scheduler.submit(*self.jobs)
+        self.scheduler.submit(*self.jobs)
 
-    async def steps(self) -> AsyncGenerator[tuple[AnswerChoice, str, int], None]:
-        """What each step adds to a choice (`push`), timed, until all texts have ended."""
+    async def steps(self) -> AsyncGenerator[Piece, None]:
+        """What can be shown after each step, timed, until all texts have ended."""
         histogram, last = self.metrics.first, time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index, event)
-            added, now = self.choices[index].push(event), time.perf_counter()
+            piece, now = self.choices[index].push(event), time.perf_counter()
             histogram.observe(now - last)
             histogram, last = self.metrics.step, now
-            yield self.choices[index], *added
+            yield piece
 
     def end(self) -> None:
         """End the texts that nobody will read, and count what was written."""
@@ -98,12 +113,15 @@ class Answer:
         self.metrics.ended(self.usage)
 
 
+@dataclass
 class Form:
     """How an answer is written down: OpenAI's object of a chat or of a completion."""
 
-    def __init__(self, model: str, is_chat: bool):
-        self.model, self.is_chat = model, is_chat
-        kind = "chatcmpl" if is_chat else "cmpl"
+    model: str
+    is_chat: bool
+
+    def __post_init__(self) -> None:
+        kind = "chatcmpl" if self.is_chat else "cmpl"
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
 
     def _object(
@@ -127,15 +145,13 @@ class Form:
             choices.append(head | text)
         return self._object("chat.completion", choices, answer.usage)
 
-    def part(
-        self, choice: AnswerChoice, text: str, drafted: int, first: bool, usage: Usage | None
-    ) -> dict[str, Any]:
+    def part(self, piece: Piece, first: bool, usage: Usage | None) -> dict[str, Any]:
         """What a step adds to a stream; with the counts so far, if they are wanted."""
-        delta = ({"role": "assistant"} if first else {}) | {"content": text}
-        said = {"delta": delta} if self.is_chat else {"text": text}
-        head = {"index": choice.index, "logprobs": None, "drafted": drafted}
-        part = head | {"finish_reason": choice.finish or None} | said
-        return self._object("chat.completion.chunk", [part], usage)
+        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        text = {"delta": delta} if self.is_chat else {"text": piece.text}
+        head = {"index": piece.choice, "logprobs": None, "drafted": piece.drafted}
+        choice = head | {"finish_reason": piece.finish or None} | text
+        return self._object("chat.completion.chunk", [choice], usage)
 
     def last(self, usage: Usage) -> dict[str, Any]:
         """What a stream ends with where its counts are wanted."""

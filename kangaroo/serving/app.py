@@ -22,21 +22,21 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine import requests as generation
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, prompt_ids
-from kangaroo.serving import scheduler as decoding
 from kangaroo.serving.answers import Answer, Form, event, problem
 from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.guard import Guard
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
-from kangaroo.serving.scheduler import CANCELLED, Scheduler
+from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import KangarooError
 
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
-# of our errors; others are 400
-STATUS: dict[type[Exception], int] = {decoding.Busy: 429, decoding.Closing: 503}
+STATUS: dict[type[Exception], int] = {Busy: 429, Closing: 503}  # other errors of ours are 400
 FAULTS = {  # how a job ends without its text
-    decoding.FAILED: (500, "decoding has failed for this request; see the server's log."),
-    decoding.STOPPED: (503, "decoding has failed; see the server's log."),
+    FAILED: (500, "decoding has failed for this request; see the server's log."),
+    STOPPED: (503, "decoding has failed; see the server's log."),
+    TIMEOUT: (503, "the answer took too long."),
     CANCELLED: (503, "the server is shutting down."),
 }
 CODES = {404: "unknown_url", 405: "method_not_supported"}  # of paths and methods
@@ -178,7 +178,9 @@ class Server:
             for i in range(body.n)
         ]
         self.scheduler.check(requests[0])
-        answer = Answer(self.scheduler, self.tokenizer, requests, self.metrics)
+        timeout = self.limits.timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics)
         form = Form(self.model, isinstance(body, Chat))
         if body.stream:
             return Streamed(answer, events(answer, form, body.stream_options or StreamOptions()))
@@ -203,13 +205,12 @@ async def events(answer: Answer, form: Form, options: StreamOptions) -> AsyncIte
     """The answer as server-sent events."""
     counts = options.include_usage and options.continuous_usage_stats
     begun = set[int]()
-    async for choice, text, drafted in answer.steps():
-        if choice.finish in FAULTS:
-            yield event(json.loads(bytes(problem(*FAULTS[choice.finish]).body)))
+    async for piece in answer.steps():
+        if piece.finish in FAULTS:
+            yield event(json.loads(bytes(problem(*FAULTS[piece.finish]).body)))
             return
-        first, usage = choice.index not in begun, answer.usage if counts else None
-        yield event(form.part(choice, text, drafted, first, usage))
-        begun.add(choice.index)
+        yield event(form.part(piece, piece.choice not in begun, answer.usage if counts else None))
+        begun.add(piece.choice)
     if options.include_usage:
         yield event(form.last(answer.usage))
     yield "data: [DONE]\n\n"
@@ -217,10 +218,21 @@ async def events(answer: Answer, form: Form, options: StreamOptions) -> AsyncIte
 
 async def whole(answer: Answer, form: Form, request: Request) -> Response:
     """All texts at once, unless the client goes away before."""
-    try:
+
+    async def read() -> None:
         async for _ in answer.steps():
-            if await request.is_disconnected():
-                break
+            pass
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = {asyncio.create_task(read()), asyncio.create_task(left())}
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*done)
     finally:
         answer.end()
     ends = [choice.finish for choice in answer.choices]

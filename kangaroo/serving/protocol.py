@@ -1,5 +1,8 @@
-"""What clients may ask for: OpenAI's requests, in so far as they are served. A field that is not
-known, or cannot be served, is refused by name."""
+"""What clients may ask for: the requests of OpenAI's API, in so far as they are served.
+
+A field that is not known, or cannot be served, is refused by name: to leave it out in silence would
+give another answer than was asked for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 
 Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
-LISTED = BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)
+
+
+def listed(stop: Any) -> Any:
+    """One string is a list of one."""
+    return [stop] if isinstance(stop, str) else stop
 
 
 def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
@@ -32,16 +39,19 @@ def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
     return {name: values for names, values in groups for name in names.split()}
 
 
-NOTHING = harmless_values(  # of what OpenAI's clients may send
+# What OpenAI's clients may send.
+NOTHING = harmless_values(
     ("logprobs echo", [False]),
     ("top_logprobs presence_penalty frequency_penalty min_p", [0]),
     ("best_of repetition_penalty", [1]),
     ("tools functions", [[]]),
     ("tool_choice function_call", ["none", "auto"]),
     ("audio prediction reasoning_effort web_search_options", []),
-    ("suffix logit_bias", ["", {}]),
+    ("suffix", [""]),
+    ("logit_bias", [{}]),
     ("parallel_tool_calls", [True, False]),
-    ("response_format modalities", [{"type": "text"}, ["text"]]),
+    ("response_format", [{"type": "text"}]),
+    ("modalities", [["text"]]),
 )
 # What changes no answer.
 IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -72,7 +82,8 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     """What a stream tells besides text: the counts of tokens, in a last part of their own; and with
-    every part those so far, as vLLM's servers do."""
+    every part those so far, as vLLM's servers do, which clients that measure ask for.
+    """
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
@@ -89,7 +100,9 @@ class TextRequest(Strict):
     top_k: StrictInt = Field(default=0, ge=0, le=MOST)
     n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), LISTED] = Field(default_factory=list)
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(
+        default_factory=list
+    )
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool = False

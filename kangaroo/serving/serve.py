@@ -20,13 +20,24 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, MissingPackage
 from kangaroo.utils.folders import install
 
-MOST_CONNECTIONS = 1024  # open at the same time; a further one is answered with 503
-
 log = logging.getLogger(__name__)
 
 
+def check_installed() -> None:
+    """Errors: `MissingPackage` where the extra `serve` is not installed."""
+    try:
+        import uvicorn  # noqa: F401
+
+        from kangaroo.serving import app  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
+
+
 def listen(config: ServeConfig) -> socket.socket:
-    """Where clients will be answered. Errors: `ConfigError` where nothing can listen there."""
+    """Where clients will be answered; who comes before that waits.
+
+    Errors: `ConfigError` where nothing can listen there.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -38,33 +49,36 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
-    """Log what keys and values of so many texts of such a length take, from the start. Errors:
-    `ConfigError` where they do not fit beside the model."""
+    """Log what keys and values of so many texts of such a length take: they have their place from
+    the start.
+
+    Errors: `ConfigError` where they do not fit beside the model.
+    """
     row = lm.cache_like(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
-    taken = f"max_batch_size={max_batch_size} texts of up to {max_model_len} tokens take "
-    taken += f"{max_batch_size * row / 1e9:.1f} GB of keys and values"
-    log.info(taken)
-    if max_batch_size * row > free:
-        fix = f"max_batch_size={free // row} or " if free >= row else ""
-        raise ConfigError(
-            f"{taken}, and {free / 1e9:.1f} GB are free beside the model. Pass {fix}max_model_len= "
-            "fewer tokens."
-        )
+    taken, left = f"{max_batch_size * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
+    log.info(f"{max_batch_size} texts of up to {max_model_len} tokens: {taken} of keys and values")
+    if max_batch_size * row <= free:
+        return
+    fix = f"max_batch_size={free // row} or " if free >= row else ""
+    raise ConfigError(
+        f"max_batch_size={max_batch_size} texts of up to {max_model_len} tokens take {taken} of "
+        f"keys and values, and {left} are free beside the model. Pass {fix}max_model_len= fewer "
+        "tokens."
+    )
 
 
 def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
     """Answer requests until the process is told to stop; then finish what runs. Who comes before
     everything is loaded, and on a GPU recorded, waits.
 
-    Errors: `MissingPackage`; those of `listen`, `check_memory` and of loading.
+    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
+    than there is; what loading raises.
     """
-    try:
-        import uvicorn
+    check_installed()
+    import uvicorn
 
-        from kangaroo.serving.app import Server
-    except ModuleNotFoundError as error:
-        raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
+    from kangaroo.serving.app import Server
 
     def loaded() -> tuple[Engine, PreTrainedTokenizerBase, int]:
         lm, tokenizer = load_target(model)
@@ -83,7 +97,7 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
     host, port, *_ = listening.getsockname()
     options = uvicorn.Config(
         Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=config.most_connections,
         timeout_graceful_shutdown=int(config.grace) + 1,
         log_level="warning",
     )

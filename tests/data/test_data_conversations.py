@@ -71,8 +71,10 @@ def test_every_form_gives_the_same_conversations(tmp_path):
     folder.mkdir()
     table.to_parquet(folder / "train-00000.parquet")
     cells = Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS])
-    cells.to_parquet(tmp_path / "cells.parquet")
-    for name in "list.json lines.json mark.jsonl table.parquet folder cells.parquet".split():
+    cells.to_csv(tmp_path / "cells.csv")
+    table.save_to_disk(tmp_path / "saved")
+    files = "list.json lines.json mark.jsonl table.parquet folder cells.csv saved"
+    for name in [*files.split(), "saved/data-00000-of-00001.arrow"]:
         assert read(Source(str(tmp_path / name)), None) == TALKS, name
     assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
 

@@ -26,7 +26,8 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, lo
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.scheduler import Event, Job, Scheduler
+from kangaroo.serving.jobs import Event, Job
+from kangaroo.serving.scheduler import Scheduler
 
 LONGEST = 200
 SAMPLINGS = [
@@ -70,8 +71,8 @@ def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Schedul
 class Heard(Job):
     """A job that keeps what it is told."""
 
-    def __init__(self, request: Request):
-        super().__init__(request, self.hear)
+    def __init__(self, request: Request, deadline: float | None = None):
+        super().__init__(request, self.hear, deadline)
         self.tokens: list[int] = []
         self.finish, self.reused = "", 0
         self.begun, self.ended = threading.Event(), threading.Event()

@@ -109,37 +109,78 @@ def test_an_answer_streams_with_accepted_tokens_in_green_and_its_speed(driver, a
     assert counted[4:6] == ["compression", "rate"] and float(counted[6]) > 1
 
 
+def test_a_second_turn_is_answered_and_a_new_chat_begins_anew(driver, address):
+    page = Page(driver, address)
+    page.ask("One")
+    page.ask("Two")
+    assert page.texts(".user") == ["One", "Two"] and not page.texts(".error")
+    first, second = page.texts(".assistant")
+    assert first and second and first != second
+    page.one("#anew").click()
+    assert not page.all(".turn") and page.one("#hint").is_displayed()
+    page.ask("One")
+    assert page.texts(".assistant") == [first]  # greedy, so it knows nothing of what was said
+
+
+def test_what_the_server_refuses_is_shown_in_words_and_can_be_sent_again(driver, address):
+    page = Page(driver, address)
+    page.driver.execute_script("document.getElementById('text').value = 'x'.repeat(5000)")
+    page.ask("")
+    (error,) = page.texts(".error")
+    assert error.startswith("the prompt has ") and "Shorten the prompt" in error
+    assert page.texts(".user") == [] and len(page.one("#text").get_property("value")) == 5000
+
+
 def test_a_server_that_asks_for_its_key_gets_it(driver):
     with serving(api_key="secret") as address:
         page = Page(driver, address)
         page.until(lambda: page.one("#key-form").is_displayed())
         assert "send the server's key" in page.one("#model").text
+        page.one("#key").send_keys("wrong" + Keys.ENTER)
+        page.until(lambda: "send the server's key" in page.one("#model").text)
+        assert page.one("#key-form").is_displayed()
+        page.one("#key").clear()
         page.one("#key").send_keys("secret" + Keys.ENTER)
         page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
         assert not page.one("#key-form").is_displayed()
         page.ask("Why?")
         assert page.texts(".assistant")[0] and not page.all(".error")
+        page.driver.refresh()  # the tab remembers it
+        page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
 
 
 # ---- with answers made for the test ------------------------------------------------------------
 
 
 class StandIn:
-    """A server whose answers a test chooses: texts, and how much of each was drafted."""
+    """A server whose answers a test chooses, and which keeps what it was sent.
+
+    Args:
+        parts: of the answer: text, and how many of its characters were drafted.
+        ends: whether the stream ends as it should.
+    """
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, int]] = []
-        self.error, self.address = "", ""
+        self.error, self.ends, self.address = "", True, ""
+        self.bodies: list[dict[str, Any]] = []
+        self.go = threading.Event()
+        self.go.set()
 
     def stream(self) -> Iterator[str]:
         for i, (text, drafted) in enumerate(self.parts, start=1):
             choice = {"index": 0, "delta": {"content": text}, "drafted": drafted}
             usage = {"completion_tokens": 3 * i, "rounds": 2 * i}
             yield event({"choices": [choice], "usage": usage})
+            self.go.wait(30)
         if self.error:
             yield event({"error": {"message": self.error}})
-        else:
+        elif self.ends:
             yield "data: [DONE]\n\n"
+
+    def turns(self, number: int) -> list[tuple[str, str]]:
+        """Who said what, by a body."""
+        return [(turn["role"], turn["content"]) for turn in self.bodies[number]["messages"]]
 
 
 @pytest.fixture
@@ -153,7 +194,8 @@ def stand_in() -> Iterator[StandIn]:
             self.answer("text/html", page if self.path == "/" else model)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            length = int(self.headers["content-length"])
+            stand_in.bodies.append(json.loads(self.rfile.read(length)))
             self.send_response(200)
             self.end_headers()
             for part in stand_in.stream():
@@ -203,6 +245,12 @@ MARKDOWN = {  # and what of HTML it becomes
     "<p>more\nlines</p>",
     "```python\nif a < b:\n\n    **c**\n```\nd": "<pre><code>if a &lt; b:\n\n    **c**</code></pre>"
     "<p>d</p>",
+    "~~~\nnot closed": "<pre><code>not closed</code></pre>",
+    "- a\n- b\n  1. c\n\n  2. d\n\ne": '<ul><li><p>a</p></li><li><p>b</p><ol start="1"><li><p>c'
+    "</p></li><li><p>d</p></li></ol></li></ul><p>e</p>",
+    "3. a\n   ```\n   b\n   ```\n4. c": '<ol start="3"><li><p>a</p><pre><code>b</code></pre></li>'
+    "<li><p>c</p></li></ol>",
+    "> a\n> - b\n\n---": "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote><hr>",
     "|a|b|\n|---|:-:|\n|`c`|d \\| e|\nf": "<table><tr><th>a</th><th>b</th></tr><tr><td>"
     "<code>c</code></td><td>d | e</td></tr></table><p>f</p>",
     "[*a*](https://b.c/d?e=f#g) [h](ftp://i)": '<p><a href="https://b.c/d?e=f#g" target="_blank" '
@@ -227,10 +275,14 @@ ALLOWED = {"href", "target", "rel", "start", "class"}
     [
         f"# {ATTACK}\n**{ATTACK}**\n- {ATTACK}\n\n> {ATTACK}\n\n`{ATTACK}`",
         f"|{ATTACK}|\n|-|\n|{ATTACK}|",
+        f"```<script>\n{ATTACK}\n```\n[{ATTACK}](https://a.b)",
         "[a](javascript:document.title=1) [a]( javascript:1) [a](JaVaScRiPt:1)",
+        "[a](data:text/html,x) [a](//b.c) [a](vbscript:1)",
+        "[a](java\nscript:1) ![a](javascript:1) <javascript:1>",
         '[a](https://b.c"onmouseover="document.title=1) [a](https://b.c\'onclick=1)',
         "[a](https://b.c/<img src=x onerror=document.title=1>) ![a](https://b.c/track.png)",
         "[a [b](javascript:1)](https://c.d) [a](https://b.c)](javascript:1)",
+        "<a href='javascript:document.title=1'>a</a><svg onload=document.title=1><style>",
     ],
 )
 def test_no_markdown_carries_code_or_other_addresses_than_of_the_web(page, stand_in, text):
@@ -258,3 +310,21 @@ def test_what_was_drafted_is_green_to_the_character(page, stand_in):
     assert page.texts(".assistant") == ["a🦘bc\u0928\u093fd"]
     assert page.texts(".counts")[0].startswith("9 tokens, ")
     assert page.texts(".counts")[0].endswith(" compression rate 1.50")
+
+
+def test_a_stop_keeps_what_was_said(page, stand_in):
+    stand_in.parts = [("half of", 0), ("it", 0)]
+    stand_in.go.clear()
+    page.one("#text").send_keys("One" + Keys.ENTER)
+    page.until(lambda: page.texts(".assistant") == ["half of"])
+    page.one("#send").click()
+    page.until(lambda: page.texts(".error") == ["stopped"])
+    stand_in.go.set()
+    page.ask("Two")
+    assert [content for _, content in stand_in.turns(1)] == ["One", "half of", "Two"]
+
+
+def test_an_answer_that_breaks_off_is_no_whole_one(page, stand_in):
+    stand_in.parts, stand_in.ends = [("half of", 0)], False
+    page.ask("One")
+    assert page.texts(".error") == ["the answer has ended too early."]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shlex
 import signal
 import subprocess
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -15,8 +17,10 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from serving_cases import (
     LONGEST,
     PAGE,
+    SAMPLINGS,
     alone,
     as_body,
+    random_request,
     served,
     serving,
     target,
@@ -91,11 +95,31 @@ def test_openais_client_is_answered_whole_and_streamed(client):
     assert parts[-2].choices[0].finish_reason == chat.choices[0].finish_reason == "length"
     usage, again = chat.usage, parts[-1].usage
     assert usage.completion_tokens == again.completion_tokens == 12
+    assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1  # all but the last
     text = client.completions.create(prompt="Once", **options)
     streamed = client.completions.create(prompt="Once", stream=True, **options)
     assert "".join(p.choices[0].text for p in streamed) == text.choices[0].text
     with pytest.raises(BadRequestError, match="'logprobs' is not served here"):
         client.completions.create(prompt="Once", logprobs=2, **options)
+
+
+def test_openais_client_may_send_its_own_answer_back(client):
+    def answer(*turns: object):
+        return (
+            client.chat.completions.create(
+                messages=[*TALK, *turns], model="tiny", max_tokens=12, temperature=0
+            )
+            .choices[0]
+            .message
+        )
+
+    message, more = answer(), {"role": "user", "content": "And then?"}
+    assert message.refusal is None and message.model_dump()["tool_calls"] is None
+    written = {"role": "assistant", "content": message.content}
+    forms = (written, message, message.model_dump(), written | {"annotations": []})
+    assert len({answer(form, more).content for form in forms}) == 1
+    with pytest.raises(BadRequestError, match=r"messages\.1: 'refusal' is not served here"):
+        answer(written | {"refusal": "No."}, more)
 
 
 def test_openais_client_finds_the_model_by_its_name_and_no_other(client):
@@ -149,18 +173,23 @@ BAD = [
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": "a", "max_token": 3}, "max_token: Extra inputs are not permitted"),
     ({"prompt": "a", "max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than"),
     ({"prompt": "a" * 300}, "the prompt by 101 or more: one new"),
     ({"prompt": "a", "max_tokens": LONGEST}, "ask for at most"),
     ({"prompt": [1, 10**9]}, "a token outside the model's vocabulary"),
     ({"prompt": "a", "temperature": 9}, "temperature: Input should be less than"),
+    ({"prompt": "a", "presence_penalty": 1}, "'presence_penalty' is not served here"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "'logit_bias' is not served here"),
     ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     ({"prompt": "a", "n": 99}, "n: Input should be less than or equal to 16"),
     ([1, 2], "valid dictionary"),
     ({"prompt": "a", "top_k": 2**63}, "top_k: Input should be less than"),
+    ({"prompt": "a", "seed": 2**63}, "seed: Input should be less than"),
     ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, f"must be {2**63 - 2} or less where n=2"),
     ({"prompt": "a", "logprobs": 0}, "'logprobs' is not served here"),
     ({"prompt": "a", "best_of": True}, "'best_of' is not served here"),
+    ({"prompt": "a", "min_p": False}, "'min_p' is not served here"),
+    ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
     ({"prompt": "a", "top_p": "0.5"}, "top_p: Input should be a valid number"),
 ]
 
@@ -172,17 +201,27 @@ def test_what_cannot_be_served_is_refused_by_name(address):
         assert message in answer.json()["error"]["message"], answer.text
 
 
-def test_a_body_that_is_not_called_json_is_told_of_the_header(address):
-    headers = {"content-type": "text/plain"}
-    answer = httpx.post(f"{address}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
-    message = "the header 'Content-Type: application/json' is missing; 'text/plain' was sent."
+def test_a_temperature_next_to_0_is_greedy(address):
+    """In float32 1e-40 is so small that logits divided by it are infinite."""
+    body = {"prompt": "The capital of France is", "max_tokens": 6, "ignore_eos": True}
+    assert text_of(address, **body, temperature=1e-40) == text_of(address, **body, temperature=0)
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain"])
+def test_a_body_that_is_not_called_json_is_told_of_the_header(address, kind):
+    headers, content = {"content-type": kind} if kind else {}, b'{"prompt": "a"}'
+    answer = httpx.post(f"{address}/v1/completions", content=content, headers=headers, timeout=60)
+    sent = f"; '{kind}' was sent" if kind else ""
+    message = f"the header 'Content-Type: application/json' is missing{sent}."
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
 
 
 def test_a_path_or_method_that_there_is_not_has_openais_error(address):
     for method, path, status, code in (
+        ("GET", "/v1/none", 404, "unknown_url"),
         ("POST", "/none", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_supported"),
+        ("DELETE", "/v1/models/tiny", 405, "method_not_supported"),
     ):
         answer = httpx.request(method, address + path)
         assert answer.status_code == status
@@ -207,11 +246,23 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
     assert [status(address, host) for host in STRANGERS] == [400] * len(STRANGERS)
     assert {status(address, "evil.example", path) for path in ("/", "/health", "/metrics")} == {400}
     error = httpx.get(f"{address}/v1/models", headers={"host": "evil.example"}).json()["error"]
-    assert "allowed_hosts=[NAME]" in error["message"]
+    assert "allowed_hosts=[NAME]" in error["message"] and error["type"] == "invalid_request_error"
     with serving(allowed_hosts=["kangaroo.lan", "*.lab.example"]) as named:
         for host in ("localhost", "Kangaroo.lan:8000", "a.lab.example"):
             assert status(named, host) == 200
         assert status(named, "lab.example.evil") == status(named, "other.lan") == 400
+    with serving(host="0.0.0.0", allowed_hosts=["*"]) as open_to_all:
+        assert status(open_to_all, "any.example") == 200
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + 'a' }}", None])
+def test_a_template_that_fails_is_told_as_any_other_refusal(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with serving(tokenizer=tokenizer) as address:
+        answer = ask(address, "chat/completions", messages=TALK)
+        assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"]
+        assert ask(address, prompt="a", max_tokens=2).status_code == 200
 
 
 def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch, caplog):
@@ -245,7 +296,9 @@ NO_REQUESTS = [
     (b'{"prompt": "\xff\xfe"}', 400, ""),
     (b"[" * 100_000, 400, ""),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, ""),
+    (b'{"prompt": "' + b"a" * 1_000_000 + b'"}', 400, ""),
     (b'{"prompt": "' + b"a" * 2_000_000 + b'"}', 413, "a request has at most 1048576 bytes."),
+    (b'{"prompt": "a", "model": "gpt-5"}', 404, "there is no model 'gpt-5'; this is 'tiny'."),
     (b'{"prompt": "\\ud800"}', 400, "prompt: it holds half of a surrogate pair"),
     (b'{"prompt": "a", "\\ud800": 1}', 400, ""),
 ]
@@ -256,6 +309,9 @@ def test_what_is_no_request_is_refused(address):
         answer = post(address, content)
         assert answer.status_code == status
         assert answer.json()["error"]["message"].startswith(message)
+    chunks = [b'{"prompt": "', *[b"a" * 100_000] * 20]  # of a length that is not told
+    for path in ("/v1/completions", "/v1/none"):
+        assert post(address, iter(chunks), path).status_code == 413
     assert ask(address, prompt="a", max_tokens=2).status_code == 200
 
 
@@ -309,6 +365,20 @@ def test_prometheus_sees_what_was_written(address):
     assert metric("kangaroo_first_token_seconds_count") > 0
 
 
+def test_texts_at_the_same_time_are_those_alone(address):
+    rng = random.Random(3)
+    requests = [replace(random_request(rng, 30), sampling=rng.choice(SAMPLINGS)) for _ in range(24)]
+
+    async def answers() -> list[httpx.Response]:
+        url = f"{address}/v1/completions"
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(client.post(url, json=as_body(r)) for r in requests))
+
+    for request, answer in zip(requests, asyncio.run(answers()), strict=True):
+        expected = plain_text(byte_tokenizer(), alone(request))
+        assert answer.json()["choices"][0]["text"] == expected
+
+
 def test_a_stream_is_json_lines_of_server_sent_events_with_counts_if_asked_for(address):
     def streamed(**options: bool) -> list[dict]:
         body = {"messages": TALK, "max_tokens": 9, "ignore_eos": True, "stream": True}
@@ -322,7 +392,9 @@ def test_a_stream_is_json_lines_of_server_sent_events_with_counts_if_asked_for(a
     assert counts == sorted(counts) and counts[0] == 1 and counts[-2:] == [9, 9]
     parts = streamed(include_usage=True)
     assert ["usage" in part for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert parts[-2]["choices"][0]["finish_reason"] == "length"
+    parts = streamed(continuous_usage_stats=True)
+    assert not any("usage" in part for part in parts)
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.slow
@@ -351,13 +423,15 @@ def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
 def test_rows_that_do_not_fit_are_refused_with_what_does(monkeypatch):
     lm = target()
     row = 50 * lm.new_cache(1, 1).bytes()
-    free = iter([4 * row, 4 * row - 1])
+    free = iter([4 * row, 4 * row - 1, row - 1])
     monkeypatch.setattr(memory, "free", lambda device: next(free))
     check_memory(lm, max_batch_size=4, max_model_len=50)
     with pytest.raises(
         ConfigError, match=r"max_batch_size=4 texts of up to 50 tokens .* Pass max_batch_size=3 or"
     ):
         check_memory(lm, max_batch_size=4, max_model_len=50)
+    with pytest.raises(ConfigError, match=r"Pass max_model_len= fewer tokens"):
+        check_memory(lm, max_batch_size=1, max_model_len=50)
 
 
 def test_a_port_in_use_is_named(address):

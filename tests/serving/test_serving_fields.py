@@ -97,7 +97,7 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
         return ask("POST", "/v1/completions", fixed).json()["choices"][0]["text"]
 
     @settings(
-        max_examples=100,
+        max_examples=150,
         deadline=None,
         derandomize=True,
         database=None,
